@@ -1,0 +1,134 @@
+"""Every error that mx raises on purpose, each saying whose fault it was and what to do.
+
+The five families are whose fault: the source's (`SourceError`), this process's or machine's
+(`LocalError`), the coordinator's (`CoordinatorError`), the bytes' (`IntegrityError`), the
+caller's (`ConfigError`). `exit_code` is what the commands end with.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_OTHER = 1
+EXIT_CONFIG = 2
+EXIT_NO_SOURCE = 3
+EXIT_INTEGRITY = 4
+EXIT_NOT_ALLOWED = 5
+EXIT_INCOMPLETE = 6
+
+
+class MxError(Exception):
+    """Base of all. `hint` is one line that says what the user can do about it, or ""."""
+
+    exit_code = EXIT_OTHER
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class ConfigError(MxError):
+    """What the caller asked for can't be done: a bad flag, address, path or combination."""
+
+    exit_code = EXIT_CONFIG
+
+
+class LocalError(MxError):
+    """This process or machine could not: memory, disk, descriptors, a busy port."""
+
+
+class CapacityError(LocalError):
+    """Too little memory or disk for the model; said before anything is allocated if possible."""
+
+
+class OutputError(LocalError):
+    """`--out` could not be written; what was begun has been removed."""
+
+
+class CoordinatorError(MxError):
+    """The coordinator did not answer, or refused."""
+
+    exit_code = EXIT_NO_SOURCE
+
+
+class UnknownModelError(CoordinatorError):
+    """No such model, revision or variant is registered."""
+
+
+class BindingError(CoordinatorError):
+    """The name and revision belong to another identity (or another registrant)."""
+
+    exit_code = EXIT_NOT_ALLOWED
+
+
+class NotAllowedError(CoordinatorError):
+    """A credential, certificate or policy forbids it."""
+
+    exit_code = EXIT_NOT_ALLOWED
+
+
+class SourceError(MxError):
+    """A peer's fault. `peer` names it (HOST:PORT, or "" where unknown)."""
+
+    exit_code = EXIT_NO_SOURCE
+
+    def __init__(self, message: str, *, peer: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.peer = peer
+
+
+class NoSourceError(SourceError):
+    """Nobody that can be reached holds the model; lists what was tried and why it failed."""
+
+
+class PeerLostError(SourceError):
+    """The peer died, closed or reset the connection."""
+
+
+class PeerTimeoutError(SourceError):
+    """The peer is there but made no progress within the deadline (stopped, clogged, cut off)."""
+
+
+class PeerProtocolError(SourceError):
+    """The peer said something that the protocol does not allow."""
+
+
+class PeerRefusedError(SourceError):
+    """The source refused: wrong secret, revoked grant, draining, out-of-range request."""
+
+    exit_code = EXIT_NOT_ALLOWED
+
+
+class StaleGenerationError(SourceError):
+    """The source's memory has changed since the read was planned."""
+
+
+class ClosedError(LocalError):
+    """The session, exposure or pull was closed by this process before the work was done."""
+
+
+class IntegrityError(MxError):
+    """Bytes or a document do not match their digest, or a checkpoint is malformed."""
+
+    exit_code = EXIT_INTEGRITY
+
+
+class CheckpointError(IntegrityError):
+    """A checkpoint on disk that is not one: truncated, malformed, hostile. Says file and place."""
+
+
+class DigestError(IntegrityError):
+    """A chunk, tensor or document whose digest differs. `peer` names who sent it."""
+
+    def __init__(self, message: str, *, peer: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.peer = peer
+
+
+class IncompleteError(SourceError):
+    """A pull that ended before every layer was ready; the message says how far it came."""
+
+    exit_code = EXIT_INCOMPLETE

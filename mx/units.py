@@ -1,0 +1,61 @@
+"""Sizes and their spelling.
+
+Units are part of names everywhere in mx: `_bytes`, `_s`, `_gb_per_s` (decimal gigabytes, 1e9
+bytes, per second). The binary sizes here are plain ints.
+"""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+GB = 10**9
+
+_SUFFIXES = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "kib": KIB,
+    "m": 10**6,
+    "mb": 10**6,
+    "mib": MIB,
+    "g": GB,
+    "gb": GB,
+    "gib": GIB,
+}
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` (a positive int) that is >= `value`."""
+    return -(-value // alignment) * alignment
+
+
+def parse_bytes(text: str) -> int:
+    """Read "16MiB", "1.5 GB" or "4096" as a number of bytes.
+
+    Raises ValueError for anything else, negative numbers included.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in _SUFFIXES:
+        raise ValueError(f"{text!r} is not a size: write it like 512MiB, 1.5GB or 4096")
+    return int(float(match[1]) * _SUFFIXES[match[2].lower()])
+
+
+def format_bytes(nbytes: int | float) -> str:
+    """ "2.15 GB", "16.8 MB", "96 B": decimal, as the rates beside it are."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{int(nbytes)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """ "1.24 s", "18.3 ms", "45 us"."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.0f} us"
