@@ -1,0 +1,80 @@
+"""Chunk and document digests.
+
+A chunk's digest is xxh3_128 over the xxh3_128 digests of its 1 MiB blocks, so that it can be
+computed as bytes land, in parallel, and on a GPU. Blocks are cut on layer-space offsets; padding
+inside a block is left out. Documents and tensors are blake3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blake3 import blake3
+from xxhash import xxh3_128, xxh3_128_digest
+
+from mx.core.types import BLOCK_BYTES, Segment
+
+DIGEST_BYTES = 16
+
+
+class ChunkHasher:
+    """Hashes one chunk while it lands, front to back.
+
+    `segments` are the chunk's (layer-space) segments and `views` writable or read-only byte
+    views of the same lengths. `landed(n)` says that the first `n` payload bytes are in place;
+    every block that is thereby complete is hashed at once, while it is in the cache. Not
+    thread-safe: one thread at a time.
+    """
+
+    __slots__ = ("_pieces", "_next", "_blocks")
+
+    def __init__(self, segments: Sequence[Segment], views: Sequence[memoryview]) -> None:
+        # One entry per block: (payload bytes up to its end, the views that make it up).
+        self._pieces: list[tuple[int, list[memoryview]]] = []
+        self._blocks: list[bytes] = []
+        self._next = 0
+        payload = 0
+        block = -1
+        for segment, view in zip(segments, views, strict=True):
+            done = 0
+            while done < segment.nbytes:
+                offset = segment.offset + done
+                take = min(segment.nbytes - done, BLOCK_BYTES - offset % BLOCK_BYTES)
+                payload += take
+                piece = view[done : done + take]
+                if offset // BLOCK_BYTES == block:
+                    self._pieces[-1][1].append(piece)
+                    self._pieces[-1] = (payload, self._pieces[-1][1])
+                else:
+                    block = offset // BLOCK_BYTES
+                    self._pieces.append((payload, [piece]))
+                done += take
+
+    def landed(self, payload_nbytes: int) -> None:
+        pieces = self._pieces
+        while self._next < len(pieces) and pieces[self._next][0] <= payload_nbytes:
+            views = pieces[self._next][1]
+            if len(views) == 1:
+                self._blocks.append(xxh3_128_digest(views[0]))
+            else:
+                state = xxh3_128()
+                for view in views:
+                    state.update(view)
+                self._blocks.append(state.digest())
+            self._next += 1
+
+    def digest(self) -> bytes:
+        """The chunk's digest; hashes whatever was not announced by `landed`."""
+        if self._pieces:
+            self.landed(self._pieces[-1][0])
+        return xxh3_128_digest(b"".join(self._blocks))
+
+
+def chunk_digest(segments: Sequence[Segment], views: Sequence[memoryview]) -> bytes:
+    """The 16-byte digest of a chunk that is wholly in memory."""
+    return ChunkHasher(segments, views).digest()
+
+
+def document_digest(data: bytes | memoryview) -> bytes:
+    """The 32-byte blake3 of a manifest document or side file."""
+    return blake3(data).digest()

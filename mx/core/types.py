@@ -1,0 +1,358 @@
+"""The nouns of mx: models, tensors, layers, chunks, layouts, manifests, tables. All immutable.
+
+Offsets are in *layer space*: a layer's tensors in execution order, each aligned to
+`TENSOR_ALIGNMENT_BYTES`; the padding between them is never sent nor hashed. An *arena* is the
+layer spaces of a whole model one after the other, each aligned to `LAYER_ALIGNMENT_BYTES`; where
+a layer lies in it follows from the layout alone, so that a contiguous source needs one base
+address to say where everything is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from mx.core.topology import Place
+from mx.units import MIB, align_up
+
+TENSOR_ALIGNMENT_BYTES = 256
+LAYER_ALIGNMENT_BYTES = 4096
+CHUNK_BYTES = 16 * MIB
+BLOCK_BYTES = MIB
+
+#: Bits per element of each safetensors dtype (safetensors 0.8). Those below 8 travel as bytes.
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    """What a manifest is registered under: a bundle (name, revision) and one variant of it."""
+
+    name: str
+    revision: str = "main"
+    variant: str = "checkpoint"
+
+    def __str__(self) -> str:
+        text = self.name if self.revision == "main" else f"{self.name}:{self.revision}"
+        return text if self.variant == "checkpoint" else f"{text}[{self.variant}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor's place. `offset` is in its layer's space; `shape` in elements, row-major."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layer: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A tensor without bytes of its own: a strided view of another one's.
+
+    `offset_bytes` counts from the target's first byte; `stride` is in elements.
+    """
+
+    name: str
+    target: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The unit of readiness. `arena_offset` is its place in an arena, `nbytes` its space.
+
+    `runs` are the maximal (offset, nbytes) ranges of the space that tensors cover, ascending;
+    what lies between them is padding.
+    """
+
+    index: int
+    name: str
+    nbytes: int
+    arena_offset: int
+    runs: tuple[tuple[int, int], ...]
+
+
+class Layout:
+    """Layers in execution order, and each tensor's place in them.
+
+    `tensors` are ordered by (layer, offset). Built by `mx.core.manifest`, which validates.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], tensors: Sequence[Tensor], aliases: Sequence[Alias] = ()
+    ) -> None:
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self.tensors: tuple[Tensor, ...] = tuple(tensors)
+        self.aliases: tuple[Alias, ...] = tuple(aliases)
+
+    @cached_property
+    def arena_nbytes(self) -> int:
+        """Size of an arena that holds every layer."""
+        if not self.layers:
+            return 0
+        last = self.layers[-1]
+        return last.arena_offset + align_up(last.nbytes, LAYER_ALIGNMENT_BYTES)
+
+    @cached_property
+    def payload_nbytes(self) -> int:
+        """Bytes of tensor data: what moves, without padding."""
+        return sum(nbytes for layer in self.layers for _, nbytes in layer.runs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return (self.layers, self.tensors, self.aliases) == (
+            other.layers,
+            other.tensors,
+            other.aliases,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A slice of a layer space: the unit of verification and retry. `index` counts over all."""
+
+    index: int
+    layer: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A gap-free piece of a chunk. `offset` is in layer space, `arena_offset` in an arena."""
+
+    offset: int
+    arena_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How layer spaces are cut, and the 16-byte digest of each chunk, in chunk order.
+
+    `chunk_nbytes` is a positive multiple of `BLOCK_BYTES`. `digests` is 16 * (number of chunks)
+    bytes long.
+    """
+
+    chunk_nbytes: int
+    digests: bytes
+
+    def digest(self, chunk_index: int) -> bytes:
+        return self.digests[16 * chunk_index : 16 * chunk_index + 16]
+
+
+@dataclass(frozen=True)
+class PackagedFile:
+    """One safetensors file as `--out` writes it again: tensors by name, in file order.
+
+    `path` is relative, with forward slashes, and never leaves the folder. `metadata` is the
+    header's `__metadata__`, None where the file had none.
+    """
+
+    path: str
+    metadata: dict[str, str] | None
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SideFile:
+    """A JSON, text or tokenizer file that travels along; its bytes are a document of its own."""
+
+    path: str
+    nbytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Packaging:
+    files: tuple[PackagedFile, ...] = ()
+    side_files: tuple[SideFile, ...] = ()
+
+
+@dataclass(frozen=True)
+class ManifestRef:
+    """The four documents of a manifest by digest (blake3, 32 bytes) and size.
+
+    `identity` is both the model's identity and the digest of the identity document.
+    """
+
+    identity: bytes
+    layout: bytes
+    chunking: bytes
+    packaging: bytes
+    sizes: tuple[int, int, int, int]
+
+    @property
+    def digests(self) -> tuple[bytes, bytes, bytes, bytes]:
+        return (self.identity, self.layout, self.chunking, self.packaging)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One variant, whole. `tensor_digests` maps tensor name -> blake3 of its bytes."""
+
+    ref: ManifestRef
+    layout: Layout
+    chunking: Chunking
+    packaging: Packaging
+    tensor_digests: dict[str, bytes] = field(repr=False)
+    documents: dict[bytes, bytes] = field(repr=False)
+
+    @cached_property
+    def grid(self) -> ChunkGrid:
+        return ChunkGrid(self.layout, self.chunking.chunk_nbytes)
+
+
+class ChunkGrid:
+    """Chunk arithmetic of one layout and chunk size. Building it costs O(layers)."""
+
+    def __init__(self, layout: Layout, chunk_nbytes: int) -> None:
+        if chunk_nbytes <= 0 or chunk_nbytes % BLOCK_BYTES:
+            raise ValueError(f"chunk size {chunk_nbytes} is not a multiple of {BLOCK_BYTES}")
+        self.layout = layout
+        self.chunk_nbytes = chunk_nbytes
+        counts = [-(-layer.nbytes // chunk_nbytes) for layer in layout.layers]
+        #: first_chunk[i] is layer i's first chunk; the last entry is the number of chunks.
+        self.first_chunk: list[int] = [0, *accumulate(counts)]
+
+    def __len__(self) -> int:
+        return self.first_chunk[-1]
+
+    def __getitem__(self, index: int) -> Chunk:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        layer_index = bisect.bisect_right(self.first_chunk, index) - 1
+        layer = self.layout.layers[layer_index]
+        offset = (index - self.first_chunk[layer_index]) * self.chunk_nbytes
+        return Chunk(index, layer_index, offset, min(self.chunk_nbytes, layer.nbytes - offset))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def of_layer(self, layer_index: int) -> range:
+        return range(self.first_chunk[layer_index], self.first_chunk[layer_index + 1])
+
+    def segments(self, chunk: Chunk) -> list[Segment]:
+        """The chunk's bytes without its padding, ascending. Never empty for a valid layout."""
+        layer = self.layout.layers[chunk.layer]
+        start, end = chunk.offset, chunk.offset + chunk.nbytes
+        found = []
+        first = max(0, bisect.bisect_right(layer.runs, (start, 1 << 62)) - 1)
+        for offset, nbytes in layer.runs[first:]:
+            if offset >= end:
+                break
+            low, high = max(offset, start), min(offset + nbytes, end)
+            if low < high:
+                found.append(Segment(low, layer.arena_offset + low, high - low))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One piece of registered memory. `base` is its address in the source's process.
+
+    `device` is "cpu" or "cuda:UUID". `layers`, where given, is a half-open range of layer
+    indices whose layer spaces lie in it one after the other as in an arena, from offset 0;
+    None means that rows say what is in it.
+    """
+
+    index: int
+    device: str
+    base: int
+    nbytes: int
+    layers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """An extent of scattered memory: layer-space range -> (region, offset in it)."""
+
+    layer: int
+    offset: int
+    nbytes: int
+    region: int
+    region_offset: int
+
+
+@dataclass(frozen=True)
+class AddressTable:
+    """Which extents of which layers a source holds, and where.
+
+    `held` are half-open ranges of layer indices, ascending, that are complete. A contiguous
+    source has no rows.
+    """
+
+    layout_digest: bytes
+    regions: tuple[Region, ...]
+    rows: tuple[TableRow, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+
+
+class SourceRole(enum.Enum):
+    """An origin holds every layer; a relay holds those that it has received so far."""
+
+    ORIGIN = "origin"
+    RELAY = "relay"
+
+
+class SourceState(enum.Enum):
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """One registered source: everything about it that is told to others, no secret.
+
+    `endpoint` is the HOST:PORT of its Peer service, `transports` those it exposes through.
+    `source_id` is a UUID that the registrant chose.
+    """
+
+    source_id: str
+    model: ModelKey
+    ref: ManifestRef
+    endpoint: str
+    place: Place
+    generation: int
+    table: AddressTable
+    transports: tuple[str, ...]
+    role: SourceRole = SourceRole.ORIGIN
+    state: SourceState = SourceState.SERVING

@@ -1,0 +1,202 @@
+"""The contract between mx and whatever moves bytes.
+
+A transport is found by the entry-point group `mx.transports` (a callable without arguments that
+returns a `Transport`). The suite in `mx.testing.conformance`, not this text, defines what one
+must do; third parties run it on theirs.
+
+The source side *exposes* regions and hands out a *ticket* per granted reader; the target side
+*opens* a ticket and *reads*. A session completes each read by itself, from threads of its own:
+the sink gets `landed` while bytes arrive, then exactly one of `done` and `failed`. After that
+the transport never touches the destination again. `close()` aborts what is outstanding (each
+fails with `ClosedError`); `join()` returns once no thread, task, descriptor, mapping or DMA of
+the session is left. Destinations stay valid until then: that is the caller's duty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from mx.core.topology import Place
+from mx.errors import MxError
+
+
+@dataclass(frozen=True, slots=True)
+class Viable:
+    """The transport can work in this process. `detail` is for people."""
+
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """It can't; `reason` says why and, if anything can, what would change that."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way from a source to a target. `gb_per_s` is an estimate until it is measured."""
+
+    transport: str
+    gb_per_s: float
+    attach: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of mutual TLS: this process's certificate and key, and the CA of its peers."""
+
+    certificate: str
+    key: str
+    authority: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedRegion:
+    """Memory that a source offers.
+
+    `view` is a read-only byte view of it, valid until the exposure was joined; `address` its
+    first byte's address in this process. `memfd` is the descriptor of a sealed memfd that holds
+    exactly this region from its offset 0, or None; the exposure may send duplicates of it but
+    never closes it.
+    """
+
+    index: int
+    view: memoryview
+    address: int
+    device: str = "cpu"
+    memfd: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExposeOptions:
+    """How to listen. `hosts` are the addresses for data endpoints (a port each is chosen)."""
+
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    tls: TlsFiles | None = None
+    stall_timeout_s: float = 5.0
+
+
+@runtime_checkable
+class Exposure(Protocol):
+    """The source side of a transport. All methods are thread-safe and do not block on peers."""
+
+    def grant(self, grant_id: str) -> bytes:
+        """A ticket for one reader: opaque, carries its secret, not to be logged."""
+
+    def revoke(self, grant_id: str) -> None:
+        """Withdraw a ticket: running reads are cut, new ones refused. Unknown ids are ignored."""
+
+    def set_generation(self, generation: int) -> None:
+        """Reads that name another generation are refused from now on."""
+
+    def active_readers(self) -> int:
+        """Grants that have a read running right now (for draining)."""
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left behind; False if `timeout_s` passed first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What `open` needs: the ticket, the generation planned on, sizes of the regions by index.
+
+    `peer` names the source in errors.
+    """
+
+    grant_id: str
+    ticket: bytes
+    generation: int
+    region_nbytes: tuple[int, ...]
+    peer: str
+    tls: TlsFiles | None = None
+    stall_timeout_s: float = 5.0
+    streams: int = 2
+
+
+class Sink(Protocol):
+    """Receives one read's progress, on the transport's threads, one call at a time."""
+
+    def landed(self, nbytes: int) -> None:
+        """The first `nbytes` bytes of the read (over its pieces in order) are in place."""
+
+    def done(self) -> None:
+        """All are. Called once, after which neither `landed` nor `failed` comes."""
+
+    def failed(self, error: MxError) -> None:
+        """They will not all come. Called once; the error names the peer and the read's tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`len(view)` bytes from `region_offset` of the source's region into a writable view."""
+
+    region: int
+    region_offset: int
+    view: memoryview
+
+
+@dataclass(slots=True)
+class Read:
+    """One chunk's worth of pieces, completed as a unit. `tag` names it in errors."""
+
+    tag: str
+    pieces: Sequence[Piece]
+    sink: Sink
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(len(piece.view) for piece in self.pieces)
+
+
+@runtime_checkable
+class Session(Protocol):
+    """The target side. Methods are thread-safe."""
+
+    #: How many reads of a chunk each the session wants outstanding to be busy all the time.
+    depth: int
+
+    def read(self, reads: Sequence[Read]) -> None:
+        """Enqueue; returns at once. Raises ClosedError after `close`.
+
+        Bounds, the grant's state and the generation are checked; what is wrong fails its read
+        alone. Reads start in the order given.
+        """
+
+    def attach(self, region: int) -> memoryview:
+        """Map a whole region without a copy: a private, writable view (writes stay in this
+        process). It lives as long as references to it do, beyond the session's end.
+
+        Raises NotAllowedError/SourceError where the source's memory is not sealed or not
+        attachable; only paths with `attach` are asked.
+        """
+
+    def close(self) -> None:
+        """Abort: outstanding reads fail with ClosedError. Idempotent, does not block."""
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left behind; False if `timeout_s` passed first."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    name: str
+
+    def probe(self) -> Viable | Unavailable:
+        """Can it work here at all? Imports what it needs, lazily; never raises."""
+
+    def reach(self, here: Place, there: Place) -> Path | None:
+        """The path between two places, or None. Symmetric; no IO."""
+
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        """Make regions readable by those that hold a ticket."""
+
+    def open(self, grant: Grant) -> Session:
+        """Connect to an exposure. Raises SourceError (peer named) where that fails."""

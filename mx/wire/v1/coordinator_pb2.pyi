@@ -1,0 +1,232 @@
+from mx.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SourceState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SOURCE_STATE_UNSPECIFIED: _ClassVar[SourceState]
+    SOURCE_STATE_SERVING: _ClassVar[SourceState]
+    SOURCE_STATE_DRAINING: _ClassVar[SourceState]
+
+class SourceRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SOURCE_ROLE_UNSPECIFIED: _ClassVar[SourceRole]
+    SOURCE_ROLE_ORIGIN: _ClassVar[SourceRole]
+    SOURCE_ROLE_RELAY: _ClassVar[SourceRole]
+SOURCE_STATE_UNSPECIFIED: SourceState
+SOURCE_STATE_SERVING: SourceState
+SOURCE_STATE_DRAINING: SourceState
+SOURCE_ROLE_UNSPECIFIED: SourceRole
+SOURCE_ROLE_ORIGIN: SourceRole
+SOURCE_ROLE_RELAY: SourceRole
+
+class Source(_message.Message):
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_REVISION_FIELD_NUMBER: _ClassVar[int]
+    model: _common_pb2.ModelKey
+    manifest: _common_pb2.ManifestRef
+    endpoint: str
+    place: str
+    generation: int
+    role: SourceRole
+    state: SourceState
+    table: _common_pb2.AddressTable
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    source_id: str
+    binding_secret: bytes
+    replaces_revision: bool
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("source", "page", "rows")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    source: Source
+    page: _common_pb2.Page
+    rows: _common_pb2.TableRows
+    def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., rows: _Optional[_Union[_common_pb2.TableRows, _Mapping]] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    lease_s: float
+    coordinator_epoch: str
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
+
+class MissingRequest(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class MissingResponse(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("source_id", "readers", "gb_per_s", "state")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    readers: int
+    gb_per_s: float
+    state: SourceState
+    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("lease_s", "coordinator_epoch")
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    coordinator_epoch: str
+    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
+
+class AdvertiseRequest(_message.Message):
+    __slots__ = ("source_id", "generation", "held")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    generation: int
+    held: _containers.RepeatedCompositeFieldContainer[_common_pb2.Range]
+    def __init__(self, source_id: _Optional[str] = ..., generation: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ...) -> None: ...
+
+class AdvertiseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeregisterRequest(_message.Message):
+    __slots__ = ("source_id",)
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    def __init__(self, source_id: _Optional[str] = ...) -> None: ...
+
+class DeregisterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResolveRequest(_message.Message):
+    __slots__ = ("name", "revision", "variant")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    revision: str
+    variant: str
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ...) -> None: ...
+
+class ResolveResponse(_message.Message):
+    __slots__ = ("model", "manifest", "sources")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    model: _common_pb2.ModelKey
+    manifest: _common_pb2.ManifestRef
+    sources: _containers.RepeatedCompositeFieldContainer[Source]
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("name", "revision")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    revision: str
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
+
+class WatchEvent(_message.Message):
+    __slots__ = ("kind", "source", "reason")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[WatchEvent.Kind]
+        KIND_SNAPSHOT_END: _ClassVar[WatchEvent.Kind]
+        KIND_SOURCE_UP: _ClassVar[WatchEvent.Kind]
+        KIND_SOURCE_CHANGED: _ClassVar[WatchEvent.Kind]
+        KIND_SOURCE_GONE: _ClassVar[WatchEvent.Kind]
+        KIND_LAYERS: _ClassVar[WatchEvent.Kind]
+    KIND_UNSPECIFIED: WatchEvent.Kind
+    KIND_SNAPSHOT_END: WatchEvent.Kind
+    KIND_SOURCE_UP: WatchEvent.Kind
+    KIND_SOURCE_CHANGED: WatchEvent.Kind
+    KIND_SOURCE_GONE: WatchEvent.Kind
+    KIND_LAYERS: WatchEvent.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    kind: WatchEvent.Kind
+    source: Source
+    reason: str
+    def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("model", "manifest", "nbytes", "layers", "sources")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    model: _common_pb2.ModelKey
+    manifest: _common_pb2.ManifestRef
+    nbytes: int
+    layers: int
+    sources: int
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., nbytes: _Optional[int] = ..., layers: _Optional[int] = ..., sources: _Optional[int] = ...) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+
+class ListSourcesRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class SourceStatus(_message.Message):
+    __slots__ = ("source", "lease_left_s", "readers", "gb_per_s")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    source: Source
+    lease_left_s: float
+    readers: int
+    gb_per_s: float
+    def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., lease_left_s: _Optional[float] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ...) -> None: ...
+
+class ListSourcesResponse(_message.Message):
+    __slots__ = ("sources", "coordinator_epoch")
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[SourceStatus]
+    coordinator_epoch: str
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceStatus, _Mapping]]] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,94 @@
+from mx.wire.v1 import common_pb2 as _common_pb2
+from mx.wire.v1 import coordinator_pb2 as _coordinator_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("sources",)
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[_coordinator_pb2.Source]
+    def __init__(self, sources: _Optional[_Iterable[_Union[_coordinator_pb2.Source, _Mapping]]] = ...) -> None: ...
+
+class OpenRequest(_message.Message):
+    __slots__ = ("source_id", "identity", "generation", "transports", "place")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    identity: bytes
+    generation: int
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    place: str
+    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ...) -> None: ...
+
+class OpenEvent(_message.Message):
+    __slots__ = ("granted", "renewed", "draining", "stale")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    granted: Granted
+    renewed: Renewed
+    draining: Draining
+    stale: Stale
+    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ...) -> None: ...
+
+class Granted(_message.Message):
+    __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes")
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    REGION_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    grant_id: str
+    lease_s: float
+    generation: int
+    tickets: _containers.RepeatedCompositeFieldContainer[Ticket]
+    region_nbytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grant_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., region_nbytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("transport", "ticket")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    ticket: bytes
+    def __init__(self, transport: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class Renewed(_message.Message):
+    __slots__ = ("lease_s", "generation")
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    lease_s: float
+    generation: int
+    def __init__(self, lease_s: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("grace_s",)
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
+
+class Stale(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class TableRequest(_message.Message):
+    __slots__ = ("source_id",)
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    def __init__(self, source_id: _Optional[str] = ...) -> None: ...
