@@ -1,0 +1,163 @@
+"""What every test is held to: it leaves no thread, task, descriptor, mapping or child behind.
+
+The check compares what the process holds before and after each test, and gives what is on its
+way out a few seconds to go. A test that has failed is not checked: its traceback keeps frames,
+and with them buffers and sockets, alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import hypothesis
+import pytest
+
+SETTLE_S = 5.0
+
+hypothesis.settings.register_profile(
+    "ci", derandomize=True, deadline=None, database=None, print_blob=True
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile("ci")
+
+_call_failed = pytest.StashKey[bool]()
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds of the things that a test may leave behind."""
+
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[int, str]]
+    mappings: frozenset[str]
+    children: frozenset[int]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        return cls(
+            frozenset(t for t in threading.enumerate() if t.is_alive()),
+            frozenset(_descriptors()),
+            frozenset(_shared_mappings()),
+            frozenset(_children()),
+        )
+
+    def beyond(self, before: Holdings) -> list[str]:
+        """What `self` holds that `before` did not, a line each."""
+        return [
+            *(f"thread {t.name!r} (daemon={t.daemon})" for t in self.threads - before.threads),
+            *(f"descriptor {n} -> {what}" for n, what in self.descriptors - before.descriptors),
+            *(f"mapping {line}" for line in self.mappings - before.mappings),
+            *(f"child process {pid}" for pid in self.children - before.children),
+        ]
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    # The listing's own descriptor is in the listing, and gone when it is looked up.
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+
+
+def _shared_mappings() -> Iterator[str]:
+    """Maps of memfds and of /dev/shm files: address range and name."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            if "/memfd:" in line or "/dev/shm/" in line:
+                fields = line.split(maxsplit=5)
+                yield f"{fields[0]} {fields[1]} {fields[5].strip()}"
+
+
+def _children() -> Iterator[int]:
+    me = os.getpid()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            stat = Path("/proc", name, "stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # The command's name is in parentheses and may hold anything, parentheses included.
+        if int(stat.rpartition(b")")[2].split()[1]) == me:
+            yield int(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _grpc_globals() -> None:
+    """gRPC's core opens its pollers on first use and keeps them: have that before any test."""
+
+    async def once() -> None:
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await channel.channel_ready()
+        await server.stop(None)
+
+    asyncio.run(once())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(_grpc_globals: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test after which something is still there that was not there before it."""
+    before = Holdings.now()
+    yield
+    if request.node.stash.get(_call_failed, False):
+        return
+    deadline = time.monotonic() + SETTLE_S
+    while left := Holdings.now().beyond(before):
+        if time.monotonic() > deadline:
+            pytest.fail("left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
+        gc.collect()
+        time.sleep(0.02)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when in ("setup", "call") and report.failed:
+        item.stash[_call_failed] = True
+    return report
+
+
+def _without_task_leaks(
+    test: Callable[..., Coroutine[Any, Any, None]],
+) -> Callable[..., Coroutine[Any, Any, None]]:
+    """The runner of async tests silently cancels what is left; so look before it does."""
+
+    @functools.wraps(test)
+    async def checked(*args: Any, **kwargs: Any) -> None:
+        before = asyncio.all_tasks()
+        await test(*args, **kwargs)
+        deadline = time.monotonic() + SETTLE_S
+        while left := asyncio.all_tasks() - before:
+            if time.monotonic() > deadline:
+                names = "\n  ".join(sorted(map(repr, left)))
+                pytest.fail(f"asyncio tasks left behind:\n  {names}", pytrace=False)
+            await asyncio.sleep(0.02)
+
+    return checked
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = None if Path("/dev/nvidiactl").exists() else pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if no_gpu is not None and item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = _without_task_leaks(item.obj)
