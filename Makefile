@@ -1,0 +1,84 @@
+# One environment (.venv) for everything but protoc, whose tools want an older protobuf
+# (.venv-proto). The `ready` stamps make second runs quick.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test chaos lint proto proto-check bench clean
+
+PY := .venv/bin/python
+READY := .venv/.ready
+PROTO_READY := .venv-proto/.ready
+PROTO_OUT ?= .
+PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
+GRPCIO_TOOLS := grpcio-tools==1.71.2
+
+help:
+	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
+	@echo "make test [ARGS=...]        the tests (ARGS go to pytest)"
+	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
+	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
+	@echo "make proto                  regenerate mx/wire/v1 from proto/"
+	@echo "make bench [ARGS=...]       measure against bare references (ARGS go to mx bench)"
+	@echo "make clean                  remove what these made, environments included"
+
+setup: $(READY)
+
+# $(1): the folder to make. The first Python that is new enough and can make environments.
+define make_venv
+	@for python in $(PYTHON) python3.13 python3.12 python3.11 python3; do \
+	  if $$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+	       >/dev/null 2>&1; then \
+	    echo "$(1): made with $$($$python --version)"; exec $$python -m venv --clear $(1); \
+	  fi; \
+	done; \
+	echo "error: no Python >= 3.11 that can make virtual environments was found" >&2; \
+	echo "  install one (on Debian and Ubuntu also python3-venv), or name it: make PYTHON=..." >&2; \
+	exit 1
+endef
+
+$(PY):
+	$(call make_venv,.venv)
+
+$(READY): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+.venv-proto/bin/python:
+	$(call make_venv,.venv-proto)
+
+$(PROTO_READY): | .venv-proto/bin/python
+	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check '$(GRPCIO_TOOLS)'
+	@touch $@
+
+demo: $(READY)
+	$(PY) -m mx demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+chaos: $(READY)
+	$(PY) -m pytest -m "chaos or slow" $(ARGS)
+
+bench: $(READY)
+	$(PY) -m mx bench $(ARGS)
+
+lint: $(READY)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
+
+proto: $(PROTO_READY)
+	.venv-proto/bin/python -m grpc_tools.protoc -I proto --python_out=$(PROTO_OUT) \
+	  --pyi_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) $(PROTOS)
+
+proto-check: $(PROTO_READY)
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+	$(MAKE) --no-print-directory --silent proto PROTO_OUT="$$fresh" && \
+	diff -r --exclude=__pycache__ --exclude=__init__.py "$$fresh/mx/wire/v1" mx/wire/v1 || \
+	{ echo "error: mx/wire/v1 is not what proto/ generates; run make proto" >&2; exit 1; }
+
+clean:
+	rm -rf .venv .venv-proto build dist .demo .bench .mypy_cache .ruff_cache .pytest_cache \
+	  .hypothesis .import_linter_cache
+	find mx transports tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,317 @@
+"""Settings: flag, then environment, then file, then default; each value knows where it is from.
+
+This is the only module that reads the environment. Its variables are the settings' names in
+capitals behind `MX_PEER_`; the file is TOML with the same names at the top level.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mx.errors import ConfigError
+from mx.units import GIB, MIB, parse_bytes
+
+ENVIRONMENT_PREFIX = "MX_PEER_"
+#: Names the configuration file; not a setting itself.
+FILE_VARIABLE = "MX_PEER_CONFIG"
+DEFAULT_ORIGIN = "default"
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _setting(default: object, help_text: str, read: Callable[[object], object]) -> Any:
+    return field(default=default, metadata={"help": help_text, "read": read})
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError('must be a string, like "text"')
+    return value
+
+
+def _address(value: object) -> str:
+    wrong = ValueError("must be HOST:PORT, like 127.0.0.1:7600 or [::1]:7600")
+    if not isinstance(value, str):
+        raise wrong
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):(\d{1,5})", value)
+    if match is None or int(match[2]) > 65535:
+        raise wrong
+    return value
+
+
+def _number(low: float, high: float) -> Callable[[object], float]:
+    def read(value: object) -> float:
+        wrong = ValueError(f"must be a number of seconds from {low:g} to {high:g}")
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise wrong
+        try:
+            number = float(value)
+        except ValueError:
+            raise wrong from None
+        if not (math.isfinite(number) and low <= number <= high):
+            raise wrong
+        return number
+
+    return read
+
+
+def _count(low: int, high: int) -> Callable[[object], int]:
+    def read(value: object) -> int:
+        wrong = ValueError(f"must be a whole number from {low} to {high}")
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise wrong
+        text = str(value).strip()
+        if not re.fullmatch(r"[0-9]{1,12}", text) or not low <= int(text) <= high:
+            raise wrong
+        return int(text)
+
+    return read
+
+
+def _chunk_size(value: object) -> int:
+    wrong = ValueError("must be a size that is a multiple of 1MiB, from 1MiB to 1GiB, like 16MiB")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise wrong
+    try:
+        nbytes = parse_bytes(str(value))
+    except ValueError:
+        raise wrong from None
+    if nbytes % MIB or not MIB <= nbytes <= GIB:
+        raise wrong
+    return nbytes
+
+
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True}
+_FLAGS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in _FLAGS:
+        return _FLAGS[value.strip().lower()]
+    raise ValueError("must be true or false")
+
+
+def _names(value: object) -> tuple[str, ...]:
+    wrong = ValueError('must be names, like "eth0,eth1" or ["eth0", "eth1"]')
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise wrong
+    names = tuple(name for name in value if isinstance(name, str) and name.strip())
+    if len(names) != len(value):
+        raise wrong
+    return names
+
+
+def _choice(*choices: str) -> Callable[[object], str]:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or value.lower() not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return value.lower()
+
+    return read
+
+
+def _state(value: object) -> str:
+    text = _text(value)
+    if text != "memory":
+        raise ValueError("must be memory (nothing else is built yet)")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every setting, validated. `origins` says for each name where its value came from."""
+
+    coordinator: str = _setting("127.0.0.1:7600", "where the coordinator is (HOST:PORT)", _address)
+    coordinator_listen: str = _setting(
+        "127.0.0.1:7600", "where mx-coordinator listens (HOST:PORT)", _address
+    )
+    listen: str = _setting(
+        "127.0.0.1:0", "where serve and pull listen (HOST:PORT; port 0 takes a free one)", _address
+    )
+    state: str = _setting("memory", "where mx-coordinator keeps its state", _state)
+    tls_cert: str = _setting("", "PEM file: this process's certificate", _text)
+    tls_key: str = _setting("", "PEM file: its private key", _text)
+    tls_ca: str = _setting("", "PEM file: the authority of its peers", _text)
+    insecure: bool = _setting(False, "allow plain text beyond this machine", _flag)
+    data_plaintext: bool = _setting(
+        False, "send weights without TLS although control uses it", _flag
+    )
+    nics: tuple[str, ...] = _setting(
+        (), "network interfaces for weights (all that are up, if none is named)", _names
+    )
+    lease_s: float = _setting(
+        5.0, "how long a source stays listed without a heartbeat", _number(0.5, 3600)
+    )
+    reader_lease_s: float = _setting(
+        10.0, "how long a reader may read without renewing", _number(1, 3600)
+    )
+    connect_timeout_s: float = _setting(3.0, "how long to wait for a connection", _number(0.1, 600))
+    stall_timeout_s: float = _setting(
+        4.0, "how long a source may send nothing before it is given up", _number(0.1, 600)
+    )
+    drain_grace_s: float = _setting(
+        10.0, "how long running reads may take to finish when a source stops", _number(0, 3600)
+    )
+    chunk_bytes: int = _setting(
+        16 * MIB, "size of a chunk, the unit of verification and retry", _chunk_size
+    )
+    streams: int = _setting(2, "TCP connections for weights, per pull", _count(1, 64))
+    log_level: str = _setting(
+        "warning", f"how much to log: {', '.join(LOG_LEVELS)}", _choice(*LOG_LEVELS)
+    )
+    trace: str = _setting("", "write a JSON line per traced step to this file", _text)
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def origin(self, name: str) -> str:
+        """Where `name`'s value came from: "default", or the flag, variable or file and line."""
+        return self.origins.get(name, DEFAULT_ORIGIN)
+
+    def is_set(self, name: str) -> bool:
+        """Did somebody choose `name`'s value?"""
+        return name in self.origins
+
+
+def setting_names() -> list[str]:
+    """The settings' names, in the order in which they are shown."""
+    return [item.name for item in fields(Settings) if item.name != "origins"]
+
+
+def describe(name: str) -> str:
+    """One line on what a setting means."""
+    return str(_metadata(name)["help"])
+
+
+def _metadata(name: str) -> Mapping[str, Any]:
+    return next(item.metadata for item in fields(Settings) if item.name == name)
+
+
+def format_value(value: object) -> str:
+    """A setting's value as people write it; sizes are left as numbers of bytes."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def default_file(environ: Mapping[str, str]) -> Path:
+    """Where the configuration file is looked for if none is named."""
+    base = environ.get("XDG_CONFIG_HOME", "")
+    # The XDG specification: a relative path is as good as none.
+    home = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/"), ".config")
+    return home / "mx" / "config.toml"
+
+
+def load(
+    flags: Mapping[str, object] | None = None,
+    *,
+    file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Read all settings. `flags` maps names to what the command line gave, None for not given.
+
+    `file` (else `MX_PEER_CONFIG`) must exist; the default one need not. Raises ConfigError that
+    names the flag, the variable, or the file and line, and says what would be right.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+
+    def take(name: str, raw: object, origin: str) -> None:
+        try:
+            values[name] = _metadata(name)["read"](raw)
+        except ValueError as error:
+            raise ConfigError(f"{origin}: {name} = {raw!r}: it {error}") from None
+        origins[name] = origin
+
+    chosen = file or environ.get(FILE_VARIABLE) or None
+    path = Path(chosen) if chosen else default_file(environ)
+    for name, (raw, line) in _read_file(path, required=chosen is not None).items():
+        take(name, raw, f"{path}, line {line}" if line else str(path))
+    for name, text in _read_environment(environ).items():
+        take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
+    for name, given in (flags or {}).items():
+        if given is not None:
+            take(name, given, f"flag --{name.replace('_', '-')}")
+    settings = Settings(**values, origins=origins)  # type: ignore[arg-type]
+    _check_tls(settings)
+    return settings
+
+
+def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return ConfigError(f"{origin}: there is no setting {name}", hint=hint)
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    known = {ENVIRONMENT_PREFIX + name.upper(): name for name in setting_names()}
+    found = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == FILE_VARIABLE:
+            continue
+        if variable not in known:
+            raise _unknown("environment", variable, [*known, FILE_VARIABLE])
+        if text:  # an empty variable is as good as none
+            found[known[variable]] = text
+    return found
+
+
+def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
+    """Name -> (value, line number, 0 if it could not be told)."""
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(f"there is no configuration file {path}") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path} is not TOML: {error}", hint='write lines like coordinator = "host:7600"'
+        ) from None
+    lines = text.splitlines()
+    found: dict[str, tuple[object, int]] = {}
+    for name, value in table.items():
+        pattern = re.compile(rf"""\s*\[*["']?{re.escape(name)}["']?\s*[=.\]]""")
+        line = next((n for n, at in enumerate(lines, 1) if pattern.match(at)), 0)
+        if name not in setting_names():
+            raise _unknown(f"{path}, line {line}" if line else str(path), name, setting_names())
+        found[name] = (value, line)
+    return found
+
+
+def _check_tls(settings: Settings) -> None:
+    names = ("tls_cert", "tls_key", "tls_ca")
+    missing = [name for name in names if not getattr(settings, name)]
+    if missing and len(missing) < len(names):
+        given = ", ".join(
+            f"{name} ({settings.origin(name)})" for name in names if name not in missing
+        )
+        raise ConfigError(
+            f"TLS needs three files; given: {given}; missing: {', '.join(missing)}",
+            hint="give --tls-cert, --tls-key and --tls-ca, or none of them",
+        )
+    for name in names:
+        path = getattr(settings, name)
+        if path and not os.access(path, os.R_OK):
+            raise ConfigError(
+                f"{settings.origin(name)}: {name} = {path}: no such file, or not readable"
+            )
