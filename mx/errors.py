@@ -58,6 +58,10 @@ class UnknownModelError(CoordinatorError):
     """No such model, revision or variant is registered."""
 
 
+class UnknownSourceError(CoordinatorError):
+    """No such source is registered (any more): its lease ended, or the coordinator restarted."""
+
+
 class BindingError(CoordinatorError):
     """The name and revision belong to another identity (or another registrant)."""
 

@@ -64,14 +64,16 @@ class RegisterRequest(_message.Message):
     def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., rows: _Optional[_Union[_common_pb2.TableRows, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("source_id", "lease_s", "coordinator_epoch")
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     lease_s: float
     coordinator_epoch: str
-    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
+    model: _common_pb2.ModelKey
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ...) -> None: ...
 
 class MissingRequest(_message.Message):
     __slots__ = ("digests",)
@@ -86,16 +88,18 @@ class MissingResponse(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("source_id", "readers", "gb_per_s", "state")
+    __slots__ = ("source_id", "readers", "gb_per_s", "state", "binding_secret")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     GB_PER_S_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     readers: int
     gb_per_s: float
     state: SourceState
-    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ...) -> None: ...
+    binding_secret: bytes
+    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., binding_secret: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("lease_s", "coordinator_epoch")
@@ -106,24 +110,28 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
 
 class AdvertiseRequest(_message.Message):
-    __slots__ = ("source_id", "generation", "held")
+    __slots__ = ("source_id", "generation", "held", "binding_secret")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     generation: int
     held: _containers.RepeatedCompositeFieldContainer[_common_pb2.Range]
-    def __init__(self, source_id: _Optional[str] = ..., generation: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ...) -> None: ...
+    binding_secret: bytes
+    def __init__(self, source_id: _Optional[str] = ..., generation: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ..., binding_secret: _Optional[bytes] = ...) -> None: ...
 
 class AdvertiseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DeregisterRequest(_message.Message):
-    __slots__ = ("source_id",)
+    __slots__ = ("source_id", "binding_secret")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
     source_id: str
-    def __init__(self, source_id: _Optional[str] = ...) -> None: ...
+    binding_secret: bytes
+    def __init__(self, source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ...) -> None: ...
 
 class DeregisterResponse(_message.Message):
     __slots__ = ()

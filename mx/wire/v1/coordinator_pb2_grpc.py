@@ -70,12 +70,12 @@ class CoordinatorStub(object):
                 request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchEvent.FromString,
                 _registered_method=True)
-        self.ListModels = channel.unary_unary(
+        self.ListModels = channel.unary_stream(
                 '/mx.wire.v1.Coordinator/ListModels',
                 request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
-        self.ListSources = channel.unary_unary(
+        self.ListSources = channel.unary_stream(
                 '/mx.wire.v1.Coordinator/ListSources',
                 request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.FromString,
@@ -133,7 +133,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Pages, so that any number fits the default message limit.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -182,12 +183,12 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchEvent.SerializeToString,
             ),
-            'ListModels': grpc.unary_unary_rpc_method_handler(
+            'ListModels': grpc.unary_stream_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListModelsRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListModelsResponse.SerializeToString,
             ),
-            'ListSources': grpc.unary_unary_rpc_method_handler(
+            'ListSources': grpc.unary_stream_rpc_method_handler(
                     servicer.ListSources,
                     request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.SerializeToString,
@@ -404,7 +405,7 @@ class Coordinator(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/mx.wire.v1.Coordinator/ListModels',
@@ -431,7 +432,7 @@ class Coordinator(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/mx.wire.v1.Coordinator/ListSources',

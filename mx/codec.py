@@ -1,0 +1,389 @@
+"""mx.core.types <-> protobuf. What comes in is checked here, once, and believed afterwards.
+
+`*_from_wire` raise PeerProtocolError, which a server turns into INVALID_ARGUMENT, for anything that
+a well-behaved peer would not send; `*_to_wire` trust their argument.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from mx.core.topology import Place
+from mx.core.types import (
+    AddressTable,
+    ManifestRef,
+    ModelKey,
+    Region,
+    SourceRecord,
+    SourceRole,
+    SourceState,
+    TableRow,
+)
+from mx.errors import ConfigError, PeerProtocolError
+from mx.units import MIB
+from mx.wire.address import split_address
+from mx.wire.v1 import common_pb2 as pb
+from mx.wire.v1 import coordinator_pb2 as cpb
+
+NAME_CHARS = 256
+SECRET_BYTES = (16, 64)
+MAX_DOCUMENT_BYTES = 256 * MIB
+MAX_REGIONS = 4096
+MAX_RANGES = 4096
+MAX_ROWS = 2_000_000
+ROWS_PER_PAGE = 16_384
+_MAX_PLACE_CHARS = 4096
+_MAX_TRANSPORTS = 16
+_U64 = 1 << 64
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_TRANSPORT = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_DEVICE = re.compile(r"cpu|cuda:[A-Za-z0-9:._-]{1,64}")
+
+_STATES = {
+    SourceState.SERVING: cpb.SOURCE_STATE_SERVING,
+    SourceState.DRAINING: cpb.SOURCE_STATE_DRAINING,
+}
+_ROLES = {
+    SourceRole.ORIGIN: cpb.SOURCE_ROLE_ORIGIN,
+    SourceRole.RELAY: cpb.SOURCE_ROLE_RELAY,
+}
+
+
+def _refuse(text: str) -> PeerProtocolError:
+    return PeerProtocolError(text)
+
+
+def _why_no_name(what: str, text: str) -> str | None:
+    if not 1 <= len(text) <= NAME_CHARS:
+        return f"a {what} has 1 to {NAME_CHARS} characters, not {len(text)}"
+    if "@" in text or not text.isprintable() or text != text.strip():
+        return f"{what} {text!a}: '@', control characters and outer spaces are not allowed"
+    return None
+
+
+def check_model_key(key: ModelKey) -> None:
+    """Raises ConfigError for a name, revision or variant that no coordinator would accept."""
+    for what, text in _key_texts(key):
+        why = _why_no_name(what, text)
+        if why is not None:
+            raise ConfigError(why)
+
+
+def _key_texts(key: ModelKey) -> tuple[tuple[str, str], ...]:
+    return (
+        ("model name", key.name),
+        ("revision", key.revision),
+        ("variant", key.variant),
+    )
+
+
+def key_to_wire(key: ModelKey) -> pb.ModelKey:
+    return pb.ModelKey(name=key.name, revision=key.revision, variant=key.variant)
+
+
+def key_from_wire(message: pb.ModelKey) -> ModelKey:
+    """ "" stands for the default revision and variant; the name must be there."""
+    key = ModelKey(message.name, message.revision or "main", message.variant or "checkpoint")
+    for what, text in _key_texts(key):
+        why = _why_no_name(what, text)
+        if why is not None:
+            raise _refuse(why)
+    return key
+
+
+def digest_from_wire(data: bytes, what: str) -> bytes:
+    """A 32-byte blake3 digest."""
+    if len(data) != 32:
+        raise _refuse(f"{what}: a digest has 32 bytes, not {len(data)}")
+    return data
+
+
+def source_id_from_wire(text: str) -> str:
+    if not _UUID.fullmatch(text):
+        raise _refuse("source_id: a UUID in lower case is wanted")
+    return text
+
+
+def secret_from_wire(data: bytes) -> bytes:
+    low, high = SECRET_BYTES
+    if not low <= len(data) <= high:
+        raise _refuse(f"binding_secret: {low} to {high} bytes, not {len(data)}")
+    return data
+
+
+def ref_to_wire(ref: ManifestRef) -> pb.ManifestRef:
+    parts = [
+        pb.DocumentRef(digest=digest, nbytes=nbytes)
+        for digest, nbytes in zip(ref.digests, ref.sizes, strict=True)
+    ]
+    return pb.ManifestRef(identity=parts[0], layout=parts[1], chunking=parts[2], packaging=parts[3])
+
+
+def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
+    parts = (message.identity, message.layout, message.chunking, message.packaging)
+    names = ("identity", "layout", "chunking", "packaging")
+    for name, part in zip(names, parts, strict=True):
+        digest_from_wire(part.digest, name)
+        if not 0 < part.nbytes <= MAX_DOCUMENT_BYTES:
+            raise _refuse(f"{name}: a document has 1 to {MAX_DOCUMENT_BYTES} bytes")
+    sizes = (parts[0].nbytes, parts[1].nbytes, parts[2].nbytes, parts[3].nbytes)
+    return ManifestRef(parts[0].digest, parts[1].digest, parts[2].digest, parts[3].digest, sizes)
+
+
+def ranges_to_wire(ranges: Iterable[tuple[int, int]]) -> list[pb.Range]:
+    return [pb.Range(begin=begin, end=end) for begin, end in ranges]
+
+
+def ranges_from_wire(
+    message: Sequence[pb.Range], what: str = "held"
+) -> tuple[tuple[int, int], ...]:
+    """Half-open, not empty, ascending and disjoint."""
+    if len(message) > MAX_RANGES:
+        raise _refuse(f"{what}: more than {MAX_RANGES} ranges")
+    ranges = tuple((item.begin, item.end) for item in message)
+    last_end = 0
+    for begin, end in ranges:
+        if not last_end <= begin < end:
+            raise _refuse(f"{what}: [{begin}, {end}) is empty, out of order or overlaps")
+        last_end = end
+    return ranges
+
+
+def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.AddressTable:
+    """Without the rows, which travel in pages; `row_count` says how many where `table` has none."""
+    regions = []
+    for region in table.regions:
+        message = pb.Region(
+            index=region.index, device=region.device, base=region.base, nbytes=region.nbytes
+        )
+        if region.layers is not None:
+            message.layers.begin, message.layers.end = region.layers
+        regions.append(message)
+    return pb.AddressTable(
+        layout_digest=table.layout_digest,
+        regions=regions,
+        held=ranges_to_wire(table.held),
+        rows=len(table.rows) if row_count is None else row_count,
+    )
+
+
+def _region_from_wire(index: int, message: pb.Region) -> Region:
+    where = f"region {index}"
+    if message.index != index:
+        raise _refuse(f"{where} is numbered {message.index}")
+    if not _DEVICE.fullmatch(message.device):
+        raise _refuse(f"{where}: device {message.device[:80]!a}")
+    if message.base + message.nbytes > _U64:
+        raise _refuse(f"{where} leaves the address space")
+    layers = None
+    if message.HasField("layers"):
+        layers = (message.layers.begin, message.layers.end)
+        if layers[0] >= layers[1]:
+            raise _refuse(f"{where}: layers [{layers[0]}, {layers[1]}) are empty")
+    return Region(index, message.device, message.base, message.nbytes, layers)
+
+
+def table_from_wire(message: pb.AddressTable) -> AddressTable:
+    """The table without its rows, which `RowsDecoder` checks against it."""
+    if len(message.regions) > MAX_REGIONS:
+        raise _refuse(f"more than {MAX_REGIONS} regions")
+    if message.rows > MAX_ROWS:
+        raise _refuse(f"more than {MAX_ROWS} rows")
+    regions = tuple(_region_from_wire(i, item) for i, item in enumerate(message.regions))
+    last_end = 0
+    for begin, end in sorted(region.layers for region in regions if region.layers):
+        if begin < last_end:
+            raise _refuse(f"layer {begin} is in two regions")
+        last_end = end
+    table = AddressTable(
+        digest_from_wire(message.layout_digest, "layout_digest"),
+        regions,
+        held=ranges_from_wire(message.held),
+    )
+    if message.rows and all(region.layers for region in regions):
+        raise _refuse("rows are announced, but no region wants any")
+    check_held(table, table.held, rows=message.rows)
+    return table
+
+
+def check_held(
+    table: AddressTable, held: Sequence[tuple[int, int]], *, rows: int | None = None
+) -> None:
+    """Held layers must lie in regions; where rows say where, they are not checked here.
+
+    `rows` is their number, by default that of the table.
+    """
+    if rows if rows is not None else len(table.rows):
+        return
+    spans: list[list[int]] = []
+    for begin, end in sorted(region.layers for region in table.regions if region.layers):
+        if spans and spans[-1][1] == begin:
+            spans[-1][1] = end
+        else:
+            spans.append([begin, end])
+    for begin, end in held:
+        if not any(low <= begin and end <= high for low, high in spans):
+            raise _refuse(f"held: layers [{begin}, {end}) are in no region")
+
+
+def rows_to_wire(rows: Sequence[TableRow]) -> Iterator[pb.TableRows]:
+    """Pages that stay under the default message limit."""
+    for first in range(0, len(rows), ROWS_PER_PAGE):
+        page = rows[first : first + ROWS_PER_PAGE]
+        yield pb.TableRows(
+            layer=[row.layer for row in page],
+            offset=[row.offset for row in page],
+            nbytes=[row.nbytes for row in page],
+            region=[row.region for row in page],
+            region_offset=[row.region_offset for row in page],
+        )
+
+
+class RowsDecoder:
+    """Checks the pages of one table's rows as they come.
+
+    Rows are ascending by (layer, offset), do not overlap, and stay inside the regions that want
+    rows. `expected` is the number announced.
+    """
+
+    def __init__(self, table: AddressTable, expected: int) -> None:
+        self._sizes = [-1 if region.layers else region.nbytes for region in table.regions]
+        self._expected = expected
+        self._count = 0
+        self._layer = 0
+        self._end = 0
+
+    def check(self, page: pb.TableRows) -> int:
+        """How many rows the page has. Raises PeerProtocolError."""
+        columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
+        count = len(page.layer)
+        if any(len(column) != count for column in columns):
+            raise _refuse("rows: the columns differ in length")
+        if self._count + count > self._expected:
+            raise _refuse(f"rows: more than the {self._expected} announced")
+        sizes, last_layer, last_end = self._sizes, self._layer, self._end
+        for layer, offset, nbytes, region, region_offset in zip(*columns, strict=True):
+            if layer != last_layer:
+                if layer < last_layer:
+                    raise self._wrong(layer, offset, "is out of order")
+                last_layer, last_end = layer, 0
+            if offset < last_end:
+                raise self._wrong(layer, offset, "is out of order or overlaps")
+            last_end = offset + nbytes
+            if not nbytes or last_end > _U64:
+                raise self._wrong(layer, offset, f"has {nbytes} bytes")
+            if region >= len(sizes) or sizes[region] < 0:
+                raise self._wrong(layer, offset, f"names region {region}, which takes no rows")
+            if region_offset + nbytes > sizes[region]:
+                raise self._wrong(layer, offset, f"lies outside region {region}")
+        self._layer, self._end = last_layer, last_end
+        self._count += count
+        return count
+
+    def feed(self, page: pb.TableRows) -> list[TableRow]:
+        """The page's rows, checked."""
+        self.check(page)
+        columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
+        return [TableRow(*row) for row in zip(*columns, strict=True)]
+
+    def finish(self) -> None:
+        """Raises PeerProtocolError if fewer rows came than were announced."""
+        if self._count != self._expected:
+            raise _refuse(f"rows: {self._count} of {self._expected} came")
+
+    @staticmethod
+    def _wrong(layer: int, offset: int, what: str) -> PeerProtocolError:
+        return _refuse(f"rows: the extent of layer {layer} at {offset} {what}")
+
+
+def source_to_wire(
+    record: SourceRecord,
+    *,
+    row_count: int | None = None,
+    binding_secret: bytes = b"",
+    replaces_revision: bool = False,
+) -> cpb.Source:
+    """Without table rows. Only a registration carries `binding_secret`."""
+    return cpb.Source(
+        model=key_to_wire(record.model),
+        manifest=ref_to_wire(record.ref),
+        endpoint=record.endpoint,
+        place=record.place.to_json(),
+        generation=record.generation,
+        role=_ROLES[record.role],
+        state=_STATES[record.state],
+        table=table_to_wire(record.table, row_count),
+        transports=record.transports,
+        source_id=record.source_id,
+        binding_secret=binding_secret,
+        replaces_revision=replaces_revision,
+    )
+
+
+def state_to_wire(state: SourceState) -> cpb.SourceState:
+    return _STATES[state]
+
+
+def state_from_wire(value: int) -> SourceState:
+    for state, number in _STATES.items():
+        if number == value:
+            return state
+    raise _refuse(f"source state {value}")
+
+
+def _role_from_wire(value: int) -> SourceRole:
+    for role, number in _ROLES.items():
+        if number == value:
+            return role
+    raise _refuse(f"source role {value}")
+
+
+def _endpoint_from_wire(text: str) -> str:
+    try:
+        _, port = split_address(text)
+    except ConfigError as error:
+        raise _refuse(f"endpoint: {error.message[:300]}") from error
+    if port == 0:
+        raise _refuse("endpoint: port 0")
+    return text
+
+
+def place_from_wire(text: str) -> Place:
+    """A reader's or source's whereabouts from their JSON."""
+    if len(text) > _MAX_PLACE_CHARS:
+        raise _refuse(f"place: more than {_MAX_PLACE_CHARS} characters")
+    try:
+        return Place.from_json(text)
+    except (ValueError, RecursionError) as error:
+        raise _refuse(f"place: {error}") from error
+
+
+def transports_from_wire(names: Sequence[str]) -> tuple[str, ...]:
+    if len(names) > _MAX_TRANSPORTS or len(set(names)) != len(names):
+        raise _refuse(f"transports: at most {_MAX_TRANSPORTS}, each once")
+    for name in names:
+        if not _TRANSPORT.fullmatch(name):
+            raise _refuse(f"transports: {name[:40]!a} is no name of one")
+    return tuple(names)
+
+
+def source_from_wire(message: cpb.Source) -> SourceRecord:
+    """A record whose table has no rows yet. Secrets are not looked at."""
+    ref = ref_from_wire(message.manifest)
+    table = table_from_wire(message.table)
+    if table.layout_digest != ref.layout:
+        raise _refuse("the table is of another layout than the manifest")
+    return SourceRecord(
+        source_id=source_id_from_wire(message.source_id),
+        model=key_from_wire(message.model),
+        ref=ref,
+        endpoint=_endpoint_from_wire(message.endpoint),
+        place=place_from_wire(message.place),
+        generation=message.generation,
+        table=table,
+        transports=transports_from_wire(message.transports),
+        role=_role_from_wire(message.role),
+        state=state_from_wire(message.state),
+    )

@@ -1,0 +1,1 @@
+"""gRPC plumbing: channels, servers, statuses, documents, the coordinator's client."""

@@ -1,0 +1,85 @@
+"""HOST:PORT as the user writes it, and which of them may go without TLS."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from mx.errors import ConfigError
+from mx.transport import TlsFiles
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of HOST:PORT or [IPV6]:PORT; the port is 0 to 65535.
+
+    No name is looked up. Raises ConfigError that says how to write it.
+    """
+    host, colon, port = address.rpartition(":")
+    wrong = ConfigError(
+        f"{address!r} is not an address", hint="write HOST:PORT, like 127.0.0.1:7600 or [::1]:7600"
+    )
+    if not colon or not (port.isascii() and port.isdigit()) or len(port) > 5 or int(port) > 65535:
+        raise wrong
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise wrong from None
+    elif not _HOST.fullmatch(host):
+        raise wrong
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_local(address: str) -> bool:
+    """Does nothing off this machine hear it? True for loopback addresses and unix sockets.
+
+    Names other than localhost count as remote: what they resolve to can change.
+    """
+    if address.startswith("unix:"):
+        return True
+    host, _ = split_address(address)
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_protection(address: str, *, tls: TlsFiles | None, insecure: bool, verb: str) -> None:
+    """Refuse plain text off this machine, unless it was asked for by name.
+
+    `verb` is "listen on" or "talk to". Raises ConfigError.
+    """
+    if tls is None and not insecure and not is_local(address):
+        raise ConfigError(
+            f"refusing to {verb} {address} without TLS",
+            hint="give --tls-cert, --tls-key and --tls-ca, or say --insecure",
+        )
+
+
+def read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    """The PEM bytes of (certificate, key, authority). Raises ConfigError naming the file."""
+    contents = []
+    for flag, path in (
+        ("--tls-cert", tls.certificate),
+        ("--tls-key", tls.key),
+        ("--tls-ca", tls.authority),
+    ):
+        try:
+            with open(path, "rb") as file:
+                data = file.read(1 << 20)
+        except OSError as error:
+            raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+        if b"-----BEGIN " not in data:
+            raise ConfigError(f"{flag} {path} is not a PEM file")
+        contents.append(data)
+    return contents[0], contents[1], contents[2]

@@ -1,0 +1,251 @@
+"""Serving: one set of server options, the rule about addresses, errors as statuses.
+
+Services are registered from their protobuf descriptors rather than with the generated `add_…`
+functions, because those let a request that does not parse end as UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from mx.errors import LocalError, MxError, PeerProtocolError
+from mx.transport import TlsFiles
+from mx.wire.address import join_address, read_tls, require_protection, split_address
+from mx.wire.channel import KEEPALIVE_OPTIONS
+from mx.wire.status import DETAIL_KEY, code_of, encode_detail
+
+_log = logging.getLogger(__name__)
+
+_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *KEEPALIVE_OPTIONS,
+    # Our clients ping each second; the default would cut them off.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Two servers on one port would each get some of the clients.
+    ("grpc.so_reuseport", 0),
+    # Who connects and says nothing is let go.
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_concurrent_streams", 1024),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service of the protocol and the object whose async methods implement it.
+
+    The methods are named as in the proto and look as grpc.aio has them (`request, context`; a
+    streamed answer is yielded, or written to the context). `MxError` raised in one becomes its
+    status.
+    """
+
+    descriptor: ServiceDescriptor
+    servicer: object
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """A running server. `address` is HOST:PORT with the port that was really bound."""
+
+    server: grpc.aio.Server
+    address: str
+    port: int
+    _health: Any
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new RPCs, let running ones finish within `grace_s`, then cut them."""
+        if self._health is not None:
+            await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a request that did not parse: a deserialiser that raises means UNKNOWN."""
+
+    message: str
+
+    def __getattr__(self, name: str) -> Any:
+        # For handlers that read from the context rather than from the request iterator.
+        raise PeerProtocolError(self.message)
+
+
+def _parser(method: MethodDescriptor) -> Callable[[bytes], Message | _Malformed]:
+    request_class = GetMessageClass(method.input_type)
+
+    def parse(data: bytes) -> Message | _Malformed:
+        try:
+            return request_class.FromString(data)
+        except DecodeError:
+            return _Malformed(f"{method.full_name}: malformed {method.input_type.name}")
+
+    return parse
+
+
+def _checked(request: object) -> object:
+    if isinstance(request, _Malformed):
+        raise PeerProtocolError(request.message)
+    return request
+
+
+class _CheckedRequests:
+    """A request stream that raises for a message that did not parse."""
+
+    def __init__(self, requests: AsyncIterator[object]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return self
+
+    async def __anext__(self) -> object:
+        return _checked(await anext(self._requests))
+
+
+async def _abort(context: Any, error: MxError) -> None:
+    text = " ".join(str(error).split())[:1000]
+    detail = ((DETAIL_KEY, encode_detail(error)),)
+    await context.abort(code_of(error), text, trailing_metadata=detail)
+
+
+def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
+    behaviour: Any = getattr(servicer, method.name)
+    streams_in, streams_out = method.client_streaming, method.server_streaming
+
+    def incoming(request: Any) -> Any:
+        return _CheckedRequests(aiter(request)) if streams_in else _checked(request)
+
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            return await behaviour(incoming(request), context)
+        except MxError as error:
+            await _abort(context, error)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(incoming(request), context):
+                yield response
+        except MxError as error:
+            await _abort(context, error)
+
+    async def write(request: Any, context: Any) -> None:
+        try:
+            await behaviour(incoming(request), context)
+        except MxError as error:
+            await _abort(context, error)
+
+    handler: Any = answer
+    if streams_out:
+        handler = stream if inspect.isasyncgenfunction(behaviour) else write
+    maker: Any = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[streams_in, streams_out]
+    return maker(
+        handler,
+        request_deserializer=_parser(method),
+        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+    )
+
+
+def _add(server: grpc.aio.Server, service: Service) -> None:
+    handlers = {
+        method.name: _method_handler(method, service.servicer)
+        for method in service.descriptor.methods
+    }
+    name = service.descriptor.full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
+    """Health checking and reflection, where their packages are installed."""
+    try:
+        health: Any = importlib.import_module("grpc_health.v1.health")
+        health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
+        reflection: Any = importlib.import_module("grpc_reflection.v1alpha.reflection")
+    except ImportError as error:
+        _log.info("no health checking or reflection: %s", error)
+        return None
+    servicer = health.aio.HealthServicer()
+    health_grpc.add_HealthServicer_to_server(servicer, server)
+    serving = 1  # HealthCheckResponse.SERVING
+    for name in ("", *names):
+        await servicer.set(name, serving)
+    reflection.enable_server_reflection(
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    return servicer
+
+
+async def _require_free(host: str, port: int) -> None:
+    """gRPC says only that it could not bind, and logs it; a plain socket says why."""
+    if port == 0:
+        return
+    where = join_address(host, port)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, kind, protocol, _, endpoint in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(endpoint)
+    except OSError as error:
+        raise LocalError(
+            f"cannot listen on {where}: port {port}: {error.strerror or error}",
+            hint="choose another with --listen, or port 0 for any free one",
+        ) from error
+
+
+async def listen(
+    address: str,
+    services: Sequence[Service],
+    *,
+    tls: TlsFiles | None = None,
+    insecure: bool = False,
+) -> Listening:
+    """Serve `services` on HOST:PORT (port 0: any free one) or unix:PATH, in this event loop.
+
+    Health checking and reflection come along where installed. With `tls`, clients must show a
+    certificate of its authority. Raises ConfigError for a malformed address, unreadable PEM
+    files, and plain text off this machine without `insecure`; LocalError, naming the port, where
+    it can't be bound.
+    """
+    is_unix = address.startswith("unix:")
+    host, port = ("", 0) if is_unix else split_address(address)
+    require_protection(address, tls=tls, insecure=insecure, verb="listen on")
+    await _require_free(host, port)
+    credentials = None
+    if tls is not None:
+        certificate, key, authority = read_tls(tls)
+        credentials = grpc.ssl_server_credentials(
+            [(key, certificate)], root_certificates=authority, require_client_auth=True
+        )
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    for service in services:
+        _add(server, service)
+    health = await _add_health(server, [service.descriptor.full_name for service in services])
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        await server.stop(0)
+        raise LocalError(f"cannot listen on {address}: {error}") from error
+    await server.start()
+    return Listening(server, address if is_unix else join_address(host, port), port, health)

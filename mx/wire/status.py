@@ -1,0 +1,202 @@
+"""mx errors <-> gRPC statuses, so that a refusal arrives as the class it was raised as.
+
+The status code is for foreign clients; beside it, trailing metadata carries the class by name,
+the message and the hint. A peer may only make us raise errors that say it or we asked wrongly:
+`LocalError` is never rebuilt, since it would blame this process.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from mx import errors
+from mx.errors import (
+    BindingError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    CoordinatorError,
+    DigestError,
+    IntegrityError,
+    MxError,
+    NoSourceError,
+    NotAllowedError,
+    PeerLostError,
+    PeerProtocolError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    SourceError,
+    StaleGenerationError,
+    UnknownModelError,
+    UnknownSourceError,
+)
+
+DETAIL_KEY = "mx-error-bin"
+_MAX_TEXT = 2000  # trailing metadata shares 8 KiB with everything else in it
+
+#: The first class that fits decides, so subclasses come before their bases.
+_CODES: tuple[tuple[type[MxError], grpc.StatusCode], ...] = (
+    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
+    (PeerProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+    (IntegrityError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownModelError, grpc.StatusCode.NOT_FOUND),
+    (UnknownSourceError, grpc.StatusCode.NOT_FOUND),
+    (BindingError, grpc.StatusCode.ALREADY_EXISTS),
+    (NotAllowedError, grpc.StatusCode.PERMISSION_DENIED),
+    (PeerRefusedError, grpc.StatusCode.PERMISSION_DENIED),
+    (StaleGenerationError, grpc.StatusCode.FAILED_PRECONDITION),
+    (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NoSourceError, grpc.StatusCode.UNAVAILABLE),
+    (ClosedError, grpc.StatusCode.UNAVAILABLE),
+    (CoordinatorError, grpc.StatusCode.FAILED_PRECONDITION),
+    (MxError, grpc.StatusCode.INTERNAL),
+)
+
+
+class Role(enum.Enum):
+    COORDINATOR = "coordinator"
+    SOURCE = "source"
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Whom we talk to: decides which error its silence is, and names it in messages."""
+
+    role: Role
+    address: str
+
+
+def code_of(error: MxError) -> grpc.StatusCode:
+    """The status that a foreign client sees for `error`."""
+    return next(code for kind, code in _CODES if isinstance(error, kind))
+
+
+def encode_detail(error: MxError) -> bytes:
+    """What `translate` rebuilds the error from."""
+    detail = {
+        "error": type(error).__name__,
+        "message": error.message[:_MAX_TEXT],
+        "hint": error.hint[:_MAX_TEXT],
+    }
+    return json.dumps(detail).encode()
+
+
+def _rebuild(data: bytes, remote: Remote) -> MxError | None:
+    try:
+        detail = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(detail, dict):
+        return None
+    name, message, hint = detail.get("error"), detail.get("message"), detail.get("hint", "")
+    if not (isinstance(name, str) and isinstance(message, str) and isinstance(hint, str)):
+        return None
+    kind = getattr(errors, name, None)
+    if not isinstance(kind, type):
+        return None
+    if issubclass(kind, SourceError | DigestError):
+        return kind(message, peer=remote.address, hint=hint)
+    if issubclass(kind, CoordinatorError | ConfigError | IntegrityError):
+        return kind(message, hint=hint)
+    return None
+
+
+def _first_line(text: str | None) -> str:
+    lines = (text or "").strip().splitlines()
+    return lines[0][:300] if lines else "no details"
+
+
+def _silent(remote: Remote, said: str) -> MxError:
+    """Nobody (or nobody of ours) answers."""
+    lowered = said.lower()
+    if "http1.x" in lowered or "http2 frame" in lowered or "unexpected content" in lowered:
+        return _foreign(remote, said)
+    if "ssl" in lowered or "handshake" in lowered or "certificate" in lowered:
+        hint = "check --tls-cert, --tls-key and --tls-ca on both sides"
+        message = f"no secure connection to {remote.address}: {said}"
+        if remote.role is Role.COORDINATOR:
+            return NotAllowedError(message, hint=hint)
+        return PeerRefusedError(message, peer=remote.address, hint=hint)
+    if remote.role is Role.COORDINATOR:
+        return CoordinatorError(
+            f"no coordinator answers at {remote.address}: {said}",
+            hint="start one with mx-coordinator, or name another with --coordinator",
+        )
+    return PeerLostError(f"the source at {remote.address} is gone: {said}", peer=remote.address)
+
+
+def _foreign(remote: Remote, said: str) -> MxError:
+    message = f"what answers at {remote.address} is no mx {remote.role.value}: {said}"
+    if remote.role is Role.COORDINATOR:
+        return CoordinatorError(message, hint="check the port, and --coordinator")
+    return PeerProtocolError(message, peer=remote.address)
+
+
+def _late(remote: Remote) -> MxError:
+    message = f"the {remote.role.value} at {remote.address} did not answer in time"
+    if remote.role is Role.COORDINATOR:
+        return CoordinatorError(message, hint="is it overloaded or stopped? try again")
+    return PeerTimeoutError(message, peer=remote.address)
+
+
+def _refused(remote: Remote, said: str) -> MxError:
+    message = f"{remote.address} refused: {said}"
+    if remote.role is Role.COORDINATOR:
+        return NotAllowedError(message)
+    return PeerRefusedError(message, peer=remote.address)
+
+
+def translate(error: grpc.RpcError, *, who: Remote | str) -> MxError:
+    """The mx error for a failed RPC to `who` (a string: the address of a source). Returned, not
+    raised."""
+    if isinstance(who, str):
+        who = Remote(Role.SOURCE, who)
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return _foreign(who, _first_line(str(error)))
+    trailing: Any = error.trailing_metadata() or ()
+    for key, value in trailing:
+        if key == DETAIL_KEY and isinstance(value, bytes):
+            rebuilt = _rebuild(value, who)
+            if rebuilt is not None:
+                return rebuilt
+    code, said = error.code(), _first_line(error.details())
+    match code:
+        case grpc.StatusCode.UNAVAILABLE:
+            return _silent(who, said)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return _late(who)
+        case grpc.StatusCode.NOT_FOUND:
+            return UnknownModelError(f"{who.address}: {said}")
+        case grpc.StatusCode.ALREADY_EXISTS:
+            return BindingError(f"{who.address}: {said}")
+        case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
+            return _refused(who, said)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return _foreign(who, said)
+        case _:
+            message = f"the {who.role.value} at {who.address} failed: {code.name}: {said}"
+            if who.role is Role.COORDINATOR:
+                return CoordinatorError(message)
+            return PeerProtocolError(message, peer=who.address)
+
+
+@contextmanager
+def translating(who: Remote | str) -> Iterator[None]:
+    """Raise mx errors for what gRPC raises inside: failed RPCs and unreadable answers."""
+    if isinstance(who, str):
+        who = Remote(Role.SOURCE, who)
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise translate(error, who=who) from error
+    except DecodeError as error:
+        raise _foreign(who, "its answer is not the protocol's") from error
