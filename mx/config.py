@@ -203,7 +203,7 @@ def format_value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def default_file(environ: Mapping[str, str]) -> Path:

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx import config
+from mx.errors import ConfigError
+from mx.units import MIB
+
+
+def load(
+    flags: dict[str, object] | None = None,
+    *,
+    env: dict[str, str] | None = None,
+    file: Path | None = None,
+) -> config.Settings:
+    """Like `config.load`, blind to the environment that the tests run in."""
+    return config.load(flags, file=str(file) if file else None, environ=env or {"HOME": "/none"})
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "mx.toml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_valid_and_say_that_they_are_defaults() -> None:
+    settings = load()
+    assert settings == config.Settings()
+    for name in config.setting_names():
+        assert settings.origin(name) == "default"
+        assert not settings.is_set(name)
+        assert config.describe(name)
+
+
+def test_each_default_passes_its_own_check() -> None:
+    defaults = config.Settings()
+    flags: dict[str, object] = {n: getattr(defaults, n) for n in config.setting_names()}
+    assert load(flags) == defaults
+
+
+def test_precedence_and_origins(tmp_path: Path) -> None:
+    path = toml(
+        tmp_path,
+        '# where\n\ncoordinator = "file:1"\nstreams = 4\nlease_s = 2\nchunk_bytes = "4MiB"\n',
+    )
+    settings = load(
+        {"coordinator": "flag:3", "listen": None},
+        env={"MX_PEER_COORDINATOR": "env:2", "MX_PEER_STREAMS": "8", "MX_PEER_LISTEN": ""},
+        file=path,
+    )
+    assert settings.coordinator == "flag:3"
+    assert settings.origin("coordinator") == "flag --coordinator"
+    assert settings.streams == 8
+    assert settings.origin("streams") == "environment MX_PEER_STREAMS"
+    assert settings.lease_s == 2.0
+    assert settings.origin("lease_s") == f"{path}, line 5"
+    assert settings.chunk_bytes == 4 * MIB
+    assert settings.origin("listen") == "default"
+
+
+def test_the_default_file_follows_the_environment(tmp_path: Path) -> None:
+    assert config.default_file({"HOME": "/h"}) == Path("/h/.config/mx/config.toml")
+    assert config.default_file({"HOME": "/h", "XDG_CONFIG_HOME": "not/absolute"}) == Path(
+        "/h/.config/mx/config.toml"
+    )
+    (tmp_path / "mx").mkdir()
+    (tmp_path / "mx" / "config.toml").write_text("streams = 3\n")
+    assert load(env={"XDG_CONFIG_HOME": str(tmp_path)}).streams == 3
+    other = toml(tmp_path, "streams = 5\n")
+    env = {"XDG_CONFIG_HOME": str(tmp_path), "MX_PEER_CONFIG": str(other)}
+    assert load(env=env).streams == 5
+
+
+BAD = [
+    ("coordinator", "nowhere", "HOST:PORT"),
+    ("coordinator", "host:70000", "HOST:PORT"),
+    ("coordinator", ":7600", "HOST:PORT"),
+    ("listen", "::1:0", "HOST:PORT"),
+    ("lease_s", "soon", "number of seconds"),
+    ("lease_s", "nan", "number of seconds"),
+    ("lease_s", "-1", "from 0.5"),
+    ("streams", "0", "1 to 64"),
+    ("streams", "2.5", "whole number"),
+    ("streams", "٣", "whole number"),
+    ("chunk_bytes", "1000", "multiple of 1MiB"),
+    ("chunk_bytes", "2GiB", "to 1GiB"),
+    ("chunk_bytes", "big", "16MiB"),
+    ("insecure", "perhaps", "true or false"),
+    ("log_level", "loud", "debug, info"),
+    ("state", "etcd:x", "memory"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "right"), BAD)
+def test_a_bad_value_names_its_place_and_what_would_be_right(
+    name: str, text: str, right: str, tmp_path: Path
+) -> None:
+    variable = f"MX_PEER_{name.upper()}"
+    with pytest.raises(ConfigError, match=variable) as by_env:
+        load(env={variable: text})
+    assert right in str(by_env.value)
+    with pytest.raises(ConfigError, match=f"flag --{name.replace('_', '-')}") as by_flag:
+        load({name: text})
+    assert right in str(by_flag.value)
+    path = toml(tmp_path, f'{name} = "{text}"
+')
+    with pytest.raises(ConfigError, match=r"mx\.toml, line") as by_file:
+        load(file=path)
+    assert right in str(by_file.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("coordinator", "7600"),
+        ("streams", "true"),
+        ("lease_s", "[1]"),
+        ("lease_s", "inf"),
+        ("insecure", "1"),
+        ("chunk_bytes", "1.5"),
+        ("nics", "[1, 2]"),
+        ("nics", "{ a = 1 }"),
+        ("tls_cert", "5"),
+        ("log_level", "1979-05-27"),
+    ],
+)
+def test_a_wrong_type_in_the_file(name: str, value: str, tmp_path: Path) -> None:
+    path = toml(tmp_path, f"\n{name} = {value}\n")
+    with pytest.raises(ConfigError, match=f"line 2: {name} = .*: it must be"):
+        load(file=path)
+
+
+def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 1.*no setting cordinator.*coordinator\?"):
+        load(file=toml(tmp_path, 'cordinator = "a:1"\n'))
+    with pytest.raises(ConfigError, match="no setting MX_PEER_CORDINATOR.*MX_PEER_COORDINATOR"):
+        load(env={"MX_PEER_CORDINATOR": "a:1"})
+    with pytest.raises(ConfigError, match=r"line 2.*no setting server.*known are coordinator"):
+        load(file=toml(tmp_path, "\n[server]\nx = 1\n"))
+    # Another project's variables are none of ours.
+    load(env={"MX_COORDINATOR": "x", "PATH": "/bin"})
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no configuration file"):
+        load(file=tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is not TOML.*line 1"):
+        load(file=toml(tmp_path, "streams : 3\n"))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(file=tmp_path)
+    (tmp_path / "latin").write_bytes(b'trace = "\xe9"\n')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(file=tmp_path / "latin")
+
+
+def test_tls_is_all_three_files_or_none(tmp_path: Path) -> None:
+    paths = {}
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        paths[name] = str(tmp_path / name)
+        (tmp_path / name).write_text("pem")
+    assert load(dict(paths)).tls_ca == paths["tls_ca"]
+    for missing in paths:
+        given = {name: path for name, path in paths.items() if name != missing}
+        with pytest.raises(ConfigError, match=f"missing: {missing}"):
+            load(dict(given))
+    with pytest.raises(ConfigError, match="tls_key.*no such file"):
+        load({**paths, "tls_key": str(tmp_path / "gone")})
+
+
+def test_lists_are_written_both_ways(tmp_path: Path) -> None:
+    assert load(env={"MX_PEER_NICS": "eth0, eth1"}).nics == ("eth0", "eth1")
+    assert load(file=toml(tmp_path, 'nics = ["eth0", "eth1"]\n')).nics == ("eth0", "eth1")
+
+
+@given(st.text(max_size=40))
+def test_no_text_makes_anything_but_a_config_error(text: str) -> None:
+    for name in config.setting_names():
+        try:
+            value = getattr(load({name: text}), name)
+        except ConfigError:
+            continue
+        # What was accepted is shown in a form that is accepted again.
+        shown = config.format_value(value)
+        assert getattr(load({name: shown}), name) == value
