@@ -106,8 +106,7 @@ def test_a_bad_value_names_its_place_and_what_would_be_right(
     with pytest.raises(ConfigError, match=f"flag --{name.replace('_', '-')}") as by_flag:
         load({name: text})
     assert right in str(by_flag.value)
-    path = toml(tmp_path, f'{name} = "{text}"
-')
+    path = toml(tmp_path, f'{name} = "{text}"\n')
     with pytest.raises(ConfigError, match=r"mx\.toml, line") as by_file:
         load(file=path)
     assert right in str(by_file.value)
