@@ -1,0 +1,1 @@
+"""The transports that come with mx. Each is found by the entry-point group `mx.transports`."""

@@ -1,0 +1,151 @@
+"""A connected socket, plain or TLS, that fills and sends whole buffers under a stall deadline.
+
+The deadline is about progress, not about totals: `TimeoutError` means that not one byte moved
+for `stall_timeout_s`, however long the buffer is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+
+#: How often a blocked call looks at the clock, as a fraction of the stall timeout.
+_TICKS = 4
+#: Buffers per sendmsg or recvmsg_into; the kernel's limit is 1024.
+_MAX_BUFFERS = 256
+
+
+class StreamClosed(OSError):
+    """The other side ended the stream."""
+
+
+class Stream:
+    """Owns `sock`. One thread may fill and send; any thread may `abort`."""
+
+    def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:
+        self._sock = sock
+        self._stall_timeout_s = stall_timeout_s
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        tick_s = stall_timeout_s / _TICKS
+        if self._tls:
+            sock.settimeout(tick_s)
+        else:
+            # Kernel timeouts on a blocking socket: one system call then moves a whole MiB,
+            # where Python's own timeout would poll and come back for every segment.
+            sock.settimeout(None)
+            timeval = struct.pack("ll", int(tick_s), int(tick_s % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Notices a host that vanished while nobody is reading.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(stall_timeout_s)))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+    def wait(self, view: memoryview) -> int:
+        """Receive the first bytes of something, however long they take to come.
+
+        Returns how many (at least one) are at the start of `view`; raises StreamClosed at the
+        stream's end.
+        """
+        while True:
+            try:
+                got = self._receive(view, 0)
+            except (TimeoutError, BlockingIOError):
+                continue
+            if not got:
+                raise StreamClosed("the connection was closed")
+            return got
+
+    def fill(self, view: memoryview) -> None:
+        """Receive exactly `len(view)` bytes. Raises StreamClosed, TimeoutError or OSError."""
+        done, deadline = 0, 0.0
+        while done < len(view):
+            try:
+                got = self._receive(view[done:], socket.MSG_WAITALL)
+            except (TimeoutError, BlockingIOError):
+                deadline = self._check(deadline)
+                continue
+            if not got:
+                raise StreamClosed("the connection was closed")
+            done += got
+            deadline = 0.0
+
+    def fill_all(self, views: Sequence[memoryview]) -> None:
+        """Fill several buffers one after the other, with few system calls."""
+        if self._tls or len(views) == 1:
+            for view in views:
+                self.fill(view)
+            return
+        rest, deadline = list(views), 0.0
+        while rest:
+            try:
+                got = self._sock.recvmsg_into(rest[:_MAX_BUFFERS], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                deadline = self._check(deadline)
+                continue
+            if not got:
+                raise StreamClosed("the connection was closed")
+            rest = _after(rest, got)
+            deadline = 0.0
+
+    def send_all(self, views: Sequence[memoryview | bytes]) -> None:
+        """Send buffers one after the other. Raises TimeoutError or OSError."""
+        rest, deadline = [memoryview(view) for view in views if len(view)], 0.0
+        while rest:
+            try:
+                if self._tls:
+                    sent = self._sock.send(rest[0])
+                else:
+                    sent = self._sock.sendmsg(rest[:_MAX_BUFFERS])
+            except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError):
+                deadline = self._check(deadline)
+                continue
+            rest = _after(rest, sent)
+            deadline = 0.0
+
+    def abort(self) -> None:
+        """Make whatever blocks on the stream return. The owner still has to `close`."""
+        with contextlib.suppress(OSError):
+            # On a TLS socket too this is the plain shutdown: no goodbye that could block.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        if self._tls:
+            try:
+                return self._sock.recv_into(view)
+            except ssl.SSLWantReadError:
+                raise TimeoutError from None
+            except ssl.SSLEOFError:
+                return 0
+        return self._sock.recv_into(view, 0, flags)
+
+    def _check(self, deadline: float) -> float:
+        """Called each tick without progress: the deadline, set at the first such tick."""
+        now = time.monotonic()
+        if not deadline:
+            return now + self._stall_timeout_s * (1 - 1 / _TICKS)
+        if now >= deadline - 1e-3:
+            raise TimeoutError(f"no progress for {self._stall_timeout_s:g} s")
+        return deadline
+
+
+def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of `views` without their first `nbytes` bytes."""
+    index = 0
+    while index < len(views) and nbytes >= len(views[index]):
+        nbytes -= len(views[index])
+        index += 1
+    rest = views[index:]
+    if nbytes:
+        rest[0] = rest[0][nbytes:]
+    return rest
