@@ -1,0 +1,598 @@
+"""What people embed: `serve` on the warm side, `pull` on the new one. Blocking and async.
+
+Both run their control side on one background loop per process, started with the first user and
+stopped with the last. Nothing here needs an event loop of the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mx import config, registry, runtime
+from mx.core.types import Manifest, ModelKey, SourceRole
+from mx.errors import ClosedError, ConfigError, CoordinatorError, MxError
+from mx.memory.arena import MemfdArena
+from mx.puller.puller import Puller, PullOptions
+from mx.puller.report import LayerEvent, Progress, PullReport
+from mx.puller.state import PullState
+from mx.source.model import HeldModel, hold_checkpoint
+from mx.source.server import SourceOptions, SourceServer, SourceStats
+from mx.transport import TlsFiles
+from mx.wire.client import CoordinatorClient, ModelStatus, SourceStatus
+
+if TYPE_CHECKING:
+    import torch
+
+    from mx.coordinator.daemon import Coordinator
+
+DEFAULT_REVISION = "main"
+DEFAULT_VARIANT = "checkpoint"
+
+
+def _tls_of(settings: config.Settings) -> TlsFiles | None:
+    if not settings.tls_cert:
+        return None
+    return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+
+
+def _require_cpu(device: str) -> None:
+    if device != "cpu":
+        raise ConfigError(
+            f"device {device!r} is not supported by this version", hint="use --device cpu"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# The warm side
+
+
+class Source:
+    """A process's warm model. Made by `serve`; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        loop: runtime.LoopThread,
+        server: SourceServer,
+        held: HeldModel,
+        coordinator_address: str,
+        embedded: Coordinator | None,
+    ) -> None:
+        self._loop = loop
+        self._server = server
+        self._held = held
+        self._embedded = embedded
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self.coordinator_address = coordinator_address
+        self.endpoint = server.endpoint
+
+    @property
+    def model(self) -> ModelKey:
+        return self._held.key
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._held.manifest
+
+    @property
+    def identity_hex(self) -> str:
+        return self._held.manifest.ref.identity.hex()
+
+    @property
+    def embedded(self) -> bool:
+        """Does the coordinator live in this process?"""
+        return self._embedded is not None
+
+    def stats(self) -> SourceStats:
+        return self._server.stats()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the source is closed; False if `timeout_s` passed first."""
+        return self._closed.wait(timeout_s)
+
+    def drain(self, grace_s: float = 10.0) -> bool:
+        """Give no new grants and wait for the running readers, at most `grace_s`. True if all
+        finished. Then `close`."""
+        return self._loop.run(self._server.drain(grace_s))
+
+    def close(self) -> None:
+        """Deregister, cut what still reads, free the memory. Idempotent."""
+        with self._lock:
+            if self._closed.is_set():
+                return
+            try:
+                self._loop.run(self._close())
+            finally:
+                self._closed.set()
+                runtime.release(self._loop)
+
+    async def _close(self) -> None:
+        await self._server.close()
+        if self._embedded is not None:
+            await self._embedded.stop()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Source:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+def _source_options(settings: config.Settings) -> SourceOptions:
+    tls = _tls_of(settings)
+    return SourceOptions(
+        listen=settings.listen,
+        tls=tls,
+        data_tls=None if settings.data_plaintext else tls,
+        insecure=settings.insecure,
+        nics=settings.nics,
+        reader_lease_s=settings.reader_lease_s,
+        stall_timeout_s=settings.stall_timeout_s,
+        connect_timeout_s=settings.connect_timeout_s,
+    )
+
+
+async def _join_or_embed(
+    address: str, *, explicit: bool, embed: bool, settings: config.Settings
+) -> Coordinator | None:
+    """Make sure that a coordinator answers at `address`. Returns the one embedded, if it was."""
+    client = CoordinatorClient(
+        address,
+        tls=_tls_of(settings),
+        insecure=settings.insecure,
+        timeout_s=settings.connect_timeout_s,
+    )
+    try:
+        await client.list_models()
+        return None
+    except CoordinatorError:
+        if explicit or not embed:
+            raise
+    finally:
+        await client.close()
+    # Only here: who joins a coordinator does not need the code of one.
+    from mx.coordinator.daemon import Coordinator
+
+    coordinator = Coordinator(lease_s=settings.lease_s)
+    await coordinator.start(address, tls=_tls_of(settings), insecure=settings.insecure)
+    return coordinator
+
+
+def serve(
+    what: str | Path | Any,
+    *,
+    model: str,
+    revision: str = DEFAULT_REVISION,
+    variant: str = DEFAULT_VARIANT,
+    coordinator: str | None = None,
+    embed: bool = True,
+    device: str = "cpu",
+    settings: config.Settings | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Source:
+    """Hold a model warm and let others read it. Returns once it is registered.
+
+    `what` is a checkpoint (a safetensors file or a folder), a state dict of CPU tensors, or a
+    `torch.nn.Module`; tensors are copied, so that later changes to them reach nobody. Without
+    `coordinator` (HOST:PORT) it joins the one that answers at the settings' address, else embeds
+    one there (unless `embed` is False). `on_progress` is told (bytes read, bytes in all) from
+    other threads; `cancelled` is asked while reading.
+
+    Raises CheckpointError, CapacityError (before memory is taken), ConfigError, LocalError (port
+    in use), CoordinatorError, BindingError (the name belongs to other weights).
+    """
+    _require_cpu(device)
+    settings = settings or config.load()
+    key = ModelKey(model, revision, variant)
+    transports = registry.transports()
+    explicit = coordinator is not None or settings.is_set("coordinator")
+    address = coordinator or settings.coordinator
+    loop = runtime.acquire()
+    try:
+        server = loop.run(_make_server(_source_options(settings), transports))
+        embedded: Coordinator | None = None
+        try:
+            embedded = loop.run(
+                _join_or_embed(address, explicit=explicit, embed=embed, settings=settings)
+            )
+            if isinstance(what, str | Path):
+                held = hold_checkpoint(
+                    Path(what),
+                    key,
+                    chunk_nbytes=settings.chunk_bytes,
+                    threads=2,
+                    progress=on_progress,
+                    cancelled=cancelled,
+                )
+            else:
+                from mx.memory.torch_source import hold_torch
+
+                held = hold_torch(what, key, chunk_nbytes=settings.chunk_bytes)
+            try:
+                loop.run(_offer(server, held, address))
+            except BaseException:
+                held.arena.release()
+                raise
+        except BaseException:
+            loop.run(server.close())
+            if embedded is not None:
+                loop.run(embedded.stop())
+            raise
+    except BaseException:
+        runtime.release(loop)
+        raise
+    return Source(loop, server, held, address, embedded)
+
+
+async def _make_server(options: SourceOptions, transports: Any) -> SourceServer:
+    server = SourceServer(options, transports)
+    await server.start()
+    return server
+
+
+async def _offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:
+    await server.offer(held)
+    if coordinator is not None:
+        await server.register(coordinator)
+
+
+# ---------------------------------------------------------------------------------------------
+# The new side
+
+
+class Pull:
+    """A running pull. Iterate `layers()`, or wait; then `state_dict()`.
+
+    The tensors stay valid after `close`: they keep their memory alive.
+    """
+
+    def __init__(
+        self, loop: runtime.LoopThread, options: PullOptions, settings: config.Settings
+    ) -> None:
+        self._loop = loop
+        self._options = options
+        self._settings = settings
+        self._state = PullState()
+        self._puller: Puller = loop.run(self._make(options))
+        self._future: Future[None] = loop.submit(self._puller.run())
+        self._view: memoryview | None = None
+        self._held: Source | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    async def _make(self, options: PullOptions) -> Puller:
+        return Puller(options, registry.transports(), self._state)
+
+    # -- layers -----------------------------------------------------------------------------------
+
+    def layers(self) -> Iterator[LayerEvent]:
+        """Each layer in execution order, as soon as it is ready. Raises the pull's error."""
+        index = 0
+        while (event := self._state.wait_layer(index)) is not None:
+            yield event
+            index += 1
+
+    async def layers_async(self) -> AsyncIterator[LayerEvent]:
+        """`layers` for `async for`, in the caller's own event loop."""
+        index = 0
+        while (event := await self._state.wait_layer_async(index)) is not None:
+            yield event
+            index += 1
+
+    def __aiter__(self) -> AsyncIterator[LayerEvent]:
+        return self.layers_async()
+
+    def on_layer(self, callback: Callable[[LayerEvent], None]) -> None:
+        """Call `callback` as each layer becomes ready (those that are, at once), in the order
+        in which they do, on the thread that verified it."""
+        self._state.on_layer(callback)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None = None) -> PullReport:
+        """Block until every layer is ready (and written, with `out`).
+
+        Raises what the pull failed with, or TimeoutError while it still runs.
+        """
+        return self._state.wait_end(timeout_s)
+
+    def __await__(self) -> Generator[Any, None, PullReport]:
+        return self._state.wait_end_async().__await__()
+
+    @property
+    def report(self) -> PullReport | None:
+        """The report, or None while the pull runs or if it failed."""
+        return self._state.report
+
+    def progress(self) -> Progress:
+        """A snapshot for display; cheap enough for ten a second."""
+        return self._puller.progress()
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest, once it is known."""
+        return self._puller.manifest
+
+    @property
+    def model(self) -> ModelKey:
+        return self._puller.key
+
+    # -- tensors ----------------------------------------------------------------------------------
+
+    def _arena_view(self) -> tuple[Manifest, memoryview]:
+        arena, manifest = self._puller.arena, self._puller.manifest
+        if self._state.error is not None:
+            raise self._state.error
+        if self._closed or arena is None or manifest is None:
+            raise ClosedError("the pull has no tensors: it was closed, or has not begun")
+        with self._lock:
+            if self._view is None:
+                self._view = arena.private_view()
+            return manifest, self._view
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, in execution order: views, no copy; ties share their storage.
+
+        Waits for the pull's end. Writing to a tensor reaches neither the source nor any other
+        reader. Dtypes that torch has none for come as uint8 of their packed bytes.
+        """
+        from mx.memory.tensors import state_dict
+
+        self.wait()
+        manifest, view = self._arena_view()
+        return state_dict(view, manifest.layout)
+
+    def layer_state_dict(self, layer: int) -> dict[str, torch.Tensor]:
+        """The tensors of one layer, as soon as it is ready; ties into other layers left out."""
+        from mx.memory.tensors import state_dict
+
+        if self._state.wait_layer(layer) is None:
+            raise IndexError(f"there is no layer {layer}")
+        manifest, view = self._arena_view()
+        names = [tensor.name for tensor in manifest.layout.tensors if tensor.layer == layer]
+        return state_dict(view, manifest.layout, names)
+
+    # -- staying ----------------------------------------------------------------------------------
+
+    def hold(self) -> Source:
+        """Become a source of what was pulled (asked for with `hold=True`); waits for the end.
+
+        The source lives until it, or this pull, is closed.
+        """
+        self.wait()
+        arena, manifest = self._puller.arena, self._puller.manifest
+        if self._held is not None:
+            return self._held
+        if not isinstance(arena, MemfdArena) or manifest is None:
+            raise ConfigError("only a pull made with hold=True can become a source")
+        arena.seal()
+        held = HeldModel(self.model, manifest, arena, SourceRole.RELAY)
+        loop = runtime.acquire()
+        try:
+            server = loop.run(
+                _make_server(_source_options(self._settings), registry.transports())
+            )
+            try:
+                loop.run(_offer(server, held, self._options.coordinator))
+            except BaseException:
+                loop.run(server.close())
+                raise
+        except BaseException:
+            runtime.release(loop)
+            raise
+        self._held = Source(loop, server, held, self._options.coordinator or "", None)
+        return self._held
+
+    def close(self) -> None:
+        """Stop if it still runs, and give up this object's hold on the memory. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._held is not None:
+            self._held.close()
+        if not self._future.done():
+            self._loop.loop.call_soon_threadsafe(self._puller.close)
+            self._future.cancel()
+        self._loop.run(self._settled())
+        self._view = None
+        if self._puller.arena is not None:
+            self._puller.arena.release()
+        runtime.release(self._loop)
+
+    async def _settled(self) -> None:
+        await self._puller.finished.wait()
+
+    def __enter__(self) -> Pull:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Pull:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+def _pull_options(
+    model: str, source: str, out: str | Path | None, settings: config.Settings, **rest: Any
+) -> PullOptions:
+    how, _, where = source.partition("=")
+    if how not in ("peer", "disk", "auto") or (how == "disk" and not where):
+        raise ConfigError(
+            f"--from {source} is not understood",
+            hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",
+        )
+    disk = Path(where) if where and how in ("disk", "auto") else None
+    if how == "auto" and disk is None and Path(model).exists():
+        disk = Path(model)
+    tls = _tls_of(settings)
+    return PullOptions(
+        name=model,
+        peer=where if how == "peer" and where else None,
+        disk=disk,
+        fall_back_to_disk=how == "auto",
+        out=None if out is None else Path(out),
+        tls=tls,
+        data_tls=None if settings.data_plaintext else tls,
+        insecure=settings.insecure,
+        streams=settings.streams,
+        stall_timeout_s=settings.stall_timeout_s,
+        connect_timeout_s=settings.connect_timeout_s,
+        chunk_nbytes=settings.chunk_bytes,
+        **rest,
+    )
+
+
+def pull(
+    model: str,
+    *,
+    source: str = "peer",
+    revision: str = DEFAULT_REVISION,
+    variant: str = DEFAULT_VARIANT,
+    coordinator: str | None = None,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    hold: bool = False,
+    transport: str | None = None,
+    verify: str = "chunks",
+    attach: bool = True,
+    settings: config.Settings | None = None,
+) -> Pull:
+    """Start pulling `model` (NAME, or NAME@IDENTITY to pin the weights); returns at once.
+
+    `source` is "peer" (whom the coordinator at `coordinator` knows), "peer=HOST:PORT" (one
+    source, no coordinator), "disk=PATH", or "auto[=PATH]": peers first, then the disk. `out` is a
+    folder to write a checkpoint to; `hold` keeps the memory in a form that others can read and
+    allows `Pull.hold`. `transport` forces one by name. `verify="strong"` also compares every
+    tensor with the model's identity. `attach=False` copies even where memory could be shared.
+
+    Raises ConfigError for arguments that can't be right; everything else is raised by whoever
+    waits: CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
+    CapacityError, OutputError.
+    """
+    _require_cpu(device)
+    settings = settings or config.load()
+    if verify not in ("chunks", "strong"):
+        raise ConfigError(f"verify={verify!r} is not understood", hint="it is chunks or strong")
+    known = registry.transports()
+    if transport is not None and transport not in known:
+        raise ConfigError(
+            f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
+        )
+    options = _pull_options(
+        model,
+        source,
+        out,
+        settings,
+        revision=revision,
+        variant=variant,
+        coordinator=coordinator or settings.coordinator,
+        hold=hold,
+        transport=transport,
+        strong=verify == "strong",
+        attach=attach,
+    )
+    loop = runtime.acquire()
+    try:
+        return Pull(loop, options, settings)
+    except BaseException:
+        runtime.release(loop)
+        raise
+
+
+# ---------------------------------------------------------------------------------------------
+# Looking around
+
+
+def list_models(
+    *, coordinator: str | None = None, settings: config.Settings | None = None
+) -> list[ModelStatus]:
+    """Every model that the coordinator knows. Raises CoordinatorError."""
+
+    async def ask(client: CoordinatorClient) -> list[ModelStatus]:
+        return await client.list_models()
+
+    return _ask(ask, coordinator, settings)
+
+
+def list_sources(
+    model: str = "", *, coordinator: str | None = None, settings: config.Settings | None = None
+) -> list[SourceStatus]:
+    """Every source (of `model`, if given) with its lease. Raises CoordinatorError."""
+
+    async def ask(client: CoordinatorClient) -> list[SourceStatus]:
+        return await client.list_sources(model)
+
+    return _ask(ask, coordinator, settings)
+
+
+def _ask(ask: Any, coordinator: str | None, settings: config.Settings | None) -> Any:
+    settings = settings or config.load()
+
+    async def run() -> Any:
+        client = CoordinatorClient(
+            coordinator or settings.coordinator,
+            tls=_tls_of(settings),
+            insecure=settings.insecure,
+            timeout_s=settings.connect_timeout_s,
+        )
+        try:
+            return await ask(client)
+        finally:
+            await client.close()
+
+    loop = runtime.acquire()
+    try:
+        return loop.run(run())
+    finally:
+        runtime.release(loop)
+
+
+__all__ = [
+    "LayerEvent",
+    "MxError",
+    "Progress",
+    "Pull",
+    "PullReport",
+    "Source",
+    "list_models",
+    "list_sources",
+    "pull",
+    "serve",
+]

@@ -1,0 +1,271 @@
+"""Pieces of host memory that hold a model in layer-space layout.
+
+`HostArena` is what a target ordinarily receives into: anonymous, one piece, huge pages where the
+kernel gives them, populated by threads of its own ahead of the bytes. `MemfdArena` is what others
+can attach to: filled through a writable map, then sealed, and from then on read-only for all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import gc
+import mmap
+import os
+import threading
+
+from mx.errors import CapacityError, ClosedError, LocalError
+from mx.memory.budget import require
+from mx.units import MIB, format_bytes
+
+HUGE_PAGE_BYTES = 2 * MIB
+_POPULATE_STEP_BYTES = 32 * MIB
+_MADV_POPULATE_WRITE = 23
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+# mmap.madvise holds the GIL while it runs; a call through ctypes does not.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+
+
+def address_of(view: memoryview) -> int:
+    """The address of a contiguous view's first byte; 0 for an empty one.
+
+    Works for read-only views too, which ctypes' from_buffer refuses.
+    """
+    if not view.nbytes:
+        return 0
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), 0)
+    try:
+        return int(buffer.buf)
+    finally:
+        _release_buffer(ctypes.byref(buffer))
+
+
+class _PyBuffer(ctypes.Structure):
+    # The stable ABI's Py_buffer (PEP 688 keeps it as it was).
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = [ctypes.c_void_p]
+_release_buffer.restype = None
+
+
+class Populator:
+    """Faults pages in, front to back, on `threads` threads, until done or stopped."""
+
+    def __init__(self, address: int, nbytes: int, threads: int) -> None:
+        self._address, self._nbytes = address, nbytes
+        self._next = 0
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, name="mx-populate", daemon=True)
+            for _ in range(min(threads, -(-nbytes // _POPULATE_STEP_BYTES)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                start = self._next
+                self._next += _POPULATE_STEP_BYTES
+            if start >= self._nbytes:
+                return
+            length = min(_POPULATE_STEP_BYTES, self._nbytes - start)
+            if _libc.madvise(self._address + start, length, _MADV_POPULATE_WRITE):
+                # EINVAL: a kernel before 5.14. Pages then fault as they are written.
+                self.stop()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._next = self._nbytes
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+class HostArena:
+    """Anonymous private memory of `nbytes`, aligned to huge pages.
+
+    `view` is writable and lives as long as anything refers to it; `release` only gives up this
+    object's own hold. Raises CapacityError before allocating what is not there.
+    """
+
+    def __init__(self, nbytes: int, *, populate_threads: int = 1) -> None:
+        require(nbytes, "the model")
+        try:
+            mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
+        except OSError as error:
+            raise CapacityError(
+                f"{format_bytes(nbytes)} of memory could not be mapped: {error.strerror}",
+                hint="raise the address-space limit (ulimit -v) or overcommit",
+            ) from error
+        whole = memoryview(mapping)
+        skip = -address_of(whole) % HUGE_PAGE_BYTES
+        self.view = whole[skip : skip + nbytes]
+        self.address = address_of(whole) + skip
+        _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
+        self._populator = Populator(self.address, nbytes, populate_threads) if nbytes else None
+
+    memfd: int | None = None
+
+    def settle(self) -> None:
+        """Stop populating and wait for its threads: call before dropping the arena."""
+        if self._populator is not None:
+            self._populator.stop()
+            self._populator.join()
+
+    def private_view(self) -> memoryview:
+        """What tensors are views of: here the arena itself."""
+        return self.view
+
+    def release(self) -> None:
+        self.settle()
+        self.view = memoryview(b"")
+
+
+class MemfdArena:
+    """A memfd of `nbytes`: writable through `view` until `seal`, then immutable.
+
+    After `seal`, `view` is a read-only shared map and `memfd` may be given to others; every
+    earlier view must have been dropped. `release` closes the descriptor; maps that others made
+    stay valid.
+    """
+
+    def __init__(self, nbytes: int, *, name: str = "mx", populate_threads: int = 0) -> None:
+        require(nbytes, "the model")
+        self.nbytes = nbytes
+        self.sealed = False
+        self.memfd: int | None = os.memfd_create(
+            f"mx:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        )
+        try:
+            os.ftruncate(self.memfd, nbytes)
+            # Before anything maps it, so that no truncation can ever be a SIGBUS here.
+            fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._mapping = mmap.mmap(self.memfd, nbytes) if nbytes else None
+        except OSError as error:
+            os.close(self.memfd)
+            raise CapacityError(
+                f"a memfd of {format_bytes(nbytes)} could not be made: {error.strerror}",
+                hint="free memory or raise the container's limit",
+            ) from error
+        self.view = memoryview(self._mapping if self._mapping is not None else bytearray())
+        self._populator = (
+            Populator(address_of(self.view), nbytes, populate_threads)
+            if nbytes and populate_threads
+            else None
+        )
+
+    @property
+    def address(self) -> int:
+        return address_of(self.view)
+
+    def settle(self) -> None:
+        if self._populator is not None:
+            self._populator.stop()
+            self._populator.join()
+
+    def seal(self) -> None:
+        """Unmap, seal SHRINK|GROW|WRITE|SEAL, map read-only.
+
+        Raises LocalError if some other writable map or view of it is left.
+        """
+        if self.sealed:
+            return
+        if self.memfd is None:
+            raise ClosedError("the arena was released")
+        self.settle()
+        self.view.release()
+        if self._mapping is not None:
+            try:
+                self._mapping.close()
+            except BufferError:
+                gc.collect()  # a view in a reference cycle, such as a traceback's frame
+                try:
+                    self._mapping.close()
+                except BufferError as error:
+                    raise LocalError("a view of the arena outlived its filling") from error
+        try:
+            fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise LocalError("a writable map of the arena is left; it cannot be sealed") from None
+            raise
+        if self._mapping is not None:
+            self._mapping = mmap.mmap(self.memfd, self.nbytes, prot=mmap.PROT_READ)
+            self.view = memoryview(self._mapping)
+        else:
+            self.view = memoryview(b"")
+        self.sealed = True
+
+    def private_view(self) -> memoryview:
+        """A new private, writable map: writing to it reaches nobody else. It lives as long as
+        it is referred to."""
+        if self.memfd is None:
+            raise ClosedError("the arena was released")
+        if not self.nbytes:
+            return memoryview(bytearray())
+        return memoryview(
+            mmap.mmap(
+                self.memfd,
+                self.nbytes,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        )
+
+    def release(self) -> None:
+        """Close the descriptor and drop the map. Idempotent."""
+        self.settle()
+        self.view = memoryview(b"")
+        self._mapping = None
+        if self.memfd is not None:
+            os.close(self.memfd)
+            self.memfd = None
+
+
+class AttachedArena:
+    """A source's sealed memory, mapped privately: writable here, seen by nobody else."""
+
+    memfd: int | None = None
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+    @property
+    def address(self) -> int:
+        return address_of(self.view)
+
+    def settle(self) -> None:
+        pass
+
+    def private_view(self) -> memoryview:
+        return self.view
+
+    def release(self) -> None:
+        self.view = memoryview(b"")
+
+
+Arena = HostArena | MemfdArena | AttachedArena

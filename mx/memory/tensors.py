@@ -1,0 +1,72 @@
+"""Torch tensors that are views of an arena: no copy, ties shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mx.core.types import DTYPE_BITS, Alias, Layout, Tensor
+
+#: safetensors' names for what torch has too; anything else is handed out as bytes.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+def tensor_view(arena: memoryview, layout: Layout, tensor: Tensor) -> torch.Tensor:
+    """`tensor` as a view of `arena` (writable bytes), which it keeps alive.
+
+    Sub-byte dtypes (F4, F6_*) come as a 1-D uint8 tensor of their packed bytes.
+    """
+    offset = layout.layers[tensor.layer].arena_offset + tensor.offset
+    packed = DTYPE_BITS[tensor.dtype] < 8
+    dtype = torch.uint8 if packed else TORCH_DTYPES[tensor.dtype]
+    shape = (tensor.nbytes,) if packed else tensor.shape
+    if tensor.nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(arena, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
+    return flat.view(dtype).view(shape)
+
+
+def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
+    """A tied tensor: the target's own storage under another shape, stride or offset."""
+    element_nbytes = target.element_size()
+    return target.as_strided(
+        alias.shape, alias.stride, target.storage_offset() + alias.offset_bytes // element_nbytes
+    )
+
+
+def state_dict(
+    arena: memoryview, layout: Layout, names: Iterable[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """All tensors (or those of `names`), aliases included, in execution order."""
+    wanted = None if names is None else set(names)
+    aliases = [a for a in layout.aliases if wanted is None or a.name in wanted]
+    needed = None if wanted is None else wanted | {a.target for a in aliases}
+    found = {
+        tensor.name: tensor_view(arena, layout, tensor)
+        for tensor in layout.tensors
+        if needed is None or tensor.name in needed
+    }
+    for alias in aliases:
+        found[alias.name] = alias_view(found[alias.target], alias)
+    return found if wanted is None else {n: t for n, t in found.items() if n in wanted}

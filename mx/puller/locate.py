@@ -1,0 +1,166 @@
+"""Finding a model: through the coordinator, or by asking one peer that the user named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from mx import codec
+from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
+from mx.errors import MxError, NoSourceError, PeerProtocolError, SourceError, UnknownModelError
+from mx.transport import TlsFiles
+from mx.wire.address import join_address, split_address
+from mx.wire.channel import Remote, Role, dial, translating
+from mx.wire.client import CoordinatorClient
+from mx.wire.documents import fetch
+from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+
+MIN_IDENTITY_DIGITS = 8
+
+
+class Where(Protocol):
+    """The part of a pull's options that says where to look."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def revision(self) -> str: ...
+    @property
+    def variant(self) -> str: ...
+    @property
+    def coordinator(self) -> str | None: ...
+    @property
+    def peer(self) -> str | None: ...
+    @property
+    def tls(self) -> TlsFiles | None: ...
+    @property
+    def insecure(self) -> bool: ...
+    @property
+    def connect_timeout_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Located:
+    """What was found. `sources` all hold the manifest of `ref`."""
+
+    key: ModelKey
+    ref: ManifestRef
+    sources: tuple[SourceRecord, ...]
+
+
+class Locator:
+    """One pull's search; on the loop. `close` it."""
+
+    def __init__(self, where: Where) -> None:
+        self._where = where
+        self._client: CoordinatorClient | None = None
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def locate(self) -> Located:
+        """Raises UnknownModelError, CoordinatorError, SourceError."""
+        if self._where.peer is not None:
+            return await self._ask_peer(self._where.peer)
+        assert self._where.coordinator is not None
+        self._client = CoordinatorClient(
+            self._where.coordinator,
+            tls=self._where.tls,
+            insecure=self._where.insecure,
+            timeout_s=self._where.connect_timeout_s,
+        )
+        found = await self._client.resolve(
+            self._where.name, self._where.revision, self._where.variant
+        )
+        return Located(found.model, found.ref, tuple(found.sources))
+
+    async def _ask_peer(self, address: str) -> Located:
+        where = self._where
+        name, _, pin = where.name.partition("@")
+        remote = Remote(Role.SOURCE, address)
+        stub = peer_pb2_grpc.PeerStub(self._channel(address))
+        with translating(remote):
+            response = await stub.Describe(
+                peer_pb2.DescribeRequest(name=name), timeout=where.connect_timeout_s
+            )
+        wanted = ModelKey(name, where.revision, where.variant)
+        records = [codec.source_from_wire(source) for source in response.sources]
+        found = [
+            _dialable(record, address)
+            for record in records
+            if record.model == wanted and record.ref.identity.hex().startswith(pin.lower())
+        ]
+        if not found:
+            held = ", ".join(str(record.model) for record in records) or "nothing of that name"
+            raise UnknownModelError(
+                f"{address} does not hold {wanted}" + (f"@{pin}" if pin else ""),
+                hint=f"it holds {held}",
+            )
+        return Located(wanted, found[0].ref, tuple(found[:1]))
+
+    async def documents(self, located: Located) -> dict[bytes, bytes]:
+        """The manifest's four documents: from the coordinator, else from any source."""
+        refs = list(zip(located.ref.digests, located.ref.sizes, strict=True))
+        return await self._fetch(refs, located.sources, ask_coordinator=True)
+
+    async def side_files(self, manifest: Manifest, located: Located) -> dict[str, bytes]:
+        """The side files' bytes by path; only sources hold them."""
+        sides = manifest.packaging.side_files
+        if not sides:
+            return {}
+        refs = list({(side.digest, side.nbytes) for side in sides})
+        found = await self._fetch(refs, located.sources, ask_coordinator=False)
+        return {side.path: found[side.digest] for side in sides}
+
+    async def _fetch(
+        self,
+        refs: Sequence[tuple[bytes, int]],
+        sources: Sequence[SourceRecord],
+        *,
+        ask_coordinator: bool,
+    ) -> dict[bytes, bytes]:
+        causes: list[MxError] = []
+        if ask_coordinator and self._client is not None:
+            try:
+                return await self._client.fetch(refs)
+            except MxError as error:
+                causes.append(error)
+        for source in sources:
+            remote = Remote(Role.SOURCE, source.endpoint)
+            try:
+                return await fetch(self._channel(source.endpoint), refs, who=remote)
+            except MxError as error:
+                causes.append(error)
+        if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
+            raise causes[-1]
+        raise NoSourceError(
+            f"nobody gave the description of {self._where.name}: "
+            + ("; ".join(str(cause) for cause in causes) or "no source is registered"),
+            hint="mx sources shows who is registered",
+        )
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = dial(
+                address, tls=self._where.tls, insecure=self._where.insecure
+            )
+        return self._channels[address]
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+def _dialable(record: SourceRecord, address: str) -> SourceRecord:
+    """The record with the address that was seen to answer: a source behind another name or
+    address translation does not know how it is reached."""
+    host, port = split_address(address)
+    if not port:
+        raise PeerProtocolError(f"{address} has no port", peer=address)
+    return replace(record, endpoint=join_address(host, port))

@@ -1,0 +1,102 @@
+"""What a pull tells: layer events, progress, and the report at its end."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class VerifiedBy(enum.Enum):
+    """Who checked a layer's bytes: this process by their digests, this process against the
+    identity too (`strong`), or the source that sealed the memory that was attached."""
+
+    DIGEST = "digest"
+    STRONG = "strong"
+    SOURCE = "source"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEvent:
+    """A layer is ready: every byte landed and verified. `at_s` counts from the pull's start."""
+
+    index: int
+    name: str
+    nbytes: int
+    verified_by: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProgress:
+    name: str
+    nbytes: int
+    done_nbytes: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A snapshot. Before the manifest is known all numbers are 0 and `layers` is empty."""
+
+    bytes_done: int = 0
+    bytes_total: int = 0
+    layers_ready: int = 0
+    layers_total: int = 0
+    layers: tuple[LayerProgress, ...] = ()
+    phase: str = "resolving"
+
+
+@dataclass(frozen=True, slots=True)
+class PathReport:
+    """What went over one path. An attached path moved nothing: its bytes are what it mapped."""
+
+    transport: str
+    source: str
+    bytes: int
+    seconds: float
+    attached: bool = False
+
+
+@dataclass
+class PullReport:
+    """How a pull went; `to_json` is what `mx pull --json` prints."""
+
+    model: str
+    manifest: str
+    bytes: int
+    seconds: float
+    first_layer_s: float
+    layers: int
+    verified: str
+    paths: list[PathReport] = field(default_factory=list)
+    retries: int = 0
+    fallback: str | None = None
+    control_s: float = 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "manifest": self.manifest,
+            "bytes": self.bytes,
+            "seconds": round(self.seconds, 6),
+            "gb_per_s": round(self.gb_per_s, 3),
+            "first_layer_s": round(self.first_layer_s, 6),
+            "layers": self.layers,
+            "verified": self.verified,
+            "paths": [
+                {
+                    "transport": path.transport + ("-attach" if path.attached else ""),
+                    "source": path.source,
+                    "bytes": path.bytes,
+                    "seconds": round(path.seconds, 6),
+                }
+                for path in self.paths
+            ],
+            "retries": self.retries,
+            "fallback": self.fallback,
+            "control_s": round(self.control_s, 6),
+        }

@@ -1,0 +1,168 @@
+"""Where a pull stands, told to every waiter: blocking, asyncio, callback."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from mx.errors import MxError
+from mx.puller.report import LayerEvent, PullReport
+
+T = TypeVar("T")
+Callback = Callable[[LayerEvent], None]
+
+
+class PullState:
+    """Thread-safe. Events come in the order in which layers become ready; `event(i)` is the
+    i-th layer's."""
+
+    def __init__(self) -> None:
+        self.started_s = time.monotonic()
+        self.first_read_s = 0.0
+        self._condition = threading.Condition()
+        self._events: dict[int, LayerEvent] = {}
+        self._n_layers: int | None = None
+        self._callbacks: list[Callback] = []
+        self._wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._error: MxError | None = None
+        self._report: PullReport | None = None
+
+    # -- told ---------------------------------------------------------------------------------
+
+    def planned(self, n_layers: int) -> None:
+        with self._condition:
+            self._n_layers = n_layers
+            self._wake()
+
+    def layer_ready(self, event: LayerEvent) -> bool:
+        """Record and announce. True if it was the last one."""
+        with self._condition:
+            if event.index in self._events:
+                return False
+            self._events[event.index] = event
+            callbacks = list(self._callbacks)
+            last = len(self._events) == self._n_layers
+            self._wake()
+        for callback in callbacks:
+            callback(event)
+        return last
+
+    def finished(self, report: PullReport) -> None:
+        with self._condition:
+            self._report = report
+            self._wake()
+
+    def failed(self, error: MxError) -> None:
+        with self._condition:
+            if self._error is None and self._report is None:
+                self._error = error
+            self._wake()
+
+    # -- asked --------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> MxError | None:
+        return self._error
+
+    @property
+    def report(self) -> PullReport | None:
+        return self._report
+
+    @property
+    def ended(self) -> bool:
+        return self._error is not None or self._report is not None
+
+    @property
+    def layers_ready(self) -> int:
+        return len(self._events)
+
+    def is_ready(self, layer: int) -> bool:
+        return layer in self._events
+
+    def first_layer_s(self) -> float:
+        """When layer 0 was ready, since the start; 0.0 without layers."""
+        event = self._events.get(0)
+        return 0.0 if event is None else event.at_s
+
+    def last_layer_s(self) -> float:
+        return max((event.at_s for event in self._events.values()), default=0.0)
+
+    def on_layer(self, callback: Callback) -> None:
+        """Call `callback` for each layer, those that are ready already first. It runs on the
+        thread that verified the layer: keep it short."""
+        with self._condition:
+            self._callbacks.append(callback)
+            past = list(self._events.values())
+        for event in past:
+            callback(event)
+
+    def _layer(self, index: int) -> LayerEvent | None:
+        """The event, or None at the end; raises LookupError while neither is known."""
+        if index in self._events:
+            return self._events[index]
+        if self._error is not None:
+            raise self._error
+        if self._n_layers is not None and index >= self._n_layers:
+            return None
+        raise LookupError
+
+    def _end(self) -> PullReport:
+        if self._error is not None:
+            raise self._error
+        if self._report is None:
+            raise LookupError
+        return self._report
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> LayerEvent | None:
+        """Block until layer `index` is ready; None if there is no such layer.
+
+        Raises the pull's error if it failed, TimeoutError.
+        """
+        return self._block(lambda: self._layer(index), timeout_s)
+
+    def wait_end(self, timeout_s: float | None = None) -> PullReport:
+        return self._block(self._end, timeout_s)
+
+    def _block(self, look: Callable[[], T], timeout_s: float | None) -> T:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._condition:
+            while True:
+                try:
+                    return look()
+                except LookupError:
+                    left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        raise TimeoutError("the pull is still running") from None
+                    self._condition.wait(left_s)
+
+    async def wait_layer_async(self, index: int) -> LayerEvent | None:
+        return await self._await(lambda: self._layer(index))
+
+    async def wait_end_async(self) -> PullReport:
+        return await self._await(self._end)
+
+    async def _await(self, look: Callable[[], T]) -> T:
+        waker = (asyncio.get_running_loop(), asyncio.Event())
+        with self._condition:
+            self._wakers.add(waker)
+        try:
+            while True:
+                waker[1].clear()
+                with self._condition:
+                    try:
+                        return look()
+                    except LookupError:
+                        pass
+                await waker[1].wait()
+        finally:
+            with self._condition:
+                self._wakers.discard(waker)
+
+    def _wake(self) -> None:
+        self._condition.notify_all()
+        for loop, event in self._wakers:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,80 @@
+"""The one event loop of a process's control side, on a thread of its own.
+
+gRPC's asyncio server and clients live on it; blocking callers hand it coroutines. It starts with
+its first user and stops with the last, so that a process that embeds mx is left as it was found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_current: LoopThread | None = None
+
+
+class LoopThread:
+    """A running loop. Get it with `acquire`, give it back with `release`."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="mx-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            pending = asyncio.all_tasks(self.loop)
+            for task in pending:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; from any thread but the loop's own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine to its end and return its result. On a KeyboardInterrupt it is
+        cancelled."""
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+
+def acquire() -> LoopThread:
+    """The process's loop, started if need be. Each `acquire` wants one `release`."""
+    global _current
+    with _lock:
+        if _current is None:
+            _current = LoopThread()
+        _current.users += 1
+        return _current
+
+
+def release(loop_thread: LoopThread) -> None:
+    """Give the loop back; the last one stops it and waits. Not from the loop's own thread."""
+    global _current
+    with _lock:
+        loop_thread.users -= 1
+        if loop_thread.users or _current is not loop_thread:
+            return
+        _current = None
+    loop_thread.stop()

@@ -1,0 +1,118 @@
+"""A model held warm: its bytes in a sealed arena, its manifest, and who it is."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mx.core import manifest as manifests
+from mx.core.topology import Place
+from mx.core.types import (
+    AddressTable,
+    Alias,
+    Chunking,
+    Manifest,
+    ModelKey,
+    Packaging,
+    Region,
+    SourceRecord,
+    SourceRole,
+    SourceState,
+)
+from mx.memory.arena import Arena, MemfdArena
+from mx.storage.load import load_checkpoint
+from mx.storage.reader import fill_from_tensors
+from mx.transport import ExposedRegion
+
+
+@dataclass
+class HeldModel:
+    """What a source serves. The arena is sealed; `release` it when no exposure is left."""
+
+    key: ModelKey
+    manifest: Manifest
+    arena: Arena
+    role: SourceRole = SourceRole.ORIGIN
+    generation: int = 1
+    source_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+
+    def regions(self) -> list[ExposedRegion]:
+        return [ExposedRegion(0, self.arena.view, self.arena.address, "cpu", self.arena.memfd)]
+
+    def record(
+        self, endpoint: str, place: Place, transports: Sequence[str], state: SourceState
+    ) -> SourceRecord:
+        layers = len(self.manifest.layout.layers)
+        return SourceRecord(
+            source_id=self.source_id,
+            model=self.key,
+            ref=self.manifest.ref,
+            endpoint=endpoint,
+            place=place,
+            generation=self.generation,
+            table=AddressTable(
+                layout_digest=self.manifest.ref.layout,
+                regions=(
+                    Region(0, "cpu", self.arena.address, self.arena.view.nbytes, (0, layers)),
+                ),
+                held=((0, layers),),
+            ),
+            transports=tuple(transports),
+            role=self.role,
+            state=state,
+        )
+
+
+def hold_checkpoint(
+    path: Path,
+    key: ModelKey,
+    *,
+    chunk_nbytes: int,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> HeldModel:
+    """Read a checkpoint into a sealed arena. Errors are those of `load_checkpoint`."""
+    manifest, arena = load_checkpoint(
+        path,
+        lambda nbytes: MemfdArena(nbytes, name=str(key)),
+        chunk_nbytes=chunk_nbytes,
+        threads=threads,
+        progress=progress,
+        cancelled=cancelled,
+    )
+    try:
+        arena.seal()
+    except BaseException:
+        arena.release()
+        raise
+    return HeldModel(key, manifest, arena)
+
+
+def hold_tensors(
+    specs: Sequence[manifests.TensorSpec],
+    aliases: Sequence[Alias],
+    tensors: Mapping[str, memoryview],
+    key: ModelKey,
+    *,
+    chunk_nbytes: int,
+) -> HeldModel:
+    """Copy tensors that are in memory into a sealed arena: a snapshot, which later changes of
+    the originals do not reach."""
+    layout = manifests.plan_layout(specs, aliases)
+    arena = MemfdArena(layout.arena_nbytes, name=str(key))
+    try:
+        filled = fill_from_tensors(tensors, layout, arena.view, chunk_nbytes=chunk_nbytes)
+        arena.seal()
+    except BaseException:
+        arena.release()
+        raise
+    manifest = manifests.encode(
+        layout,
+        Chunking(chunk_nbytes, filled.chunk_digests),
+        Packaging(),
+        filled.tensor_digests,
+    )
+    return HeldModel(key, manifest, arena)

@@ -1,0 +1,199 @@
+"""The warm side: exposes models, answers readers, stays registered, drains when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mx import discovery
+from mx.core.types import SourceRecord, SourceState
+from mx.errors import LocalError, MxError
+from mx.source.model import HeldModel
+from mx.source.service import PeerServicer, Served
+from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport, Unavailable
+from mx.wire.address import join_address, split_address
+from mx.wire.client import CoordinatorClient
+from mx.wire.documents import DocumentsServicer
+from mx.wire.server import Listening, Service, listen
+from mx.wire.v1 import common_pb2, peer_pb2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    listen: str = "127.0.0.1:0"
+    tls: TlsFiles | None = None
+    data_tls: TlsFiles | None = None
+    insecure: bool = False
+    nics: tuple[str, ...] = ()
+    reader_lease_s: float = 6.0
+    stall_timeout_s: float = 4.0
+    connect_timeout_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    readers: int
+    registered: bool
+    state: SourceState
+
+
+class SourceServer:
+    """One process's sources behind one control address. All methods run on the loop."""
+
+    def __init__(self, options: SourceOptions, transports: Mapping[str, Transport]) -> None:
+        self.options = options
+        self._transports = transports
+        self._servicer = PeerServicer(self._record, lease_s=options.reader_lease_s)
+        self._listening: Listening | None = None
+        self._client: CoordinatorClient | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._place = discovery.here()
+        self._binding_secret = secrets.token_bytes(32)
+        self.registered = False
+
+    @property
+    def endpoint(self) -> str:
+        """The HOST:PORT that others dial."""
+        if self._listening is None:
+            return ""
+        host, _ = split_address(self._listening.address)
+        return join_address(discovery.dialable_host(host), self._listening.port)
+
+    def stats(self) -> SourceStats:
+        return SourceStats(len(self._servicer.leases), self.registered, self._servicer.state)
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError or LocalError where that is refused or taken."""
+        host, _ = split_address(self.options.listen)
+        hosts = discovery.data_hosts(host, self.options.nics)
+        self._listening = await listen(
+            self.options.listen,
+            [
+                Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], self._servicer),
+                Service(
+                    common_pb2.DESCRIPTOR.services_by_name["Documents"],
+                    DocumentsServicer(self._servicer.document),
+                ),
+            ],
+            tls=self.options.tls,
+            insecure=self.options.insecure,
+        )
+        self._place = discovery.here(addresses=hosts)
+        self._tasks.append(
+            asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
+        )
+
+    async def offer(self, held: HeldModel) -> None:
+        """Expose a model; from now on the Peer service describes it and grants reads."""
+        served = Served(held, await asyncio.to_thread(self._expose, held))
+        self._servicer.models[held.source_id] = served
+
+    def _expose(self, held: HeldModel) -> dict[str, Exposure]:
+        options = ExposeOptions(
+            hosts=self._place.addresses,
+            tls=self.options.data_tls,
+            stall_timeout_s=self.options.stall_timeout_s,
+        )
+        exposures: dict[str, Exposure] = {}
+        reasons: list[str] = []
+        for name, transport in sorted(self._transports.items()):
+            viable = transport.probe()
+            if isinstance(viable, Unavailable):
+                reasons.append(f"{name}: {viable.reason}")
+                continue
+            try:
+                exposure = transport.expose(held.regions(), options)
+            except MxError as error:
+                reasons.append(f"{name}: {error}")
+                log.warning("%s is not offered: %s", name, error)
+                continue
+            exposure.set_generation(held.generation)
+            exposures[name] = exposure
+        if not exposures:
+            raise LocalError("no transport can offer the model: " + "; ".join(reasons))
+        return exposures
+
+    async def register(self, coordinator: str) -> None:
+        """Register every model and stay registered. Raises CoordinatorError if it is refused
+        the first time; after that the coordinator may come and go."""
+        self._client = CoordinatorClient(
+            coordinator,
+            tls=self.options.tls,
+            insecure=self.options.insecure,
+            timeout_s=self.options.connect_timeout_s,
+        )
+        for served in self._servicer.models.values():
+            await self._client.register(
+                self._record(served),
+                served.held.manifest.documents,
+                binding_secret=self._binding_secret,
+            )
+            self._tasks.append(
+                asyncio.create_task(self._keep_alive(served), name="mx-keep-alive")
+            )
+        self.registered = True
+
+    async def _keep_alive(self, served: Served) -> None:
+        assert self._client is not None
+        await self._client.keep_alive(
+            lambda: self._record(served),
+            served.held.manifest.documents,
+            binding_secret=self._binding_secret,
+            readers=lambda: len(self._servicer.leases.of_source(served.held.source_id)),
+            on_state=self._on_registered,
+        )
+
+    def _on_registered(self, registered: bool, why: str) -> None:
+        if registered != self.registered:
+            log.warning("%s", why)
+        self.registered = registered
+
+    def _record(self, served: Served) -> SourceRecord:
+        return served.held.record(
+            self.endpoint, self._place, served.transports, self._servicer.state
+        )
+
+    async def drain(self, grace_s: float) -> bool:
+        """No new grants; wait until the readers there are have finished. False: `grace_s`
+        passed first and they were cut."""
+        self._servicer.drain(grace_s)
+        deadline_s = asyncio.get_running_loop().time() + grace_s
+        while len(self._servicer.leases):
+            if asyncio.get_running_loop().time() >= deadline_s:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def close(self) -> None:
+        """Deregister, stop listening, withdraw every ticket, drop the arenas. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._client is not None:
+            client, self._client = self._client, None
+            for source_id in self._servicer.models:
+                try:
+                    await client.deregister(source_id)
+                except MxError as error:
+                    log.info("not deregistered, the lease will end it: %s", error)
+            await client.close()
+        self.registered = False
+        if self._listening is not None:
+            listening, self._listening = self._listening, None
+            await listening.stop(0)
+        models, self._servicer.models = self._servicer.models, {}
+        for served in models.values():
+            await asyncio.to_thread(self._withdraw, list(served.exposures.values()))
+            served.held.arena.release()
+
+    def _withdraw(self, exposures: Sequence[Exposure]) -> None:
+        for exposure in exposures:
+            exposure.close()
+        for exposure in exposures:
+            exposure.join(2 * self.options.stall_timeout_s)

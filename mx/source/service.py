@@ -1,0 +1,198 @@
+"""The Peer service: describes what is held and keeps the leases of those that read it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from mx import codec
+from mx.core.leases import LeaseBook
+from mx.core.topology import Place
+from mx.core.types import SourceRecord, SourceState
+from mx.source.model import HeldModel
+from mx.transport import Exposure
+from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Served:
+    """A held model with its exposures, by transport name."""
+
+    held: HeldModel
+    exposures: dict[str, Exposure]
+    transports: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.transports = tuple(sorted(self.exposures))
+
+
+class PeerServicer(peer_pb2_grpc.PeerServicer):
+    """Runs on the loop. `models` maps source ids to what is served."""
+
+    def __init__(
+        self,
+        record_of: Callable[[Served], SourceRecord],
+        *,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.models: dict[str, Served] = {}
+        self.leases = LeaseBook(lease_s)
+        self.state = SourceState.SERVING
+        self._record_of = record_of
+        self._clock = clock
+        self._grace_s = 0.0
+        self._queues: dict[str, asyncio.Queue[peer_pb2.OpenEvent]] = {}
+
+    # -- rpcs ---------------------------------------------------------------------------------
+
+    async def Describe(  # noqa: N802
+        self, request: peer_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> peer_pb2.DescribeResponse:
+        return peer_pb2.DescribeResponse(
+            sources=[
+                codec.source_to_wire(self._record_of(served))
+                for served in self.models.values()
+                if request.name in ("", served.held.key.name)
+            ]
+        )
+
+    async def Table(  # noqa: N802
+        self, request: peer_pb2.TableRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[common_pb2.TableRows]:
+        if request.source_id not in self.models:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this process serves no such source")
+        for page in codec.rows_to_wire(
+            self._record_of(self.models[request.source_id]).table.rows
+        ):
+            yield page
+
+    async def Open(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[peer_pb2.OpenRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        request = await context.read()
+        if request is grpc.aio.EOF:
+            return
+        served = self._find(request)
+        if served is None:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "this process does not hold that model"
+            )
+            return
+        if self.state is SourceState.DRAINING:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, "draining: no new grants are given"
+            )
+        held = served.held
+        if request.generation != held.generation:
+            await context.write(
+                peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=held.generation))
+            )
+            return
+        try:
+            reader = Place.from_json(request.place)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"place: {error}")
+            return
+        grant_id = secrets.token_hex(16)
+        queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue()
+        self._queues[grant_id] = queue
+        pump: asyncio.Task[None] | None = None
+        try:
+            wanted = set(request.transports)
+            tickets = [
+                peer_pb2.Ticket(transport=name, ticket=exposure.grant(grant_id))
+                for name, exposure in served.exposures.items()
+                if not wanted or name in wanted
+            ]
+            self.leases.open(
+                grant_id, held.source_id, held.generation, reader.hostname, self._clock()
+            )
+            await context.write(
+                peer_pb2.OpenEvent(
+                    granted=peer_pb2.Granted(
+                        grant_id=grant_id,
+                        lease_s=self.leases.lease_s,
+                        generation=held.generation,
+                        tickets=tickets,
+                        region_nbytes=[region.view.nbytes for region in held.regions()],
+                    )
+                )
+            )
+            pump = asyncio.create_task(self._pump(queue, context), name="mx-lease-events")
+            while True:
+                async with asyncio.timeout(self.leases.lease_s * 2):
+                    request = await context.read()
+                if request is grpc.aio.EOF:
+                    return
+                if not self.leases.renew(grant_id, self._clock()):
+                    return
+                queue.put_nowait(
+                    peer_pb2.OpenEvent(
+                        renewed=peer_pb2.Renewed(
+                            lease_s=self.leases.lease_s, generation=held.generation
+                        )
+                    )
+                )
+        except TimeoutError:
+            log.info("reader %s did not renew its lease; withdrawn", reader.hostname)
+        finally:
+            self._queues.pop(grant_id, None)
+            self.leases.close(grant_id)
+            for exposure in served.exposures.values():
+                exposure.revoke(grant_id)
+            if pump is not None:
+                pump.cancel()
+                await asyncio.gather(pump, return_exceptions=True)
+
+    # -- the source's side ----------------------------------------------------------------------
+
+    def drain(self, grace_s: float) -> None:
+        """Refuse new grants and tell the readers there are."""
+        self.state = SourceState.DRAINING
+        self._grace_s = grace_s
+        event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
+        for queue in self._queues.values():
+            queue.put_nowait(event)
+
+    async def expire_leases(self, interval_s: float = 0.5) -> None:
+        """For ever: withdraw the tickets of leases that have ended."""
+        while True:
+            await asyncio.sleep(interval_s)
+            for lease in self.leases.expire(self._clock()):
+                served = self.models.get(lease.source_id)
+                if served is not None:
+                    for exposure in served.exposures.values():
+                        exposure.revoke(lease.grant_id)
+
+    def document(self, digest: bytes) -> bytes | None:
+        for served in self.models.values():
+            data = served.held.manifest.documents.get(digest)
+            if data is not None:
+                return data
+        return None
+
+    @staticmethod
+    async def _pump(
+        queue: asyncio.Queue[peer_pb2.OpenEvent], context: grpc.aio.ServicerContext
+    ) -> None:
+        while True:
+            await context.write(await queue.get())
+
+    def _find(self, request: peer_pb2.OpenRequest) -> Served | None:
+        served = self.models.get(request.source_id)
+        if served is None or served.held.manifest.ref.identity != request.identity:
+            return None
+        return served
+
+
