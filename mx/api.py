@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from mx.memory.arena import MemfdArena
 from mx.puller.puller import Puller, PullOptions
 from mx.puller.report import LayerEvent, Progress, PullReport
 from mx.puller.state import PullState
-from mx.source.model import HeldModel, hold_checkpoint
+from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.transport import TlsFiles
 from mx.wire.client import CoordinatorClient, ModelStatus, SourceStatus
@@ -228,9 +227,9 @@ def serve(
                     cancelled=cancelled,
                 )
             else:
-                from mx.memory.torch_source import hold_torch
+                from mx.memory.torch_source import describe
 
-                held = hold_torch(what, key, chunk_nbytes=settings.chunk_bytes)
+                held = hold_tensors(*describe(what), key, chunk_nbytes=settings.chunk_bytes)
             try:
                 loop.run(_offer(server, held, address))
             except BaseException:
@@ -276,15 +275,15 @@ class Pull:
         self._options = options
         self._settings = settings
         self._state = PullState()
-        self._puller: Puller = loop.run(self._make(options))
-        self._future: Future[None] = loop.submit(self._puller.run())
+        self._puller, self._task = loop.run(self._begin(options))
         self._view: memoryview | None = None
         self._held: Source | None = None
         self._closed = False
         self._lock = threading.Lock()
 
-    async def _make(self, options: PullOptions) -> Puller:
-        return Puller(options, registry.transports(), self._state)
+    async def _begin(self, options: PullOptions) -> tuple[Puller, asyncio.Task[None]]:
+        puller = Puller(options, registry.transports(), self._state)
+        return puller, asyncio.create_task(puller.run(), name="mx-pull")
 
     # -- layers -----------------------------------------------------------------------------------
 
@@ -392,9 +391,7 @@ class Pull:
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY)
         loop = runtime.acquire()
         try:
-            server = loop.run(
-                _make_server(_source_options(self._settings), registry.transports())
-            )
+            server = loop.run(_make_server(_source_options(self._settings), registry.transports()))
             try:
                 loop.run(_offer(server, held, self._options.coordinator))
             except BaseException:
@@ -414,17 +411,19 @@ class Pull:
             self._closed = True
         if self._held is not None:
             self._held.close()
-        if not self._future.done():
-            self._loop.loop.call_soon_threadsafe(self._puller.close)
-            self._future.cancel()
-        self._loop.run(self._settled())
+        self._loop.run(self._stop())
         self._view = None
         if self._puller.arena is not None:
             self._puller.arena.release()
         runtime.release(self._loop)
 
-    async def _settled(self) -> None:
-        await self._puller.finished.wait()
+    async def _stop(self) -> None:
+        self._puller.close()
+        if not self._task.done():
+            self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        # If it was cancelled before its first step.
+        self._state.failed(ClosedError("the pull was closed before it was complete"))
 
     def __enter__(self) -> Pull:
         return self

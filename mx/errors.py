@@ -124,6 +124,10 @@ class CheckpointError(IntegrityError):
     """A checkpoint on disk that is not one: truncated, malformed, hostile. Says file and place."""
 
 
+class ManifestError(IntegrityError):
+    """A manifest document that is malformed, contradicts itself, or is not what was promised."""
+
+
 class DigestError(IntegrityError):
     """A chunk, tensor or document whose digest differs. `peer` names who sent it."""
 

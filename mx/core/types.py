@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -109,15 +109,26 @@ class Layer:
 class Layout:
     """Layers in execution order, and each tensor's place in them.
 
-    `tensors` are ordered by (layer, offset). Built by `mx.core.manifest`, which validates.
+    `tensors` are ordered by (layer, offset). Built by `mx.core.layout`, which validates. They may
+    be given as a function that makes them, called once when they are first asked for: making
+    50,000 objects takes longer than everything else that a pull does before its first read.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], tensors: Sequence[Tensor], aliases: Sequence[Alias] = ()
+        self,
+        layers: Sequence[Layer],
+        tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
+        aliases: Sequence[Alias] = (),
     ) -> None:
         self.layers: tuple[Layer, ...] = tuple(layers)
-        self.tensors: tuple[Tensor, ...] = tuple(tensors)
+        self._tensors = tensors
         self.aliases: tuple[Alias, ...] = tuple(aliases)
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        made = self._tensors() if callable(self._tensors) else self._tensors
+        self._tensors = ()  # drops what the function held on to
+        return tuple(made)
 
     @cached_property
     def arena_nbytes(self) -> int:

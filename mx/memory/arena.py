@@ -211,7 +211,9 @@ class MemfdArena:
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
         except OSError as error:
             if error.errno == errno.EBUSY:
-                raise LocalError("a writable map of the arena is left; it cannot be sealed") from None
+                raise LocalError(
+                    "a writable map of the arena is left; it cannot be sealed"
+                ) from None
             raise
         if self._mapping is not None:
             self._mapping = mmap.mmap(self.memfd, self.nbytes, prot=mmap.PROT_READ)

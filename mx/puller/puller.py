@@ -36,7 +36,8 @@ from mx.puller.report import LayerEvent, LayerProgress, PathReport, Progress, Pu
 from mx.puller.state import PullState
 from mx.puller.verify import Verifier
 from mx.storage.load import load_checkpoint
-from mx.transport import Grant, Path as TransportPath, TlsFiles, Transport, Unavailable
+from mx.transport import Grant, Session, TlsFiles, Transport, Unavailable
+from mx.transport import Path as TransportPath
 from mx.units import format_bytes
 from mx.wire.channel import dial
 
@@ -245,23 +246,17 @@ class Puller:
             raise self.state.error
 
     async def _open_lease(self, way: Way) -> tuple[Lease, Granted]:
-        channel = dial(
-            way.source.endpoint, tls=self.options.tls, insecure=self.options.insecure
-        )
+        channel = dial(way.source.endpoint, tls=self.options.tls, insecure=self.options.insecure)
         self._channels.append(channel)
         lease = Lease(channel, way.source, self._lease_lost)
         self._leases.append(lease)
         granted = await lease.open(self._place, [way.transport], self.options.connect_timeout_s)
         return lease, granted
 
-    async def _add_lane(
-        self, manifest: Manifest, way: Way, lease: Lease, granted: Granted
-    ) -> None:
+    async def _add_lane(self, manifest: Manifest, way: Way, lease: Lease, granted: Granted) -> None:
         if self._engine is None:
             self.arena = await asyncio.to_thread(self._new_arena, manifest.layout.arena_nbytes)
-        session = await asyncio.to_thread(
-            self._transports[way.transport].open, self._grant(way, granted)
-        )
+        session = await self._open_session(way, granted)
         if self._engine is None:
             assert self.arena is not None
             self._engine = Engine(manifest, self.arena.view, self)
@@ -270,6 +265,21 @@ class Puller:
         self._engine.add_lane(
             Lane(way.transport, way.source.endpoint, session, lease, time.monotonic())
         )
+
+    async def _open_session(self, way: Way, granted: Granted) -> Session:
+        """Connecting blocks, so it has a thread; a cancelled pull waits for it, to close it."""
+        grant = self._grant(way, granted)
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(self._transports[way.transport].open, grant)
+        )
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait((opening,))
+            if opening.exception() is None:
+                opening.result().close()
+                await asyncio.to_thread(opening.result().join, self.options.stall_timeout_s)
+            raise
 
     def _grant(self, way: Way, granted: Granted) -> Grant:
         ticket = granted.tickets.get(way.transport)
@@ -296,9 +306,7 @@ class Puller:
 
     async def _attach(self, manifest: Manifest, way: Way, granted: Granted) -> None:
         """Map the source's sealed memory. The map outlives lease, session and source."""
-        session = await asyncio.to_thread(
-            self._transports[way.transport].open, self._grant(way, granted)
-        )
+        session = await self._open_session(way, granted)
         try:
             view = await asyncio.to_thread(session.attach, 0)
         finally:
@@ -360,8 +368,7 @@ class Puller:
         if self.options.out is not None:
             self._output = Output(self.options.out, manifest, self._abort_from_thread)
             self._side_files = {
-                side.path: manifest.documents[side.digest]
-                for side in manifest.packaging.side_files
+                side.path: manifest.documents[side.digest] for side in manifest.packaging.side_files
             }
         for index in range(len(manifest.layout.layers)):
             self._announce(index, VerifiedBy.DIGEST)

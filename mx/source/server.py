@@ -133,9 +133,7 @@ class SourceServer:
                 served.held.manifest.documents,
                 binding_secret=self._binding_secret,
             )
-            self._tasks.append(
-                asyncio.create_task(self._keep_alive(served), name="mx-keep-alive")
-            )
+            self._tasks.append(asyncio.create_task(self._keep_alive(served), name="mx-keep-alive"))
         self.registered = True
 
     async def _keep_alive(self, served: Served) -> None:

@@ -54,7 +54,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
 
     # -- rpcs ---------------------------------------------------------------------------------
 
-    async def Describe(  # noqa: N802
+    async def Describe(
         self, request: peer_pb2.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> peer_pb2.DescribeResponse:
         return peer_pb2.DescribeResponse(
@@ -65,17 +65,15 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             ]
         )
 
-    async def Table(  # noqa: N802
+    async def Table(
         self, request: peer_pb2.TableRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[common_pb2.TableRows]:
         if request.source_id not in self.models:
             await context.abort(grpc.StatusCode.NOT_FOUND, "this process serves no such source")
-        for page in codec.rows_to_wire(
-            self._record_of(self.models[request.source_id]).table.rows
-        ):
+        for page in codec.rows_to_wire(self._record_of(self.models[request.source_id]).table.rows):
             yield page
 
-    async def Open(  # noqa: N802
+    async def Open(
         self,
         request_iterator: AsyncIterator[peer_pb2.OpenRequest],
         context: grpc.aio.ServicerContext,
@@ -194,5 +192,3 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         if served is None or served.held.manifest.ref.identity != request.identity:
             return None
         return served
-
-
