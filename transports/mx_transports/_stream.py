@@ -6,7 +6,10 @@ for `stall_timeout_s`, however long the buffer is.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
+import os
 import socket
 import ssl
 import struct
@@ -109,6 +112,48 @@ class Stream:
                 continue
             rest = _after(rest, sent)
             deadline = 0.0
+
+    def send_descriptors(self, data: bytes, descriptors: Sequence[int]) -> None:
+        """Send a few bytes and duplicates of descriptors with them (unix sockets only)."""
+        sent = socket.send_fds(self._sock, [data], descriptors) if descriptors else 0
+        self.send_all([data[sent:]])
+
+    def fill_descriptors(self, view: memoryview, at_most: int) -> list[int]:
+        """Receive `len(view)` bytes and the descriptors that come with them; the caller owns
+        those, which do not survive an exec. Raises as `fill` does, having closed them."""
+        found: list[int] = []
+        done, deadline = 0, 0.0
+        space = socket.CMSG_SPACE(at_most * 4)
+        try:
+            while done < len(view):
+                try:
+                    got, control, flags, _ = self._sock.recvmsg_into(
+                        [view[done:]], space, socket.MSG_CMSG_CLOEXEC
+                    )
+                except BlockingIOError:
+                    deadline = self._check(deadline)
+                    continue
+                for level, kind, data in control:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        found.extend(array.array("i", data[: len(data) // 4 * 4]))
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "descriptors were lost on the way")
+                if not got:
+                    raise StreamClosed("the connection was closed")
+                done += got
+        except BaseException:
+            for descriptor in found:
+                os.close(descriptor)
+            raise
+        return found
+
+    def notify(self, byte: bytes) -> None:
+        """Send one byte if there is room for it and somebody to get it."""
+        with contextlib.suppress(OSError):
+            self._sock.send(byte, socket.MSG_DONTWAIT)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
     def abort(self) -> None:
         """Make whatever blocks on the stream return. The owner still has to `close`."""

@@ -1,0 +1,104 @@
+"""Transports by entry point.
+
+Installed, each is named in its distribution's metadata under `mx.transports`. From a plain
+checkout there is no metadata, and the built-in ones are found by name. One that can't be
+imported is still listed, as a transport that is unavailable and says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
+
+from mx.core.topology import Place
+from mx.errors import LocalError, MxError
+from mx.transport import (
+    ExposedRegion,
+    ExposeOptions,
+    Exposure,
+    Grant,
+    Path,
+    Session,
+    Transport,
+    Unavailable,
+    Viable,
+)
+
+GROUP = "mx.transports"
+#: Also what the distribution's own metadata says; "module:callable".
+BUILT_IN = {"shm": "mx_transports.shm:ShmTransport", "tcp": "mx_transports.tcp:TcpTransport"}
+
+#: What a module that does not suit this machine or version raises while it is imported.
+_LOAD_FAILURES = (
+    MxError,
+    ImportError,
+    SyntaxError,
+    NameError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    AssertionError,
+)
+
+
+class BrokenTransport:
+    """Stands for a plug-in that could not be loaded: never viable, reaches nothing."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        self._reason = reason
+
+    def probe(self) -> Viable | Unavailable:
+        return Unavailable(self._reason)
+
+    def reach(self, here: Place, there: Place) -> Path | None:
+        return None
+
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        """Raises LocalError."""
+        raise LocalError(f"transport {self.name}: {self._reason}")
+
+    def open(self, grant: Grant) -> Session:
+        """Raises LocalError."""
+        raise LocalError(f"transport {self.name}: {self._reason}")
+
+
+def transports() -> dict[str, Transport]:
+    """Every transport by name, built-in ones first. Imports them; asks none of them anything.
+
+    Each call makes new ones; a process keeps what it got. A built-in name can't be taken over
+    by another distribution.
+    """
+    found: dict[str, Transport] = {}
+    for name, load in _loaders():
+        if name not in found:
+            found[name] = _make(name, load)
+    return found
+
+
+def _loaders() -> Iterator[tuple[str, Callable[[], object]]]:
+    for name, target in BUILT_IN.items():
+        yield name, functools.partial(_import, target)
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        yield entry.name, entry.load
+
+
+def _import(target: str) -> object:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _make(name: str, load: Callable[[], object]) -> Transport:
+    try:
+        factory = load()
+        made = factory() if callable(factory) else None
+    except _LOAD_FAILURES as error:
+        return BrokenTransport(name, f"{type(error).__name__}: {error}")
+    if not isinstance(made, Transport):
+        return BrokenTransport(name, "its entry point does not make an mx.transport.Transport")
+    return made

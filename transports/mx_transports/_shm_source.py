@@ -1,0 +1,145 @@
+"""The source side of shm: an abstract unix socket that hands out descriptors, to its own uid.
+
+After the HELLO the source sends INFO with one descriptor, the grant's control page, then an
+ENTRY for each region, with a duplicate of its memfd where it has a sealed one. The connection
+then stays open: its end tells the reader that the source is gone, and the source that the
+reader is. The reader says on it when it becomes busy and when idle.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+
+from mx.errors import LocalError
+from mx.transport import ExposedRegion, ExposeOptions
+from mx_transports import _vm as vm
+from mx_transports._door import DoorExposure, Granted
+from mx_transports._stream import Stream
+
+MAGIC = b"mxshm\0\0\1"
+#: Number of regions.
+INFO = struct.Struct("!I")
+#: Index, nbytes, address, whether a descriptor comes along.
+ENTRY = struct.Struct("!IQQ?")
+#: Entries that are sent together; the kernel takes at most 253 descriptors at once.
+BATCH = 64
+MAX_REGIONS = 1 << 16
+#: The control page, in this machine's byte order: generation, whether the grant has ended.
+CONTROL = struct.Struct("=QQ")
+CONTROL_BYTES = mmap.PAGESIZE
+BUSY, IDLE = b"B", b"I"
+
+
+class _Control:
+    """One grant's page, written here and read by its reader without a round trip."""
+
+    def __init__(self) -> None:
+        try:
+            self.descriptor = os.memfd_create("mx-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise LocalError(f"no control page for a reader: {error.strerror}") from error
+        os.ftruncate(self.descriptor, CONTROL_BYTES)
+        self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)
+        # The mapping above stays writable; nobody gets another such.
+        vm.add_seals(
+            self.descriptor,
+            vm.F_SEAL_SHRINK | vm.F_SEAL_GROW | vm.F_SEAL_FUTURE_WRITE | vm.F_SEAL_SEAL,
+        )
+
+    def write(self, generation: int, ended: bool) -> None:
+        CONTROL.pack_into(self._page, 0, generation, ended)
+
+    def close(self) -> None:
+        self._page.close()
+        os.close(self.descriptor)
+
+
+class ShmExposure(DoorExposure):
+    """Regions of this process's memory for other processes of its uid on its kernel."""
+
+    def __init__(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> None:
+        if len(regions) > MAX_REGIONS:
+            raise LocalError(f"shm exposes at most {MAX_REGIONS} regions, not {len(regions)}")
+        self._regions = [
+            (
+                ENTRY.pack(region.index, len(region.view), region.address, descriptor is not None),
+                descriptor,
+            )
+            for region in regions
+            # A descriptor of memory that can still be written is not handed out.
+            for descriptor in [
+                region.memfd
+                if region.memfd is not None
+                and vm.seals(region.memfd) & vm.FULL_SEALS == vm.FULL_SEALS
+                else None
+            ]
+        ]
+        self._socket_name = f"mx-shm-{secrets.token_hex(16)}"
+        self._controls: dict[bytes, _Control] = {}
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(b"\0" + self._socket_name.encode())
+        listener.listen(256)
+        super().__init__(
+            name="mx-shm-source",
+            magic=MAGIC,
+            listeners=[listener],
+            stall_timeout_s=options.stall_timeout_s,
+        )
+        self._start()
+
+    def _allowed(self, sock: socket.socket) -> bool:
+        return peer_credentials(sock)[1] == os.geteuid()
+
+    def _ticket_fields(self) -> dict[str, object]:
+        pid = os.getpid()
+        return {"socket": self._socket_name, "pid": pid, "start_ticks": vm.start_ticks(pid)}
+
+    def _changed(self, granted: Granted) -> None:
+        if granted.key not in self._controls:
+            self._controls[granted.key] = _Control()
+        self._controls[granted.key].write(self._generation, granted.revoked)
+        if granted.revoked:
+            self._controls.pop(granted.key).close()
+
+    def _released(self) -> None:
+        self._regions.clear()
+
+    def _serve(self, stream: Stream, granted: Granted) -> None:
+        with self._lock:
+            if granted.revoked:
+                return
+            control = os.dup(self._controls[granted.key].descriptor)
+        try:
+            stream.send_descriptors(INFO.pack(len(self._regions)), [control])
+        finally:
+            os.close(control)
+        regions = list(self._regions)
+        for first in range(0, len(regions), BATCH):
+            batch = regions[first : first + BATCH]
+            stream.send_descriptors(
+                b"".join(entry for entry, _ in batch),
+                [descriptor for _, descriptor in batch if descriptor is not None],
+            )
+        busy, said = False, memoryview(bytearray(1))
+        try:
+            while stream.wait(said) and said in (BUSY, IDLE):
+                if busy != (said == BUSY):
+                    busy = not busy
+                    with self._lock:
+                        granted.busy += 1 if busy else -1
+        finally:
+            if busy:
+                with self._lock:
+                    granted.busy -= 1
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the process that connected to a unix socket, or that listened on it."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", data)
+    return pid, uid, gid
