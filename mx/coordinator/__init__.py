@@ -1,0 +1,1 @@
+"""The daemon that knows who holds what. In no data path."""

@@ -1,0 +1,112 @@
+"""The coordinator as a process of its own, or embedded in another one's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from dataclasses import dataclass
+
+from mx.coordinator.service import CoordinatorServicer
+from mx.coordinator.state import StateStore, open_state
+from mx.errors import ConfigError
+from mx.transport import TlsFiles
+from mx.wire.documents import DocumentsServicer
+from mx.wire.server import Listening, Service, listen
+from mx.wire.v1 import common_pb2, coordinator_pb2
+
+DEFAULT_ADDRESS = "127.0.0.1:7600"
+_STOP_GRACE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `mx-coordinator` was asked for. `state` is "memory"; `lease_s` is in seconds."""
+
+    listen: str = DEFAULT_ADDRESS
+    tls: TlsFiles | None = None
+    insecure: bool = False
+    state: str = "memory"
+    lease_s: float = 5.0
+
+
+class Coordinator:
+    """A running coordinator in the current event loop. `start` it once, `stop` it once."""
+
+    def __init__(self, *, lease_s: float = 5.0, state: str | StateStore = "memory") -> None:
+        if not 0.1 <= lease_s <= 3600:
+            raise ConfigError(f"a lease of {lease_s:g} s", hint="say 0.1 to 3600 seconds")
+        self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
+        self._servicer = CoordinatorServicer(self._state)
+        self._listening: Listening | None = None
+        self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT as bound; "" while it does not listen."""
+        return self._listening.address if self._listening else ""
+
+    async def start(
+        self,
+        listen_address: str = DEFAULT_ADDRESS,
+        *,
+        tls: TlsFiles | None = None,
+        insecure: bool = False,
+    ) -> str:
+        """Listen; returns `address`. Raises ConfigError, LocalError as `mx.wire.server.listen`."""
+        coordinator = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
+        documents = common_pb2.DESCRIPTOR.services_by_name["Documents"]
+        self._listening = await listen(
+            listen_address,
+            [
+                Service(coordinator, self._servicer),
+                Service(documents, DocumentsServicer(self._state.document)),
+            ],
+            tls=tls,
+            insecure=insecure,
+        )
+        self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
+        return self.address
+
+    async def _tick(self) -> None:
+        interval_s = min(0.5, self._state.lease_s / 10)
+        while True:
+            await asyncio.sleep(interval_s)
+            await self._state.tick()
+
+    async def stop(self) -> None:
+        """Cut watches and heartbeats, let running calls finish, leave nothing behind."""
+        self._servicer.stop()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+            self._ticking = None
+        if self._listening is not None:
+            listening, self._listening = self._listening, None
+            await listening.stop(_STOP_GRACE_S)
+        await self._state.close()
+
+
+async def _serve(options: Options) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    coordinator = Coordinator(lease_s=options.lease_s, state=options.state)
+    await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
+    try:
+        print(f"mx-coordinator listening on {coordinator.address}", file=sys.stderr, flush=True)
+        await stop.wait()
+    finally:
+        await coordinator.stop()
+
+
+def run(options: Options) -> int:
+    """The daemon: until SIGTERM or SIGINT, then 0. Belongs to the main thread.
+
+    Raises ConfigError and LocalError before it listens.
+    """
+    asyncio.run(_serve(options))
+    return 0

@@ -1,0 +1,375 @@
+"""The coordinator as its clients see it: one channel, a deadline on every call, mx's errors."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mx import codec
+from mx.core.types import ManifestRef, ModelKey, SourceRecord
+from mx.errors import (
+    CoordinatorError,
+    LocalError,
+    MxError,
+    PeerProtocolError,
+    UnknownSourceError,
+)
+from mx.transport import TlsFiles
+from mx.wire import documents as wire_documents
+from mx.wire.channel import Remote, Role, dial, translating
+from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.v1 import coordinator_pb2_grpc
+
+_UPLOAD_TIMEOUT_S = 60.0  # a manifest of many tensors takes longer than a question
+_FIRST_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 2.0
+
+_STUB: Any = coordinator_pb2_grpc.CoordinatorStub
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """`model` is the key the source is listed under: another revision after an update."""
+
+    lease_s: float
+    epoch: str
+    model: ModelKey
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What to pull, and from whom: origins first. No sources: known, but nobody serves it now."""
+
+    model: ModelKey
+    ref: ManifestRef
+    sources: list[SourceRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """`nbytes` and `layers` as an origin registered them; 0 where none is left."""
+
+    model: ModelKey
+    ref: ManifestRef
+    nbytes: int
+    layers: int
+    sources: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatus:
+    record: SourceRecord
+    lease_left_s: float
+    readers: int
+    gb_per_s: float
+
+
+class WatchKind(enum.Enum):
+    UP = pb.WatchEvent.KIND_SOURCE_UP
+    CHANGED = pb.WatchEvent.KIND_SOURCE_CHANGED
+    LAYERS = pb.WatchEvent.KIND_LAYERS
+    GONE = pb.WatchEvent.KIND_SOURCE_GONE
+    SNAPSHOT_END = pb.WatchEvent.KIND_SNAPSHOT_END
+
+
+@dataclass(frozen=True, slots=True)
+class WatchUpdate:
+    """`record` is None for SNAPSHOT_END only; `reason` says why a source is GONE."""
+
+    kind: WatchKind
+    record: SourceRecord | None = None
+    reason: str = ""
+
+
+class CoordinatorClient:
+    """Use it in one event loop, and `close` it. Safe for concurrent calls.
+
+    Every call raises what `mx.wire.status.translate` makes of a failed RPC: CoordinatorError
+    where nobody answers within `timeout_s`, else what the coordinator refused with. It remembers
+    the secrets of what it registered. Raises ConfigError as `dial` does.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: TlsFiles | None = None,
+        insecure: bool = False,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self.remote = Remote(Role.COORDINATOR, address)
+        self._timeout_s = timeout_s
+        self._channel = dial(address, tls=tls, insecure=insecure)
+        self._stub = _STUB(self._channel)
+        self._secrets: dict[str, bytes] = {}
+        self._epochs: dict[str, str] = {}
+
+    async def close(self) -> None:
+        """Cut what is running and close the channel. Nothing is deregistered."""
+        await self._channel.close(None)
+
+    # -- for sources ----------------------------------------------------------------------------
+
+    async def register(
+        self,
+        record: SourceRecord,
+        documents: Mapping[bytes, bytes],
+        *,
+        binding_secret: bytes,
+        replaces_revision: bool = False,
+    ) -> Registered:
+        """List a source, or list it anew. Uploads only those of the manifest's four documents
+        that the coordinator lacks, and the rows of `record.table`, in pages.
+
+        `binding_secret` (16 to 64 random bytes) proves later who this is. Raises BindingError,
+        NotAllowedError, StaleGenerationError, CoordinatorError, and LocalError where a document
+        is wanted that `documents` lacks.
+        """
+        codec.check_model_key(record.model)
+        with translating(self.remote):
+            missing = await self._stub.Missing(
+                pb.MissingRequest(digests=record.ref.digests), timeout=self._timeout_s
+            )
+        absent = [digest for digest in missing.digests if digest not in documents]
+        if absent:
+            raise LocalError(f"document {absent[0][:8].hex()} of the manifest is not given")
+        wanted = {digest: documents[digest] for digest in missing.digests}
+
+        async def requests() -> AsyncIterator[pb.RegisterRequest]:
+            yield pb.RegisterRequest(
+                source=codec.source_to_wire(
+                    record, binding_secret=binding_secret, replaces_revision=replaces_revision
+                )
+            )
+            for digest, data in wanted.items():
+                for page in wire_documents.pages(digest, data):
+                    yield pb.RegisterRequest(page=page)
+            for rows in codec.rows_to_wire(record.table.rows):
+                yield pb.RegisterRequest(rows=rows)
+
+        big = bool(wanted or record.table.rows)
+        timeout_s = max(self._timeout_s, _UPLOAD_TIMEOUT_S) if big else self._timeout_s
+        with translating(self.remote):
+            answer = await self._stub.Register(requests(), timeout=timeout_s)
+        self._secrets[record.source_id] = binding_secret
+        self._epochs[record.source_id] = answer.coordinator_epoch
+        model = codec.key_from_wire(answer.model)
+        return Registered(answer.lease_s, answer.coordinator_epoch, model)
+
+    async def keep_alive(
+        self,
+        current: Callable[[], SourceRecord],
+        documents: Mapping[bytes, bytes],
+        *,
+        binding_secret: bytes,
+        replaces_revision: bool = False,
+        readers: Callable[[], int] = lambda: 0,
+        gb_per_s: Callable[[], float] = lambda: 0.0,
+        on_state: Callable[[bool, str], None] = lambda registered, why: None,
+    ) -> None:
+        """For ever (cancel it): heartbeat, and register `current()` again whenever the
+        coordinator has lost it, restarted or come back.
+
+        An absent or refusing coordinator raises nothing: `on_state(registered, why)` hears of
+        each change of state, and the attempts go on with jittered backoff.
+        """
+        known: bool | None = None
+        backoff_s = _FIRST_BACKOFF_S
+        is_registered = current().source_id in self._epochs
+
+        def beating() -> None:
+            nonlocal known, backoff_s
+            backoff_s = _FIRST_BACKOFF_S
+            if known is not True:
+                known = True
+                on_state(True, f"registered with the coordinator at {self.remote.address}")
+
+        while True:
+            try:
+                if not is_registered:
+                    await self.register(
+                        current(),
+                        documents,
+                        binding_secret=binding_secret,
+                        replaces_revision=replaces_revision,
+                    )
+                    is_registered = True
+                await self._beat(current, readers, gb_per_s, beating)
+            except UnknownSourceError:
+                # It restarted, or our lease ended. It answers, so register at once; but not again
+                # and again.
+                is_registered = False
+                if backoff_s > _FIRST_BACKOFF_S:
+                    await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            except MxError as error:
+                is_registered = False
+                if known is not False:
+                    known = False
+                    on_state(False, f"not registered: {error}")
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _beat(
+        self,
+        current: Callable[[], SourceRecord],
+        readers: Callable[[], int],
+        gb_per_s: Callable[[], float],
+        beating: Callable[[], None],
+    ) -> None:
+        """Renew until something fails, which is raised."""
+        call = self._stub.Heartbeat()
+        try:
+            while True:
+                record = current()
+                request = pb.HeartbeatRequest(
+                    source_id=record.source_id,
+                    readers=readers(),
+                    gb_per_s=gb_per_s(),
+                    state=codec.state_to_wire(record.state),
+                    binding_secret=self._secrets[record.source_id],
+                )
+                with translating(self.remote):
+                    async with asyncio.timeout(self._timeout_s):
+                        await call.write(request)
+                        answer = await call.read()
+                if not isinstance(answer, pb.HeartbeatResponse):
+                    raise CoordinatorError(f"{self.remote.address} ended the heartbeats")
+                if answer.coordinator_epoch != self._epochs[record.source_id]:
+                    raise UnknownSourceError("the coordinator restarted")
+                beating()
+                await asyncio.sleep(min(max(answer.lease_s, 0.3), 3600.0) / 3)
+        except TimeoutError as error:
+            raise CoordinatorError(
+                f"the coordinator at {self.remote.address} did not answer in time"
+            ) from error
+        except asyncio.InvalidStateError as error:
+            raise CoordinatorError(f"{self.remote.address} ended the heartbeats") from error
+        finally:
+            call.cancel()
+
+    async def advertise(
+        self, source_id: str, generation: int, held: Sequence[tuple[int, int]]
+    ) -> None:
+        """Say which layers (half-open ranges) a source that was registered here holds now.
+
+        Raises UnknownSourceError where it is not listed (any more), StaleGenerationError.
+        """
+        request = pb.AdvertiseRequest(
+            source_id=source_id,
+            generation=generation,
+            held=codec.ranges_to_wire(held),
+            binding_secret=self._secret(source_id),
+        )
+        with translating(self.remote):
+            await self._stub.Advertise(request, timeout=self._timeout_s)
+
+    async def deregister(self, source_id: str) -> None:
+        """Take a source that was registered here off the list, if it is still on it."""
+        request = pb.DeregisterRequest(source_id=source_id, binding_secret=self._secret(source_id))
+        with translating(self.remote):
+            await self._stub.Deregister(request, timeout=self._timeout_s)
+        self._secrets.pop(source_id, None)
+        self._epochs.pop(source_id, None)
+
+    def _secret(self, source_id: str) -> bytes:
+        if source_id not in self._secrets:
+            raise UnknownSourceError(f"source {source_id} was not registered by this client")
+        return self._secrets[source_id]
+
+    # -- for everyone -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """As `translating`, also for an answer that parses but makes no sense."""
+        try:
+            with translating(self.remote):
+                yield
+        except PeerProtocolError as error:
+            raise CoordinatorError(
+                f"the coordinator at {self.remote.address} answered nonsense: {error.message}"
+            ) from error
+
+    async def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolution:
+        """What NAME or NAME@IDENTITY means, and who serves it.
+
+        Raises UnknownModelError; ConfigError for what can't be a name.
+        """
+        codec.check_model_key(
+            ModelKey(name.partition("@")[0], revision or "main", variant or "checkpoint")
+        )
+        request = pb.ResolveRequest(name=name, revision=revision, variant=variant)
+        with self._reading():
+            answer = await self._stub.Resolve(request, timeout=self._timeout_s)
+            return Resolution(
+                codec.key_from_wire(answer.model),
+                codec.ref_from_wire(answer.manifest),
+                [codec.source_from_wire(source) for source in answer.sources],
+            )
+
+    async def watch(self, name: str = "", revision: str = "") -> AsyncIterator[WatchUpdate]:
+        """What there is (UP each, then SNAPSHOT_END), then what changes. "" watches everything.
+
+        Close the iterator when done. Raises as the other calls do when the coordinator goes.
+        """
+        stream = self._stub.Watch(pb.WatchRequest(name=name, revision=revision))
+        try:
+            with self._reading():
+                async for event in stream:
+                    kind = _watch_kind(event.kind)
+                    record = None
+                    if kind is not WatchKind.SNAPSHOT_END:
+                        record = codec.source_from_wire(event.source)
+                    yield WatchUpdate(kind, record, event.reason)
+        finally:
+            stream.cancel()
+
+    async def list_models(self) -> list[ModelStatus]:
+        with self._reading():
+            return [
+                ModelStatus(
+                    codec.key_from_wire(model.model),
+                    codec.ref_from_wire(model.manifest),
+                    model.nbytes,
+                    model.layers,
+                    model.sources,
+                )
+                async for page in self._stub.ListModels(
+                    pb.ListModelsRequest(), timeout=self._timeout_s
+                )
+                for model in page.models
+            ]
+
+    async def list_sources(self, name: str = "") -> list[SourceStatus]:
+        """All, or those of one model name."""
+        with self._reading():
+            return [
+                SourceStatus(
+                    codec.source_from_wire(status.source),
+                    status.lease_left_s,
+                    status.readers,
+                    status.gb_per_s,
+                )
+                async for page in self._stub.ListSources(
+                    pb.ListSourcesRequest(name=name), timeout=self._timeout_s
+                )
+                for status in page.sources
+            ]
+
+    async def fetch(
+        self, refs: Sequence[tuple[bytes, int]], *, timeout_s: float = 30.0
+    ) -> dict[bytes, bytes]:
+        """Documents by (digest, nbytes); see `mx.wire.documents.fetch`."""
+        return await wire_documents.fetch(self._channel, refs, who=self.remote, timeout_s=timeout_s)
+
+
+def _watch_kind(value: int) -> WatchKind:
+    try:
+        return WatchKind(value)
+    except ValueError:
+        raise PeerProtocolError(f"watch event of kind {value}") from None
