@@ -1,0 +1,231 @@
+"""From tensors to layers and places, with every number checked: the input may be hostile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+from mx.core.naming import layers_in_execution_order
+from mx.core.packaging import bad_tensor_name
+from mx.core.types import (
+    DTYPE_BITS,
+    LAYER_ALIGNMENT_BYTES,
+    TENSOR_ALIGNMENT_BYTES,
+    Alias,
+    Layer,
+    Layout,
+    Tensor,
+)
+from mx.errors import ManifestError
+from mx.units import align_up
+
+#: Nothing larger is believed: an arena of a quarter of a petabyte, 64 dimensions (as torch).
+MAX_ARENA_BYTES = 1 << 48
+MAX_DIMENSIONS = 64
+MAX_TENSORS = 1_000_000
+
+#: A dtype and a shape. Models have many tensors and few kinds, so kinds are checked once each.
+Kind = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as such, wherever it lies: `dtype` as safetensors spells it, `shape` in elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data. Raises ManifestError where `kind_nbytes` does."""
+        return kind_nbytes((self.dtype, self.shape))
+
+
+def kind_nbytes(kind: Kind) -> int:
+    """Bytes that a tensor of this dtype and shape takes.
+
+    Sub-byte dtypes are packed without a gap; as in safetensors, a shape whose bits do not fill
+    whole bytes is an error, not rounded up. Raises ManifestError for that, for unknown dtypes,
+    negative or absurd dimensions.
+    """
+    dtype, shape = kind
+    bits = DTYPE_BITS.get(dtype)
+    if bits is None:
+        raise ManifestError(f"{dtype!r} is not a dtype of safetensors")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ManifestError(f"a shape has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
+    for dimension in shape:
+        if not 0 <= dimension <= MAX_ARENA_BYTES:
+            raise ManifestError(f"{dimension} is no dimension of a tensor")
+    total_bits = prod(shape) * bits
+    if total_bits > 8 * MAX_ARENA_BYTES:
+        raise ManifestError(f"a tensor of shape {list(shape)} is larger than any memory")
+    if total_bits % 8:
+        raise ManifestError(f"{dtype} of shape {list(shape)} does not fill whole bytes")
+    return total_bits // 8
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a row-major tensor without gaps."""
+    strides = [1]
+    for dimension in reversed(shape[1:]):
+        strides.append(strides[-1] * max(dimension, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> Layout:
+    """Layers in execution order and a place for each tensor, the same for any order of `specs`.
+
+    A canonical tensor lies in the earliest layer of itself and its aliases, so that a tie never
+    makes the first layer wait for the last. Raises ManifestError for what no layout can hold:
+    duplicate or bad names, aliases outside their targets, no tensors at all.
+    """
+    by_name: dict[str, Kind] = {}
+    for spec in specs:
+        if spec.name in by_name:
+            raise ManifestError(f"tensor {spec.name!r} comes twice")
+        by_name[spec.name] = (spec.dtype, tuple(spec.shape))
+    kinds = sorted(set(by_name.values()))
+    size_of = {kind: kind_nbytes(kind) for kind in kinds}
+    index_of = {kind: i for i, kind in enumerate(kinds)}
+    sizes = {name: size_of[kind] for name, kind in by_name.items()}
+    target_of = {alias.name: alias.target for alias in aliases}
+    sizes.update(dict.fromkeys(target_of, 0))
+    names: list[str] = []
+    layers: list[tuple[str, int]] = []
+    moved: set[str] = set()
+    tied = set(target_of.values())
+    for label, members in layers_in_execution_order(sizes, sizes):
+        if tied:
+            members = [target_of.get(name, name) for name in members]
+            members = [name for name in dict.fromkeys(members) if name not in moved]
+            moved.update(tied.intersection(members))
+        if members:
+            layers.append((label, len(members)))
+            names += members
+    unknown = tied - by_name.keys()
+    if unknown:
+        raise ManifestError(f"an alias names {min(unknown)!r}, which is not a tensor")
+    kind = [index_of[by_name[name]] for name in names]
+    return build_layout(layers, names, kinds, kind, sorted(aliases, key=lambda a: a.name))
+
+
+def build_layout(
+    layers: Sequence[tuple[str, int]],
+    names: list[str],
+    kinds: Sequence[Kind],
+    kind: list[int],
+    aliases: Sequence[Alias],
+) -> Layout:
+    """Check everything and compute every place. The lists are kept: do not change them after.
+
+    `layers` are (name, number of tensors); `names` and `kind` (indices into `kinds`) have one
+    entry per tensor, in layout order. Places follow from the order alone: each tensor at the
+    next multiple of 256 in its layer, each layer at the next multiple of 4096 in the arena.
+    Raises ManifestError.
+    """
+    _check_names(layers, names, aliases)
+    if len(kind) != len(names) or sum(count for _, count in layers) != len(names):
+        raise ManifestError("the layout's columns differ in length")
+    if min(kind) < 0 or max(kind) >= len(kinds):
+        raise ManifestError("a tensor names a kind that is not there")
+    size_of = [kind_nbytes(k) for k in kinds]
+    space_of = [align_up(size, TENSOR_ALIGNMENT_BYTES) for size in size_of]
+    nbytes = [size_of[k] for k in kind]
+    places: list[int] = []
+    built: list[Layer] = []
+    arena_offset = first = 0
+    for index, (label, count) in enumerate(layers):
+        end = first + count
+        *offsets, _ = accumulate([space_of[k] for k in kind[first:end]], initial=0)
+        layer_nbytes = offsets[-1] + nbytes[end - 1]
+        runs = _runs(offsets, nbytes[first:end])
+        built.append(Layer(index, label, layer_nbytes, arena_offset, runs))
+        arena_offset = align_up(arena_offset + layer_nbytes, LAYER_ALIGNMENT_BYTES)
+        if arena_offset > MAX_ARENA_BYTES:
+            raise ManifestError("the layout is larger than any memory")
+        places += offsets
+        first = end
+
+    def tensors() -> list[Tensor]:
+        layer_of = [i for i, (_, count) in enumerate(layers) for _ in range(count)]
+        return [
+            Tensor(name, *kinds[k], layer, offset, size)
+            for name, k, layer, offset, size in zip(
+                names, kind, layer_of, places, nbytes, strict=True
+            )
+        ]
+
+    _check_aliases(aliases, names, kinds, kind)
+    return Layout(built, tensors, aliases)
+
+
+def _runs(offsets: list[int], nbytes: list[int]) -> tuple[tuple[int, int], ...]:
+    filled_nbytes = sum(nbytes)
+    if filled_nbytes == offsets[-1] + nbytes[-1]:  # no padding anywhere, the usual case
+        return ((0, filled_nbytes),) if filled_nbytes else ()
+    filled = [(o, n) for o, n in zip(offsets, nbytes, strict=True) if n]
+    starts = [filled[0][0]]
+    ends = []
+    for (offset, size), (following, _) in pairwise(filled):
+        if offset + size != following:
+            ends.append(offset + size)
+            starts.append(following)
+    ends.append(sum(filled[-1]))
+    return tuple((start, end - start) for start, end in zip(starts, ends, strict=True))
+
+
+def _check_names(
+    layers: Sequence[tuple[str, int]], names: list[str], aliases: Sequence[Alias]
+) -> None:
+    if not names:
+        raise ManifestError("there are no tensors")
+    if len(names) + len(aliases) > MAX_TENSORS:
+        raise ManifestError(f"more than {MAX_TENSORS} tensors are not believed")
+    if not layers or min(count for _, count in layers) < 1:
+        raise ManifestError("a layer has no tensors")
+    labels = [label for label, _ in layers]
+    every = names + [alias.name for alias in aliases]
+    for group, what in ((labels, "layer"), (every, "tensor")):
+        if len(set(group)) != len(group):
+            twice = next(name for name, count in Counter(group).items() if count > 1)
+            raise ManifestError(f"{what} {twice!r} comes twice")
+        joined = "\n".join(group)
+        try:
+            joined.encode()
+        except UnicodeEncodeError:
+            raise ManifestError(f"a {what}'s name holds half a surrogate pair") from None
+        # Looking at all at once is fast; only where something looks wrong, look at each.
+        if "" in group or "\0" in joined or ".." in joined or "__metadata__" in joined:
+            for name in group:
+                reason = bad_tensor_name(name)
+                if reason is not None:
+                    raise ManifestError(f"the name of {what} {name!r} {reason}")
+
+
+def _check_aliases(
+    aliases: Sequence[Alias], names: list[str], kinds: Sequence[Kind], kind: list[int]
+) -> None:
+    if not aliases:
+        return
+    kind_of = {name: kinds[k] for name, k in zip(names, kind, strict=True)}
+    for alias in aliases:
+        target = kind_of.get(alias.target)
+        if target is None:
+            raise ManifestError(f"alias {alias.name!r} names {alias.target!r}, which is no tensor")
+        if alias.dtype != target[0]:
+            raise ManifestError(f"alias {alias.name!r} has another dtype than its target")
+        kind_nbytes((alias.dtype, alias.shape))
+        bits = DTYPE_BITS[alias.dtype]
+        if len(alias.stride) != len(alias.shape) or (alias.stride and min(alias.stride) < 0):
+            raise ManifestError(f"alias {alias.name!r} has strides that do not fit its shape")
+        if alias.offset_bytes < 0 or (alias.offset_bytes * 8) % max(bits, 8):
+            raise ManifestError(f"alias {alias.name!r} starts inside an element")
+        last = sum((d - 1) * s for d, s in zip(alias.shape, alias.stride, strict=True))
+        span_bits = 0 if 0 in alias.shape else (last + 1) * bits
+        if alias.offset_bytes * 8 + span_bits > kind_nbytes(target) * 8:
+            raise ManifestError(f"alias {alias.name!r} reaches beyond {alias.target!r}")

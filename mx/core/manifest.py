@@ -1,0 +1,322 @@
+"""The four documents of a manifest: how they are written, and how a peer's are believed.
+
+*layout*: the layers and their tensors in order, as columns. *identity*: the canonical tensor
+records, sorted by name, with each tensor's blake3; it depends on nothing but the weights, so its
+digest is the model's identity. *chunking*: chunk size and chunk digests. *packaging*: the files
+of `--out`, with tensors as indices into the sorted names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import cast
+
+from mx.core.canonical import (
+    join_binary,
+    read_json,
+    read_names,
+    split_binary,
+    take,
+    take_list,
+    write_json,
+    write_names,
+)
+from mx.core.digest import DIGEST_BYTES, document_digest
+from mx.core.identity import IdentityRecords
+from mx.core.layout import Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
+from mx.core.packaging import (
+    MAX_SIDE_FILE_BYTES,
+    MAX_SIDE_FILES,
+    TENSOR_SUFFIX,
+    bad_path,
+    bad_path_set,
+    bad_side_path,
+)
+from mx.core.types import (
+    BLOCK_BYTES,
+    Alias,
+    Chunking,
+    Layout,
+    Manifest,
+    ManifestRef,
+    PackagedFile,
+    Packaging,
+    SideFile,
+)
+from mx.errors import ManifestError
+from mx.units import GIB
+
+__all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
+
+MAX_CHUNK_BYTES = GIB
+VERSION = 1
+
+
+def encode(
+    layout: Layout,
+    chunking: Chunking,
+    packaging: Packaging,
+    tensor_digests: Mapping[str, bytes],
+    side_documents: Mapping[bytes, bytes] | None = None,
+) -> Manifest:
+    """The manifest of one variant, with its documents in `documents` (side files' included).
+
+    `tensor_digests` has the 32-byte blake3 of every tensor of the layout (aliases have none).
+    Raises ManifestError for what `decode` would refuse.
+    """
+    names = [tensor.name for tensor in layout.tensors]
+    index_of: dict[Kind, int] = {}
+    kind = [index_of.setdefault((t.dtype, t.shape), len(index_of)) for t in layout.tensors]
+    kinds = list(index_of)
+    counts = [0] * len(layout.layers)
+    for tensor in layout.tensors:
+        counts[tensor.layer] += 1
+    layers = [(layer.name, count) for layer, count in zip(layout.layers, counts, strict=True)]
+    if build_layout(layers, names, kinds, kind, layout.aliases).layers != layout.layers:
+        raise ManifestError("the layout was not made by plan_layout")
+    _check_chunking(layout, chunking)
+    _check_packaging(packaging, names)
+    records = IdentityRecords(names, kinds, kind, layout.aliases)
+    documents = (
+        records.document(tensor_digests),
+        _layout_document(layers, names, kinds, kind, layout.aliases),
+        join_binary(
+            write_json({"chunk_nbytes": chunking.chunk_nbytes, "version": VERSION}),
+            chunking.digests,
+        ),
+        _packaging_document(packaging, names),
+    )
+    digests = [document_digest(document) for document in documents]
+    one, two, three, four = map(len, documents)
+    return Manifest(
+        ManifestRef(digests[0], digests[1], digests[2], digests[3], (one, two, three, four)),
+        layout,
+        chunking,
+        packaging,
+        {name: tensor_digests[name] for name in names},
+        dict(side_documents or {}) | dict(zip(digests, documents, strict=True)),
+    )
+
+
+def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
+    """Believe a manifest: `documents` (by digest) came from anywhere.
+
+    Everything is checked: digests and sizes against `ref`, every number, name and path, and the
+    documents against each other. `Layout.tensors` is only built when asked for. Raises
+    ManifestError.
+    """
+    identity, layout_data, chunking_data, packaging_data = _verified(ref, documents)
+    layers, names, kinds, kind, aliases = _read_layout(layout_data)
+    layout = build_layout(layers, names, kinds, kind, aliases)
+    tensor_digests = IdentityRecords(names, kinds, kind, aliases).read(identity)
+    head, digests = split_binary(chunking_data, "chunking")
+    document = read_json(head, "chunking")
+    _check_version(document, "chunking")
+    chunking = Chunking(take(document, "chunk_nbytes", int, "chunking"), digests)
+    _check_chunking(layout, chunking)
+    packaging = _read_packaging(packaging_data, names)
+    _check_packaging(packaging, names)
+    own = {digest: documents[digest] for digest in ref.digests}
+    return Manifest(ref, layout, chunking, packaging, tensor_digests, own)
+
+
+def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> list[bytes]:
+    found = []
+    what = ("identity", "layout", "chunking", "packaging")
+    for name, digest, nbytes in zip(what, ref.digests, ref.sizes, strict=True):
+        data = documents.get(digest)
+        if data is None:
+            raise ManifestError(f"the {name} document is missing")
+        if len(data) != nbytes or document_digest(data) != digest:
+            raise ManifestError(f"the {name} document is not the one that was promised")
+        found.append(data)
+    return found
+
+
+# -- layout ---------------------------------------------------------------------------------------
+
+
+def _layout_document(
+    layers: Sequence[tuple[str, int]],
+    names: list[str],
+    kinds: Sequence[Kind],
+    kind: list[int],
+    aliases: Sequence[Alias],
+) -> bytes:
+    head = {
+        "aliases": [
+            [a.name, a.target, a.dtype, a.shape, a.offset_bytes, a.stride] for a in aliases
+        ],
+        "kind": kind,
+        "kinds": kinds,
+        "layer_names": [name for name, _ in layers],
+        "layer_tensors": [count for _, count in layers],
+        "version": VERSION,
+    }
+    return join_binary(write_json(head), write_names(names))
+
+
+def _read_layout(
+    data: bytes,
+) -> tuple[list[tuple[str, int]], list[str], list[Kind], list[int], list[Alias]]:
+    what = "layout"
+    head, raw = split_binary(data, what)
+    document = read_json(head, what)
+    _check_version(document, what)
+    labels = take_list(document, "layer_names", str, what)
+    counts = take_list(document, "layer_tensors", int, what)
+    names = read_names(raw, what)
+    kind = take_list(document, "kind", int, what)
+    if len(labels) != len(counts):
+        raise ManifestError("the layout's columns differ in length")
+    kinds: list[Kind] = []
+    for entry in take_list(document, "kinds", list, what):
+        match entry:
+            case [str(dtype), list(shape)]:
+                kinds.append((dtype, _ints(shape)))
+            case _:
+                raise ManifestError("a kind in the layout document is not [dtype, shape]")
+    aliases = []
+    for entry in take_list(document, "aliases", list, what):
+        match entry:
+            case [str(name), str(target), str(dtype), list(shape), int(offset), list(stride)]:
+                offset, *_ = _ints([offset])
+                aliases.append(Alias(name, target, dtype, _ints(shape), offset, _ints(stride)))
+            case _:
+                raise ManifestError("an alias in the layout document is malformed")
+    return list(zip(labels, counts, strict=True)), names, kinds, kind, aliases
+
+
+def _ints(values: list[object]) -> tuple[int, ...]:
+    if not set(map(type, values)) <= {int}:
+        raise ManifestError("a shape, stride or index holds something that is not an integer")
+    return tuple(cast(list[int], values))
+
+
+def _check_version(document: dict[str, object], what: str) -> None:
+    version = take(document, "version", int, what)
+    if version != VERSION:
+        raise ManifestError(
+            f"the {what} document has version {version}, this mx reads {VERSION}",
+            hint="run the same version of mx on both sides",
+        )
+
+
+# -- chunking -------------------------------------------------------------------------------------
+
+
+def _check_chunking(layout: Layout, chunking: Chunking) -> None:
+    size = chunking.chunk_nbytes
+    if not 0 < size <= MAX_CHUNK_BYTES or size % BLOCK_BYTES:
+        raise ManifestError(f"a chunk size of {size} bytes is not a multiple of 1 MiB up to 1 GiB")
+    count = sum(-(-layer.nbytes // size) for layer in layout.layers)
+    if len(chunking.digests) != DIGEST_BYTES * count:
+        raise ManifestError(f"there are {count} chunks, and not one digest for each")
+
+
+# -- packaging ------------------------------------------------------------------------------------
+
+
+def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
+    index_of = {name: i for i, name in enumerate(sorted(names))}
+    unknown = [name for file in packaging.files for name in file.tensors if name not in index_of]
+    if unknown:
+        raise ManifestError(f"the files hold {unknown[0]!r}, which is no tensor of the layout")
+    return write_json(
+        {
+            "files": [
+                [
+                    file.path,
+                    # Pairs: a header's metadata keeps its order.
+                    None if file.metadata is None else list(file.metadata.items()),
+                    [index_of[name] for name in file.tensors],
+                ]
+                for file in packaging.files
+            ],
+            "side_files": [[s.path, s.nbytes, s.digest.hex()] for s in packaging.side_files],
+            "version": VERSION,
+        }
+    )
+
+
+def _read_packaging(data: bytes, names: list[str]) -> Packaging:
+    what = "packaging"
+    document = read_json(data, what)
+    _check_version(document, what)
+    ordered = sorted(names)
+    files = []
+    for entry in take_list(document, "files", list, what):
+        match entry:
+            case [str(path), (None | list()) as pairs, list(indices)]:
+                numbers = _ints(indices)
+                if numbers and not (min(numbers) >= 0 and max(numbers) < len(ordered)):
+                    raise ManifestError(f"{path!r} holds a tensor that is not there")
+                tensors = tuple(map(ordered.__getitem__, numbers))
+                files.append(PackagedFile(path, _metadata(pairs), tensors))
+            case _:
+                raise ManifestError("a file in the packaging document is malformed")
+    side_files = []
+    for entry in take_list(document, "side_files", list, what):
+        match entry:
+            case [str(path), int(nbytes), str(digest)] if type(nbytes) is int:
+                side_files.append(SideFile(path, nbytes, _unhex(digest)))
+            case _:
+                raise ManifestError("a side file in the packaging document is malformed")
+    return Packaging(tuple(files), tuple(side_files))
+
+
+def _metadata(pairs: list[object] | None) -> dict[str, str] | None:
+    if pairs is None:
+        return None
+    found: dict[str, str] = {}
+    for pair in pairs:
+        match pair:
+            case [str(key), str(value)] if key not in found and _is_text(key + value):
+                found[key] = value
+            case _:
+                raise ManifestError("a file's metadata in the packaging document is malformed")
+    return found
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: no header could be written with it
+        return False
+    return True
+
+
+def _unhex(text: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != 32 or digest.hex() != text:
+        raise ManifestError("a side file's digest is not 64 hexadecimal digits")
+    return digest
+
+
+def _check_packaging(packaging: Packaging, names: list[str]) -> None:
+    for file in packaging.files:
+        reason = bad_path(file.path)
+        if reason is None and not file.path.endswith(TENSOR_SUFFIX):
+            reason = f"does not end in {TENSOR_SUFFIX}"
+        if reason is not None:
+            raise ManifestError(f"the tensor file {file.path!r} {reason}")
+    packed = list(chain.from_iterable(file.tensors for file in packaging.files))
+    if packaging.files and not len(packed) == len(names) == len(set(packed)):
+        raise ManifestError("the files do not hold each tensor exactly once")
+    if len(packaging.side_files) > MAX_SIDE_FILES:
+        raise ManifestError(f"more than {MAX_SIDE_FILES} side files are not carried")
+    for side in packaging.side_files:
+        reason = bad_side_path(side.path)
+        if reason is None and not 0 <= side.nbytes <= MAX_SIDE_FILE_BYTES:
+            reason = "is too large"
+        if reason is not None:
+            raise ManifestError(f"the side file {side.path!r} {reason}")
+    reason = bad_path_set(
+        [*(f.path for f in packaging.files), *(s.path for s in packaging.side_files)]
+    )
+    if reason is not None:
+        raise ManifestError(f"the files clash: {reason}")

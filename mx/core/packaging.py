@@ -1,0 +1,117 @@
+"""What may travel beside the tensors, and under which names: rules for both ends.
+
+The reading side leaves out what breaks them, the writing side refuses it: a manifest comes from
+a peer, and its paths decide which files `--out` creates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mx.core.types import Layout, PackagedFile, Packaging
+from mx.units import MIB
+
+MAX_SIDE_FILE_BYTES = 64 * MIB
+MAX_SIDE_FILES = 1000
+MAX_PATH_BYTES = 512
+TENSOR_SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_TEXT_SUFFIXES = (".json", ".txt", ".md", ".jinja", ".tiktoken", ".bpe", ".vocab")
+# SentencePiece's binary files. ".model" alone may be anything (gensim pickles under it), so the
+# name must say tokenizer too.
+_BINARY_SUFFIXES = (".model", ".spm")
+_BINARY_STEMS = ("token", "spiece", "sentencepiece", "spm", "source", "target")
+# pickle (protocol 2 and up), zip (torch.save), gzip, ELF, tar's and shell's beginnings.
+_CODE_MAGIC = (b"\x80", b"PK\x03\x04", b"\x1f\x8b", b"\x7fELF", b"#!")
+
+
+def bad_path(path: str) -> str | None:
+    """Why `path` must not be created below a folder; None if it may.
+
+    Relative, forward slashes, printable, no hidden part, nothing that leaves the folder.
+    """
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        return "is not valid text"
+    if not path or len(encoded) > MAX_PATH_BYTES:
+        return "is empty or too long"
+    if not path.isprintable() or "\\" in path or ":" in path:
+        return "holds a character that paths here may not have"
+    for part in path.split("/"):
+        if part in ("", ".", ".."):
+            return "is absolute or leaves the folder"
+        if part.startswith("."):
+            return "is hidden"
+        if len(part.encode()) > 255:
+            return "is too long"
+    return None
+
+
+def bad_side_path(path: str) -> str | None:
+    """Why a file of this name is not carried along; None if it may be."""
+    reason = bad_path(path)
+    if reason is not None:
+        return reason
+    name = path.rpartition("/")[2].lower()
+    if name.endswith(_TEXT_SUFFIXES):
+        return None
+    if name.endswith(_BINARY_SUFFIXES):
+        return None if any(s in name for s in _BINARY_STEMS) else "is not known to be a tokenizer"
+    return "is not JSON, text or a tokenizer"
+
+
+def bad_side_content(path: str, data: bytes) -> str | None:
+    """Why these bytes are not what the name of a side file promises; None if they are."""
+    if data.startswith(_CODE_MAGIC):
+        return "is a program, an archive or a pickle"
+    if path.lower().endswith(_TEXT_SUFFIXES):
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return "is not text"
+    return None
+
+
+def bad_path_set(paths: Iterable[str]) -> str | None:
+    """Why these paths can't all be created in one folder; None if they can."""
+    seen: set[str] = set()
+    folders: set[str] = set()
+    for path in paths:
+        folded = path.casefold()  # on some file systems these are one file
+        if folded in seen:
+            return f"{path!r} comes twice"
+        seen.add(folded)
+        parts = folded.split("/")
+        folders.update("/".join(parts[:i]) for i in range(1, len(parts)))
+    clash = seen & folders
+    return f"{min(clash)!r} is both a file and a folder" if clash else None
+
+
+def bad_tensor_name(name: str) -> str | None:
+    """Why a tensor must not have this name, though safetensors accepts it; None if it may."""
+    if not name:
+        return "is empty"
+    if "\0" in name:
+        return "holds a NUL"
+    if name == "__metadata__":
+        return "means something else in a header"
+    if ".." in name and ".." in name.replace("\\", "/").split("/"):
+        return "holds '..' as a path does"
+    return None
+
+
+def default_packaging(layout: Layout) -> Packaging:
+    """How tensors that never were a checkpoint are written: one file, in execution order.
+
+    Ties are named in its metadata as safetensors.torch.save_model does. Other aliases (slices,
+    transposes) are views that no checkpoint holds, and are left out.
+    """
+    metadata = {"format": "pt"}
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    for alias in layout.aliases:
+        if alias.offset_bytes == 0 and alias.shape == shapes[alias.target]:
+            metadata[alias.name] = alias.target
+    names = tuple(tensor.name for tensor in layout.tensors)
+    return Packaging((PackagedFile("model.safetensors", metadata, names),))
