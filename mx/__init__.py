@@ -1,0 +1,71 @@
+"""mx: peer-to-peer weight streaming for model inference.
+
+    source = mx.serve("/models/llama-8b", model="llama-8b")
+    with mx.pull("llama-8b") as pull:
+        for layer in pull.layers():
+            ...
+        tensors = pull.state_dict()
+
+What these names need is imported when they are first used, so that `import mx` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mx.api import (
+        LayerEvent,
+        Progress,
+        Pull,
+        PullReport,
+        Source,
+        list_models,
+        list_sources,
+        pull,
+        serve,
+    )
+    from mx.errors import MxError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LayerEvent": "mx.api",
+    "MxError": "mx.errors",
+    "Progress": "mx.api",
+    "Pull": "mx.api",
+    "PullReport": "mx.api",
+    "Source": "mx.api",
+    "list_models": "mx.api",
+    "list_sources": "mx.api",
+    "pull": "mx.api",
+    "serve": "mx.api",
+}
+
+__all__ = [
+    "LayerEvent",
+    "MxError",
+    "Progress",
+    "Pull",
+    "PullReport",
+    "Source",
+    "__version__",
+    "list_models",
+    "list_sources",
+    "pull",
+    "serve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'mx' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

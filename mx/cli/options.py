@@ -1,0 +1,151 @@
+"""Options that several verbs share, and how they become settings."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Annotated, Any
+
+import typer
+
+from mx import config, trace
+from mx.config import Settings
+from mx.errors import ConfigError
+from mx.transport import TlsFiles
+
+_CONNECTION = "Coordinator and security"
+_COMMON = "Common"
+
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the coordinator is. (default: 127.0.0.1:7600)",
+        metavar="HOST:PORT",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+TlsCert = Annotated[
+    str | None,
+    typer.Option(
+        help="PEM file with this process's certificate.",
+        metavar="FILE",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+TlsKey = Annotated[
+    str | None,
+    typer.Option(
+        help="PEM file with its private key.", metavar="FILE", rich_help_panel=_CONNECTION
+    ),
+]
+TlsCa = Annotated[
+    str | None,
+    typer.Option(
+        help="PEM file with the authority that signed the peers' certificates.",
+        metavar="FILE",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+Insecure = Annotated[
+    bool | None,
+    typer.Option(
+        "--insecure",
+        help="Allow plain text beyond this machine.",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+DataPlaintext = Annotated[
+    bool | None,
+    typer.Option(
+        "--data-plaintext",
+        help="Send the weights without TLS although control uses it.",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+Nics = Annotated[
+    str | None,
+    typer.Option(
+        help="Network interfaces for the weights, like eth0,eth1. (default: all that are up)",
+        metavar="NAMES",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        help="Where this process listens; port 0 takes a free one. (default: 127.0.0.1:0)",
+        metavar="HOST:PORT",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        help="Settings in TOML. (default: ~/.config/mx/config.toml, if there is one)",
+        metavar="FILE",
+        rich_help_panel=_COMMON,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="One JSON object on standard output, errors too; progress stays on standard error.",
+        rich_help_panel=_COMMON,
+    ),
+]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show tracebacks and the debug log.", rich_help_panel=_COMMON),
+]
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        help="Append a JSON line for each step that starts, completes or fails.",
+        metavar="FILE",
+        rich_help_panel=_COMMON,
+    ),
+]
+
+
+def settings_of(context: typer.Context) -> Settings:
+    """The settings for a verb: its options first, then environment, file and defaults.
+
+    Also sets up logging on standard error. Raises ConfigError.
+    """
+    known = set(config.setting_names())
+    given: dict[str, Any] = {n: v for n, v in context.params.items() if n in known}
+    settings = config.load(
+        given, file=context.params.get("config") or context.params.get("config_file")
+    )
+    level = "debug" if context.params.get("debug") else settings.log_level
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    return settings
+
+
+def tracing(settings: Settings) -> AbstractContextManager[None]:
+    """Writes the trace while it is entered, if one was asked for. Raises ConfigError."""
+    if not settings.trace:
+        return nullcontext()
+    try:
+        open(settings.trace, "a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{settings.origin('trace')}: cannot write {settings.trace}: {error.strerror}"
+        ) from error
+    return trace.writing(settings.trace)
+
+
+def tls_of(settings: Settings) -> TlsFiles | None:
+    """The TLS files, or None; `mx.config` has seen to it that there are three or none."""
+    if not settings.tls_cert:
+        return None
+    return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+
+
+def coordinator_of(settings: Settings) -> str | None:
+    """The coordinator's address if somebody chose one, else None."""
+    return settings.coordinator if settings.is_set("coordinator") else None

@@ -1,0 +1,93 @@
+"""How a command ends: its object on standard output, its errors, its exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+#: Progress, notes and errors; standard output is for results.
+notes = Console(stderr=True, highlight=False)
+
+
+def say(text: str) -> None:
+    """A line for people on standard error, as it is: no markup, no wrapping."""
+    notes.print(text, markup=False, soft_wrap=True)
+
+
+def emit(result: Mapping[str, object]) -> None:
+    """The one object of `--json`, on a line of its own."""
+    print(json.dumps(result), flush=True)
+
+
+def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoReturn:
+    """Run a command line and exit with what the design says; errors are rendered, not traced."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in given
+    sys.excepthook = _Unexpected(as_json=as_json, debug="--debug" in given)
+    signal.signal(signal.SIGTERM, _terminated)
+    command = typer.main.get_command(app)
+    try:
+        outcome = command.main(given, prog_name=name, standalone_mode=False)
+    except MxError as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        outcome = fail(
+            error.exit_code, type(error).__name__, error.message, error.hint, as_json=as_json
+        )
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"see {context.command_path if context else name} --help"
+        message = error.format_message()
+        if message:  # empty where the help was shown instead
+            fail(EXIT_CONFIG, "UsageError", message, hint, as_json=as_json)
+        outcome = EXIT_CONFIG
+    if outcome == EXIT_INTERRUPTED:
+        fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", "", as_json=as_json)
+    sys.exit(outcome if isinstance(outcome, int) else EXIT_OK)
+
+
+def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -> int:
+    """Say what went wrong, for people and (with `--json`) for programs. Returns `exit_code`."""
+    if as_json:
+        error = {"type": kind, "message": message, "hint": hint, "exit_code": exit_code}
+        emit({"error": error})
+    notes.print("[bold red]error:[/] ", end="")
+    say(message)
+    if hint:
+        say(f"  {hint}")
+    return exit_code
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    # An exception, so that what was begun is cleaned up on the way out.
+    sys.exit(EXIT_TERMINATED)
+
+
+class _Unexpected:
+    """The last resort: a fault of ours, not the user's. Python exits with 1 after it."""
+
+    def __init__(self, *, as_json: bool, debug: bool) -> None:
+        self._as_json = as_json
+        self._debug = debug
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if self._debug:
+            traceback.print_exception(kind, error, trace)
+        hint = "this is a fault in mx: please report it with what --debug prints"
+        text = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+        fail(EXIT_OTHER, kind.__name__, text, hint, as_json=self._as_json)

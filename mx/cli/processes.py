@@ -1,0 +1,104 @@
+"""Child processes that never outlive their owner: what `mx demo` runs the other commands in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mx.errors import LocalError
+
+STOP_GRACE_S = 15.0
+
+
+class Child:
+    """One of our commands in a process of its own, with `--json`; its object is the answer.
+
+    Standard error goes to `log`, or to ours where that is None. Use it as a context manager:
+    leaving it terminates the process, and kills it if that takes too long.
+    """
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path | None) -> None:
+        self.name = name
+        self._log = log
+        command = [sys.executable, "-m", module, *arguments, "--json"]
+        error = open(log, "wb") if log is not None else None  # noqa: SIM115
+        try:
+            # Its own session: Ctrl-C is ours to handle, and ours to pass on.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=error,
+                text=True,
+                start_new_session=True,
+            )
+        finally:
+            if error is not None:
+                error.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """The object that it prints, once it has. Raises LocalError if it fails instead."""
+        lines: list[str] = []
+        assert self._process.stdout is not None
+        reader = threading.Thread(
+            target=lambda out: lines.append(out.readline()),
+            args=(self._process.stdout,),
+            name=f"{self.name}-answer",
+            daemon=True,
+        )
+        reader.start()
+        reader.join(timeout_s)
+        if not lines:
+            self.stop()
+            reader.join()
+            raise LocalError(f"the {self.name} did not answer within {timeout_s:g} s{self._tail()}")
+        try:
+            answer = json.loads(lines[0])
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict) or "error" in answer:
+            said = answer["error"]["message"] if isinstance(answer, dict) else lines[0].strip()
+            raise LocalError(f"the {self.name} failed: {said or 'no reason given'}{self._tail()}")
+        return answer
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code, once it has ended. Raises LocalError if it does not end."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LocalError(f"the {self.name} did not end within {timeout_s:g} s") from None
+
+    def stop(self) -> None:
+        """Terminate, then kill. Idempotent."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _tail(self) -> str:
+        if self._log is None:
+            return ""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return "".join(f"\n    {line}" for line in lines[-8:])
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        finally:
+            if self._process.stdout is not None:
+                self._process.stdout.close()

@@ -1,0 +1,149 @@
+"""`mx pull`: get a model, watch it come, keep it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mx.cli import live, options, outcome
+from mx.cli.serve import Stop
+from mx.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from mx.api import PullReport
+
+
+def pull(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(help="NAME, or NAME@IDENTITY to insist on those weights.", metavar="MODEL"),
+    ],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="peer: whom the coordinator knows. peer=HOST:PORT: that one, no coordinator. "
+            "disk=PATH. auto=PATH: peers, and the disk if there is none.",
+            metavar="WHERE",
+        ),
+    ] = "peer",
+    revision: Annotated[str, typer.Option(help="The revision's label.", metavar="R")] = "main",
+    variant: Annotated[
+        str, typer.Option(help="Which of its variants.", metavar="V")
+    ] = "checkpoint",
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Write a checkpoint here that safetensors and transformers load. "
+            "The folder must not exist, or be empty.",
+            metavar="DIR",
+        ),
+    ] = None,
+    hold: Annotated[
+        bool, typer.Option("--hold", help="Stay, and pass the model on to others.")
+    ] = False,
+    transport: Annotated[
+        str | None, typer.Option(help="Only this one: shm or tcp.", metavar="NAME")
+    ] = None,
+    verify: Annotated[
+        str,
+        typer.Option(
+            help="chunks: digests that guard against accidents. strong: also the identity, "
+            "against peers that lie.",
+            metavar="chunks|strong",
+        ),
+    ] = "chunks",
+    no_attach: Annotated[
+        bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where to put it.", metavar="cpu")] = "cpu",
+    listen: options.Listen = None,
+    streams: Annotated[
+        int | None, typer.Option(help="TCP connections for the weights. (default: 2)", metavar="N")
+    ] = None,
+    stall_timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Give a source up that sends nothing for so long. (default: 4)", metavar="S"
+        ),
+    ] = None,
+    coordinator: options.Coordinator = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_ca: options.TlsCa = None,
+    insecure: options.Insecure = None,
+    data_plaintext: options.DataPlaintext = None,
+    nics: options.Nics = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+    trace: options.Trace = None,
+) -> None:
+    """Get a model from whoever holds it, layer by layer, each verified.
+
+    Without `--out` or `--hold` nothing is kept: then it only shows how fast it
+    comes.
+
+    **Examples**
+
+    - `mx pull llama-8b --out /models/llama-8b`
+
+    - `mx pull llama-8b --from peer=10.0.0.2:41001 --verify strong --hold`
+
+    - `mx pull llama-8b --from auto=/mnt/models/llama-8b --json`
+    """
+    from mx import api
+
+    settings = options.settings_of(context)
+    stop = Stop()
+    with (
+        options.tracing(settings),
+        api.pull(
+            model,
+            source=source,
+            revision=revision,
+            variant=variant,
+            coordinator=options.coordinator_of(settings),
+            device=device,
+            out=out,
+            hold=hold,
+            transport=transport,
+            verify=verify,
+            attach=not no_attach,
+            settings=settings,
+        ) as running,
+    ):
+        report = live.follow(running)
+        held = running.hold() if hold else None
+        if as_json:
+            outcome.emit(report.to_json())
+        else:
+            print(_summary(report, out=out, kept=hold or out is not None))
+        if held is not None:
+            with held, stop.on_signals():
+                outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
+                stop.wait()
+                held.drain(settings.drain_grace_s)
+    stop.exit()
+
+
+def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
+    lines = [
+        f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)} "
+        f"({report.gb_per_s:.2f} GB/s), {report.layers} layers, the first after "
+        f"{format_seconds(report.first_layer_s)}, verified by {report.verified}"
+    ]
+    for path in report.paths:
+        how = "attached, no copy" if path.attached else format_bytes(path.bytes)
+        lines.append(f"  {path.transport} from {path.source}: {how}")
+    if report.retries:
+        lines.append(f"  {report.retries} chunks were fetched again")
+    if report.fallback:
+        lines.append(f"  no source could be used; taken from {report.fallback}")
+    if out is not None:
+        lines.append(f"  written to {out}")
+    if not kept:
+        lines.append("  nothing was kept: --out DIR writes it, --hold passes it on")
+    return "\n".join(lines)

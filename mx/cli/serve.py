@@ -1,0 +1,142 @@
+"""`mx serve`: hold a checkpoint warm until told to stop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mx.cli import live, options, outcome
+from mx.units import format_bytes
+
+if TYPE_CHECKING:
+    from mx.api import Source
+
+
+def serve(
+    context: typer.Context,
+    checkpoint: Annotated[
+        str, typer.Argument(help="A safetensors file, or a folder of them.", metavar="CHECKPOINT")
+    ],
+    model: Annotated[str, typer.Option(help="The name to serve it under.", metavar="NAME")],
+    revision: Annotated[str, typer.Option(help="The revision's label.", metavar="R")] = "main",
+    device: Annotated[str, typer.Option(help="Where to hold it.", metavar="cpu")] = "cpu",
+    listen: options.Listen = None,
+    coordinator: options.Coordinator = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_ca: options.TlsCa = None,
+    insecure: options.Insecure = None,
+    data_plaintext: options.DataPlaintext = None,
+    nics: options.Nics = None,
+    chunk_bytes: Annotated[
+        str | None,
+        typer.Option(help="The unit of verification and retry. (default: 16MiB)", metavar="SIZE"),
+    ] = None,
+    drain_grace_s: Annotated[
+        float | None,
+        typer.Option(help="How long running reads may take to finish. (default: 10)", metavar="S"),
+    ] = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+    trace: options.Trace = None,
+) -> None:
+    """Hold a checkpoint in memory and let others pull it.
+
+    Reads CHECKPOINT once, seals its memory, registers with the coordinator and serves until it
+    is stopped. Without `--coordinator` it joins the one at 127.0.0.1:7600, and where none
+    answers it is one itself. SIGTERM and Ctrl-C drain: running reads finish, no new ones start.
+
+    **Examples**
+
+    - `mx serve /models/llama-8b --model llama-8b`
+
+    - `mx serve model.safetensors --model small --coordinator 10.0.0.1:7600 --listen 10.0.0.2:0
+      --tls-cert me.pem --tls-key me.key --tls-ca ours.pem`
+    """
+    from mx import api
+
+    settings = options.settings_of(context)
+    with options.tracing(settings):
+        stop = Stop()
+        with live.reading(checkpoint) as on_progress:
+            source = api.serve(
+                checkpoint,
+                model=model,
+                revision=revision,
+                coordinator=options.coordinator_of(settings),
+                device=device,
+                settings=settings,
+                on_progress=on_progress,
+            )
+        with source, stop.on_signals():
+            _announce(source, as_json=as_json)
+            stop.wait()
+            readers = source.stats().readers
+            if readers:
+                outcome.say(f"draining: {readers} running, at most {settings.drain_grace_s:g} s")
+            if not source.drain(settings.drain_grace_s):
+                outcome.say("some reads did not finish in time; they are cut")
+    stop.exit()
+
+
+def _announce(source: Source, *, as_json: bool) -> None:
+    layout = source.manifest.layout
+    if as_json:
+        outcome.emit(
+            {
+                "model": source.model.name,
+                "revision": source.model.revision,
+                "manifest": source.identity_hex,
+                "bytes": layout.payload_nbytes,
+                "layers": len(layout.layers),
+                "endpoint": source.endpoint,
+                "coordinator": source.coordinator_address,
+                "embedded": source.embedded,
+            }
+        )
+    where = "itself, at" if source.embedded else "the one at"
+    outcome.say(
+        f"serving {source.model}: {format_bytes(layout.payload_nbytes)} in "
+        f"{len(layout.layers)} layers, identity {source.identity_hex[:16]}\n"
+        f"  at {source.endpoint}, coordinator: {where} {source.coordinator_address}\n"
+        f"  stop with Ctrl-C"
+    )
+
+
+class Stop:
+    """What SIGTERM and Ctrl-C mean while serving: finish; the second time: now."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._number = 0
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        previous = {n: signal.signal(n, self._take) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            sys.exit(128 + number)
+        self._number = number
+        self._asked.set()
+
+    def wait(self) -> None:
+        self._asked.wait()
+
+    def exit(self) -> None:
+        """End as the signal asks: 0 after SIGTERM, 130 after Ctrl-C."""
+        if self._number == signal.SIGINT:
+            raise typer.Exit(outcome.EXIT_INTERRUPTED)
