@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mx import config, registry, runtime
 from mx.core.types import Manifest, ModelKey, SourceRole
@@ -22,7 +22,7 @@ from mx.puller.report import LayerEvent, Progress, PullReport
 from mx.puller.state import PullState
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
-from mx.transport import TlsFiles
+from mx.transport import TlsFiles, Transport
 from mx.wire.client import CoordinatorClient, ModelStatus, SourceStatus
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from mx.coordinator.daemon import Coordinator
 
+T = TypeVar("T")
 DEFAULT_REVISION = "main"
 DEFAULT_VARIANT = "checkpoint"
 
@@ -139,7 +140,8 @@ class Source:
         await asyncio.to_thread(self.close)
 
 
-def _source_options(settings: config.Settings) -> SourceOptions:
+def source_options(settings: config.Settings) -> SourceOptions:
+    """What a source needs of the settings."""
     tls = _tls_of(settings)
     return SourceOptions(
         listen=settings.listen,
@@ -211,7 +213,7 @@ def serve(
     address = coordinator or settings.coordinator
     loop = runtime.acquire()
     try:
-        server = loop.run(_make_server(_source_options(settings), transports))
+        server = loop.run(start_source(source_options(settings), transports))
         embedded: Coordinator | None = None
         try:
             embedded = loop.run(
@@ -231,7 +233,7 @@ def serve(
 
                 held = hold_tensors(*describe(what), key, chunk_nbytes=settings.chunk_bytes)
             try:
-                loop.run(_offer(server, held, address))
+                loop.run(offer(server, held, address))
             except BaseException:
                 held.arena.release()
                 raise
@@ -246,13 +248,15 @@ def serve(
     return Source(loop, server, held, address, embedded)
 
 
-async def _make_server(options: SourceOptions, transports: Any) -> SourceServer:
+async def start_source(options: SourceOptions, transports: Mapping[str, Transport]) -> SourceServer:
+    """A source that listens and holds nothing yet; on the loop. Errors as `serve`."""
     server = SourceServer(options, transports)
     await server.start()
     return server
 
 
-async def _offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:
+async def offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:
+    """Serve a held model, which the server then owns, and register it; on the loop."""
     await server.offer(held)
     if coordinator is not None:
         await server.register(coordinator)
@@ -339,6 +343,12 @@ class Pull:
     def model(self) -> ModelKey:
         return self._puller.key
 
+    def buffer(self) -> memoryview:
+        """The model's bytes as an arena lays them out, once everything is ready; a view that
+        stays valid after `close`. Writing to it reaches nobody else."""
+        self.wait()
+        return self._arena_view()[1]
+
     # -- tensors ----------------------------------------------------------------------------------
 
     def _arena_view(self) -> tuple[Manifest, memoryview]:
@@ -391,9 +401,9 @@ class Pull:
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY)
         loop = runtime.acquire()
         try:
-            server = loop.run(_make_server(_source_options(self._settings), registry.transports()))
+            server = loop.run(start_source(source_options(self._settings), registry.transports()))
             try:
-                loop.run(_offer(server, held, self._options.coordinator))
+                loop.run(offer(server, held, self._options.coordinator))
             except BaseException:
                 loop.run(server.close())
                 raise
@@ -491,6 +501,7 @@ def pull(
     transport: str | None = None,
     verify: str = "chunks",
     attach: bool = True,
+    into: memoryview | None = None,
     settings: config.Settings | None = None,
 ) -> Pull:
     """Start pulling `model` (NAME, or NAME@IDENTITY to pin the weights); returns at once.
@@ -500,6 +511,9 @@ def pull(
     folder to write a checkpoint to; `hold` keeps the memory in a form that others can read and
     allows `Pull.hold`. `transport` forces one by name. `verify="strong"` also compares every
     tensor with the model's identity. `attach=False` copies even where memory could be shared.
+    `into` is a writable buffer to fill instead of new memory (at least
+    `manifest.layout.arena_nbytes` long); it is the caller's, who keeps it until the pull is
+    closed.
 
     Raises ConfigError for arguments that can't be right; everything else is raised by whoever
     waits: CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
@@ -526,6 +540,7 @@ def pull(
         transport=transport,
         strong=verify == "strong",
         attach=attach,
+        into=into,
     )
     loop = runtime.acquire()
     try:
@@ -543,28 +558,24 @@ def list_models(
     *, coordinator: str | None = None, settings: config.Settings | None = None
 ) -> list[ModelStatus]:
     """Every model that the coordinator knows. Raises CoordinatorError."""
-
-    async def ask(client: CoordinatorClient) -> list[ModelStatus]:
-        return await client.list_models()
-
-    return _ask(ask, coordinator, settings)
+    return _ask(lambda client: client.list_models(), coordinator, settings)
 
 
 def list_sources(
     model: str = "", *, coordinator: str | None = None, settings: config.Settings | None = None
 ) -> list[SourceStatus]:
     """Every source (of `model`, if given) with its lease. Raises CoordinatorError."""
-
-    async def ask(client: CoordinatorClient) -> list[SourceStatus]:
-        return await client.list_sources(model)
-
-    return _ask(ask, coordinator, settings)
+    return _ask(lambda client: client.list_sources(model), coordinator, settings)
 
 
-def _ask(ask: Any, coordinator: str | None, settings: config.Settings | None) -> Any:
+def _ask(
+    question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]],
+    coordinator: str | None,
+    settings: config.Settings | None,
+) -> T:
     settings = settings or config.load()
 
-    async def run() -> Any:
+    async def run() -> T:
         client = CoordinatorClient(
             coordinator or settings.coordinator,
             tls=_tls_of(settings),
@@ -572,7 +583,7 @@ def _ask(ask: Any, coordinator: str | None, settings: config.Settings | None) ->
             timeout_s=settings.connect_timeout_s,
         )
         try:
-            return await ask(client)
+            return await question(client)
         finally:
             await client.close()
 

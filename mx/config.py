@@ -155,7 +155,7 @@ class Settings:
         5.0, "how long a source stays listed without a heartbeat", _number(0.5, 3600)
     )
     reader_lease_s: float = _setting(
-        10.0, "how long a reader may read without renewing", _number(1, 3600)
+        6.0, "how long a reader may read without renewing", _number(1, 3600)
     )
     connect_timeout_s: float = _setting(3.0, "how long to wait for a connection", _number(0.1, 600))
     stall_timeout_s: float = _setting(

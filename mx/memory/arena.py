@@ -153,8 +153,12 @@ class MemfdArena:
     stay valid.
     """
 
+    #: Ask for the memory before taking it; not so where the memfd is to stay sparse.
+    require_memory = True
+
     def __init__(self, nbytes: int, *, name: str = "mx", populate_threads: int = 0) -> None:
-        require(nbytes, "the model")
+        if self.require_memory:
+            require(nbytes, "the model")
         self.nbytes = nbytes
         self.sealed = False
         self.memfd: int | None = os.memfd_create(
@@ -248,8 +252,9 @@ class MemfdArena:
             self.memfd = None
 
 
-class AttachedArena:
-    """A source's sealed memory, mapped privately: writable here, seen by nobody else."""
+class BorrowedArena:
+    """Memory that is another's: a source's sealed memfd mapped privately (writable here, seen by
+    nobody else), or a buffer that the caller wants filled."""
 
     memfd: int | None = None
 
@@ -270,4 +275,4 @@ class AttachedArena:
         self.view = memoryview(b"")
 
 
-Arena = HostArena | MemfdArena | AttachedArena
+Arena = HostArena | MemfdArena | BorrowedArena

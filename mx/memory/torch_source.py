@@ -96,5 +96,5 @@ def describe(
         specs.append(TensorSpec(name, dtype, tuple(tensor.shape)))
         flat = tensor.contiguous().reshape(-1)
         data = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
-        views[name] = memoryview(data.numpy())
+        views[name] = memoryview(data.numpy().data)
     return specs, aliases, views

@@ -10,8 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+import grpc.aio
 
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
@@ -23,7 +25,7 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
-from mx.wire.channel import translate
+from mx.wire.channel import Remote, Role, translate
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 
 
@@ -44,10 +46,12 @@ class Lease:
         source: SourceRecord,
         on_lost: Callable[[MxError], None],
     ) -> None:
-        self._stub = peer_pb2_grpc.PeerStub(channel)
+        stub: Any = peer_pb2_grpc.PeerStub
+        self._stub = stub(channel)
         self._source = source
+        self._remote = Remote(Role.SOURCE, source.endpoint)
         self._on_lost = on_lost
-        self._call: grpc.aio.StreamStreamCall | None = None  # type: ignore[type-arg]
+        self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
         self._valid_until_s = 0.0
         self._lease_s = 0.0
@@ -61,38 +65,25 @@ class Lease:
         """Ask for a grant. Raises SourceError if the source refuses or does not answer."""
         self._call = self._stub.Open()
         sent_at_s = time.monotonic()
+        request = peer_pb2.OpenRequest(
+            source_id=self._source.source_id,
+            identity=self._source.ref.identity,
+            generation=self._source.generation,
+            transports=transports,
+            place=place.to_json(),
+        )
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._call.write(
-                    peer_pb2.OpenRequest(
-                        source_id=self._source.source_id,
-                        identity=self._source.ref.identity,
-                        generation=self._source.generation,
-                        transports=transports,
-                        place=place.to_json(),
-                    )
+            event = await self._ask(request, timeout_s)
+            if event.WhichOneof("event") == "stale":
+                raise StaleGenerationError(
+                    f"{self.peer} holds generation {event.stale.generation} by now",
+                    peer=self.peer,
                 )
-                event = await self._call.read()
-        except TimeoutError:
+            if event.WhichOneof("event") != "granted" or event.granted.lease_s <= 0:
+                raise PeerProtocolError(f"{self.peer} answered without a grant", peer=self.peer)
+        except MxError:
             await self.close()
-            raise PeerTimeoutError(
-                f"{self.peer} did not answer within {timeout_s:g} s", peer=self.peer
-            ) from None
-        except grpc.RpcError as error:
-            await self.close()
-            raise translate(error, who=self.peer) from None
-        if event is grpc.aio.EOF:
-            error = await self._ending()
-            await self.close()
-            raise error
-        if event.WhichOneof("event") == "stale":
-            await self.close()
-            raise StaleGenerationError(
-                f"{self.peer} holds generation {event.stale.generation} by now", peer=self.peer
-            )
-        if event.WhichOneof("event") != "granted" or event.granted.lease_s <= 0:
-            await self.close()
-            raise PeerProtocolError(f"{self.peer} answered without a grant", peer=self.peer)
+            raise
         granted = event.granted
         self._lease_s = granted.lease_s
         self._valid_until_s = sent_at_s + granted.lease_s
@@ -113,61 +104,57 @@ class Lease:
             )
         return None
 
+    async def _ask(self, request: peer_pb2.OpenRequest, timeout_s: float) -> Any:
+        """Write one message, read one event. Raises SourceError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.write(request)
+                return await self._next()
+        except TimeoutError:
+            raise PeerTimeoutError(
+                f"{self.peer} stopped answering (stopped, overloaded or cut off)",
+                peer=self.peer,
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise translate(error, who=self._remote) from None
+        except asyncio.InvalidStateError:  # the call had ended before the write
+            raise await self._ending() from None
+
+    async def _next(self) -> Any:
+        event = await self._call.read()
+        if not isinstance(event, peer_pb2.OpenEvent):
+            raise await self._ending()
+        return event
+
     async def _renew(self) -> None:
-        assert self._call is not None
+        """Until the lease is lost. A renewal that is not answered is the sign of a stopped
+        process."""
+        request = peer_pb2.OpenRequest(source_id=self._source.source_id)
         try:
             while True:
                 await asyncio.sleep(self._lease_s / 4)
                 sent_at_s = time.monotonic()
-                await self._call.write(peer_pb2.OpenRequest(source_id=self._source.source_id))
-                # A renewal that is not answered in time is the sign of a stopped process.
-                async with asyncio.timeout_at(
-                    asyncio.get_running_loop().time() + self._lease_s * 0.4
-                ):
-                    if not await self._await_renewed(sent_at_s):
-                        return
-        except TimeoutError:
-            self._lose(
-                PeerTimeoutError(
-                    f"{self.peer} stopped answering (stopped, overloaded or cut off)",
-                    peer=self.peer,
-                )
-            )
-        except grpc.RpcError as error:
-            self._lose(translate(error, who=self.peer))
-        except asyncio.InvalidStateError:
-            self._lose(await self._ending())
-
-    async def _await_renewed(self, sent_at_s: float) -> bool:
-        """Read events until the renewal is answered. False: the lease is over."""
-        assert self._call is not None
-        while True:
-            event = await self._call.read()
-            if event is grpc.aio.EOF:
-                self._lose(await self._ending())
-                return False
-            kind = event.WhichOneof("event")
-            if kind == "renewed":
-                self._valid_until_s = sent_at_s + event.renewed.lease_s
-                return True
-            if kind == "stale":
-                self._lose(
-                    StaleGenerationError(
+                event = await self._ask(request, self._lease_s * 0.4)
+                # Draining tells that no new grants are given: what runs may finish.
+                while event.WhichOneof("event") == "draining":
+                    event = await self._next()
+                if event.WhichOneof("event") != "renewed":
+                    raise StaleGenerationError(
                         f"{self.peer} changed its memory during the pull", peer=self.peer
                     )
-                )
-                return False
-            # draining: what runs may finish; new grants are the resolver's business
+                self._valid_until_s = sent_at_s + event.renewed.lease_s
+        except grpc.aio.AioRpcError as error:
+            self._lose(translate(error, who=self._remote))
+        except MxError as error:
+            self._lose(error)
 
     async def _ending(self) -> MxError:
-        assert self._call is not None
-        code = await self._call.code()
+        """Why the stream ended."""
+        code, details = await self._call.code(), await self._call.details()
         if code == grpc.StatusCode.OK:
             return PeerLostError(f"{self.peer} ended the lease", peer=self.peer)
         if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
-            details = await self._call.details()
             return PeerLostError(f"{self.peer}: {details or 'gone'}", peer=self.peer)
-        details = await self._call.details()
         return PeerRefusedError(f"{self.peer} refused: {details}", peer=self.peer)
 
     def _lose(self, error: MxError) -> None:

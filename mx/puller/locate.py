@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -80,7 +80,8 @@ class Locator:
         where = self._where
         name, _, pin = where.name.partition("@")
         remote = Remote(Role.SOURCE, address)
-        stub = peer_pb2_grpc.PeerStub(self._channel(address))
+        stub_class: Any = peer_pb2_grpc.PeerStub
+        stub = stub_class(self._channel(address))
         with translating(remote):
             response = await stub.Describe(
                 peer_pb2.DescribeRequest(name=name), timeout=where.connect_timeout_s

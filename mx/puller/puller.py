@@ -21,13 +21,15 @@ from mx.core.topology import Place
 from mx.core.types import Manifest, ModelKey
 from mx.errors import (
     ClosedError,
+    ConfigError,
     DigestError,
     IncompleteError,
     MxError,
     NoSourceError,
+    PeerProtocolError,
     SourceError,
 )
-from mx.memory.arena import Arena, AttachedArena, HostArena, MemfdArena
+from mx.memory.arena import Arena, BorrowedArena, HostArena, MemfdArena
 from mx.puller.engine import Engine, Lane
 from mx.puller.lease import Granted, Lease
 from mx.puller.locate import Located, Locator
@@ -55,6 +57,7 @@ class PullOptions:
     fall_back_to_disk: bool = False
     out: Path | None = None
     hold: bool = False
+    into: memoryview | None = None
     transport: str | None = None
     strong: bool = False
     attach: bool = True
@@ -203,7 +206,7 @@ class Puller:
             sorted(self._transports),
             reach,
             forced=self.options.transport,
-            attach=self.options.attach and not self.options.hold,
+            attach=self.options.attach and not self.options.hold and self.options.into is None,
         )
 
     async def _read(self, manifest: Manifest, ways: Plan) -> None:
@@ -256,7 +259,7 @@ class Puller:
     async def _add_lane(self, manifest: Manifest, way: Way, lease: Lease, granted: Granted) -> None:
         if self._engine is None:
             self.arena = await asyncio.to_thread(self._new_arena, manifest.layout.arena_nbytes)
-        session = await self._open_session(way, granted)
+        session = await self._open_session(manifest, way, granted)
         if self._engine is None:
             assert self.arena is not None
             self._engine = Engine(manifest, self.arena.view, self)
@@ -266,9 +269,9 @@ class Puller:
             Lane(way.transport, way.source.endpoint, session, lease, time.monotonic())
         )
 
-    async def _open_session(self, way: Way, granted: Granted) -> Session:
+    async def _open_session(self, manifest: Manifest, way: Way, granted: Granted) -> Session:
         """Connecting blocks, so it has a thread; a cancelled pull waits for it, to close it."""
-        grant = self._grant(way, granted)
+        grant = self._grant(manifest, way, granted)
         opening = asyncio.ensure_future(
             asyncio.to_thread(self._transports[way.transport].open, grant)
         )
@@ -281,11 +284,18 @@ class Puller:
                 await asyncio.to_thread(opening.result().join, self.options.stall_timeout_s)
             raise
 
-    def _grant(self, way: Way, granted: Granted) -> Grant:
+    def _grant(self, manifest: Manifest, way: Way, granted: Granted) -> Grant:
         ticket = granted.tickets.get(way.transport)
         if ticket is None:
             raise SourceError(
                 f"{way.source.endpoint} gave no ticket for {way.transport}",
+                peer=way.source.endpoint,
+            )
+        need = manifest.layout.arena_nbytes
+        if not granted.region_nbytes or granted.region_nbytes[0] < need:
+            raise PeerProtocolError(
+                f"{way.source.endpoint} offers {granted.region_nbytes} bytes for a model that "
+                f"takes {need}",
                 peer=way.source.endpoint,
             )
         return Grant(
@@ -299,26 +309,25 @@ class Puller:
             streams=self.options.streams,
         )
 
-    def _new_arena(self, nbytes: int) -> HostArena | MemfdArena:
+    def _new_arena(self, nbytes: int) -> Arena:
+        into = self.options.into
+        if into is not None:
+            if into.nbytes < nbytes:
+                raise ConfigError(f"the model needs {nbytes} bytes, `into` has {into.nbytes}")
+            return BorrowedArena(into[:nbytes])
         if self.options.hold:
             return MemfdArena(nbytes, name=f"pull:{self.key}", populate_threads=1)
         return HostArena(nbytes)
 
     async def _attach(self, manifest: Manifest, way: Way, granted: Granted) -> None:
         """Map the source's sealed memory. The map outlives lease, session and source."""
-        session = await self._open_session(way, granted)
+        session = await self._open_session(manifest, way, granted)
         try:
             view = await asyncio.to_thread(session.attach, 0)
         finally:
             session.close()
             await asyncio.to_thread(session.join, self.options.stall_timeout_s)
-        if view.nbytes < manifest.layout.arena_nbytes:
-            raise SourceError(
-                f"{way.source.endpoint} offers {format_bytes(view.nbytes)} for a model of "
-                f"{format_bytes(manifest.layout.arena_nbytes)}",
-                peer=way.source.endpoint,
-            )
-        self.arena = AttachedArena(view)
+        self.arena = BorrowedArena(view)
         by = VerifiedBy.SOURCE
         self.state.first_read_s = time.monotonic()
         for index in range(len(manifest.layout.layers)):

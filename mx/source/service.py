@@ -8,13 +8,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-
-import grpc
+from typing import Any
 
 from mx import codec
 from mx.core.leases import LeaseBook
-from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
+from mx.errors import PeerRefusedError
 from mx.source.model import HeldModel
 from mx.transport import Exposure
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
@@ -55,7 +54,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     # -- rpcs ---------------------------------------------------------------------------------
 
     async def Describe(
-        self, request: peer_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+        self, request: peer_pb2.DescribeRequest, context: Any
     ) -> peer_pb2.DescribeResponse:
         return peer_pb2.DescribeResponse(
             sources=[
@@ -66,42 +65,29 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         )
 
     async def Table(
-        self, request: peer_pb2.TableRequest, context: grpc.aio.ServicerContext
+        self, request: peer_pb2.TableRequest, context: Any
     ) -> AsyncIterator[common_pb2.TableRows]:
         if request.source_id not in self.models:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "this process serves no such source")
+            raise PeerRefusedError("this process serves no such source")
         for page in codec.rows_to_wire(self._record_of(self.models[request.source_id]).table.rows):
             yield page
 
     async def Open(
         self,
         request_iterator: AsyncIterator[peer_pb2.OpenRequest],
-        context: grpc.aio.ServicerContext,
+        context: Any,
     ) -> None:
-        request = await context.read()
-        if request is grpc.aio.EOF:
+        request = await anext(request_iterator, None)
+        if request is None:
             return
         served = self._find(request)
-        if served is None:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, "this process does not hold that model"
-            )
-            return
-        if self.state is SourceState.DRAINING:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, "draining: no new grants are given"
-            )
         held = served.held
         if request.generation != held.generation:
             await context.write(
                 peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=held.generation))
             )
             return
-        try:
-            reader = Place.from_json(request.place)
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"place: {error}")
-            return
+        reader = codec.place_from_wire(request.place)
         grant_id = secrets.token_hex(16)
         queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue()
         self._queues[grant_id] = queue
@@ -130,9 +116,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             pump = asyncio.create_task(self._pump(queue, context), name="mx-lease-events")
             while True:
                 async with asyncio.timeout(self.leases.lease_s * 2):
-                    request = await context.read()
-                if request is grpc.aio.EOF:
-                    return
+                    if await anext(request_iterator, None) is None:
+                        return
                 if not self.leases.renew(grant_id, self._clock()):
                     return
                 queue.put_nowait(
@@ -181,14 +166,14 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         return None
 
     @staticmethod
-    async def _pump(
-        queue: asyncio.Queue[peer_pb2.OpenEvent], context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _pump(queue: asyncio.Queue[peer_pb2.OpenEvent], context: Any) -> None:
         while True:
             await context.write(await queue.get())
 
-    def _find(self, request: peer_pb2.OpenRequest) -> Served | None:
+    def _find(self, request: peer_pb2.OpenRequest) -> Served:
         served = self.models.get(request.source_id)
         if served is None or served.held.manifest.ref.identity != request.identity:
-            return None
+            raise PeerRefusedError("this process does not hold that model")
+        if self.state is SourceState.DRAINING:
+            raise PeerRefusedError("draining: no new grants are given")
         return served

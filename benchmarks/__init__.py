@@ -1,0 +1,1 @@
+"""What mx is measured with: the race against bare mechanisms, run by `mx bench`."""

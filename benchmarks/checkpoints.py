@@ -1,0 +1,85 @@
+"""Checkpoints to measure with: Llama's names and shapes, random bytes, no model behind them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+_HEADER_ALIGNMENT = 8
+
+
+def llama_shapes(
+    layers: int, hidden: int, intermediate: int, vocabulary: int
+) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a Llama with these dimensions: 9 tensors a layer and 3 more."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for number in range(layers):
+        prefix = f"model.layers.{number}."
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            shapes[f"{prefix}self_attn.{name}.weight"] = (hidden, hidden)
+        for name in ("gate_proj", "up_proj"):
+            shapes[f"{prefix}mlp.{name}.weight"] = (intermediate, hidden)
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, intermediate)
+        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes
+
+
+def write_checkpoint(path: Path, shapes: dict[str, tuple[int, ...]], *, seed: int = 0) -> int:
+    """Write bf16 tensors of random bytes as one safetensors file. Returns the payload's bytes."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        nbytes = 2 * int(np.prod(shape))
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(shape),
+            "data_offsets": [offset, offset + nbytes],
+        }
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    rng = np.random.Generator(np.random.SFC64(seed))
+    left = offset
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        while left:
+            take = min(left, 64 << 20)
+            file.write(rng.bytes(take))
+            left -= take
+    return offset
+
+
+def two_gigabyte_checkpoint(folder: Path) -> Path:
+    """A checkpoint of 2.1 GB in 26 layers, made once and kept in `folder`."""
+    path = folder / "llama-2gb.safetensors"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        write_checkpoint(partial, llama_shapes(24, 2048, 5632, 16000))
+        partial.rename(path)
+    return path
+
+
+def many_tensors_checkpoint(folder: Path, count: int) -> Path:
+    """A mixture-of-experts checkpoint of `count` tensors of 512 bytes each."""
+    path = folder / f"experts-{count}.safetensors"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (16, 16)}
+        experts = 256
+        for index in range(count - 2):
+            layer, expert = divmod(index // 3, experts)
+            name = ("gate_proj", "up_proj", "down_proj")[index % 3]
+            shapes[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = (16, 16)
+        shapes["lm_head.weight"] = (16, 16)
+        partial = path.with_suffix(".partial")
+        write_checkpoint(partial, shapes)
+        partial.rename(path)
+    return path

@@ -1,0 +1,105 @@
+"""What a read costs in the target beyond its bytes: the machine, the sink, the books.
+
+A session that completes every read at once, over layers of 256 bytes, leaves nothing to measure
+but the control work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from mx.core import manifest as manifests
+from mx.core.types import CHUNK_BYTES, Chunking, Manifest, Packaging
+from mx.errors import MxError
+from mx.puller.engine import Engine, Lane
+from mx.transport import Read
+
+READS = 5000
+
+
+class _AtOnce:
+    """A session whose reads are done before `read` returns; the bytes are right by themselves."""
+
+    depth = 4
+
+    def __init__(self) -> None:
+        self._queue: list[Read] = []
+        self._busy = False
+
+    def read(self, reads: Sequence[Read]) -> None:
+        self._queue.extend(reads)
+        if self._busy:
+            return  # called back from `done`: the loop below goes on
+        self._busy = True
+        while self._queue:
+            read = self._queue.pop(0)
+            read.sink.landed(read.nbytes)
+            read.sink.done()
+        self._busy = False
+
+    def attach(self, region: int) -> memoryview:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        return True
+
+
+class _Lease:
+    def check(self) -> MxError | None:
+        return None
+
+
+class _Listener:
+    def __init__(self) -> None:
+        self.layers = 0
+        self.error: Sequence[MxError] = ()
+
+    def layer_ready(self, layer: int) -> None:
+        self.layers += 1
+
+    def lane_lost(self, lane: int, error: MxError) -> None: ...
+
+    def complete(self) -> None: ...
+
+    def failed(self, causes: Sequence[MxError]) -> None:
+        self.error = causes
+
+
+def _manifest() -> Manifest:
+    from mx.core.digest import chunk_digest
+
+    specs = [
+        manifests.TensorSpec(f"model.layers.{index}.weight", "U8", (256,)) for index in range(READS)
+    ]
+    layout = manifests.plan_layout(specs)
+    zeros = memoryview(bytes(256))
+    unmade = manifests.encode(
+        layout, Chunking(CHUNK_BYTES, bytes(16 * READS)), Packaging(), _zero_digests(layout)
+    )
+    segments = unmade.grid.segments(unmade.grid[0])
+    digest = chunk_digest(segments, [zeros])
+    return manifests.encode(
+        layout, Chunking(CHUNK_BYTES, digest * READS), Packaging(), _zero_digests(layout)
+    )
+
+
+def _zero_digests(layout: object) -> dict[str, bytes]:
+    return {f"model.layers.{index}.weight": bytes(32) for index in range(READS)}
+
+
+def microseconds_per_read() -> float:
+    manifest = _manifest()
+    arena = memoryview(bytearray(manifest.layout.arena_nbytes))
+    listener = _Listener()
+    engine = Engine(manifest, arena, listener)
+    engine.start()
+    start_s = time.process_time()
+    engine.add_lane(Lane("none", "none", _AtOnce(), _Lease(), 0.0))
+    spent_s = time.process_time() - start_s
+    if listener.layers != READS or listener.error:
+        raise RuntimeError(f"{listener.layers} of {READS} layers: {listener.error}")
+    return spent_s / READS * 1e6

@@ -1,0 +1,82 @@
+"""The bare copy: one thread's memmove from a map of a memfd into a destination.
+
+*Fresh* maps the source and allocates the destination inside the timed region, as a new replica
+does; the destination is advised to huge pages and either populated first or faulted by the copy
+itself. *Reused* copies between maps that are already there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+
+_MADV_POPULATE_WRITE = 23
+_HUGE = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def _map(fd: int, nbytes: int, prot: int, flags: int) -> int:
+    address = _libc.mmap(None, nbytes, prot, flags, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), "mmap")
+    return int(address)
+
+
+def fresh(memfd: int, nbytes: int, *, populate: bool) -> float:
+    """Seconds for map, allocate, (populate) and copy. Everything is unmapped after the clock."""
+    start_s = time.perf_counter()
+    source = _map(memfd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
+    room = _map(
+        -1,
+        nbytes + _HUGE,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+    )
+    target = -(-room // _HUGE) * _HUGE
+    _libc.madvise(target, nbytes, mmap.MADV_HUGEPAGE)
+    if populate:
+        _libc.madvise(target, nbytes, _MADV_POPULATE_WRITE)
+    ctypes.memmove(target, source, nbytes)
+    seconds = time.perf_counter() - start_s
+    _libc.munmap(source, nbytes)
+    _libc.munmap(room, nbytes + _HUGE)
+    return seconds
+
+
+class Reused:
+    """A source map and a destination that are there already, every page faulted."""
+
+    def __init__(self, memfd: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._source = _map(memfd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
+        self._room = _map(
+            -1,
+            nbytes + _HUGE,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        )
+        self._target = -(-self._room // _HUGE) * _HUGE
+        _libc.madvise(self._target, nbytes, mmap.MADV_HUGEPAGE)
+        self.copy()
+
+    def copy(self) -> float:
+        start_s = time.perf_counter()
+        ctypes.memmove(self._target, self._source, self.nbytes)
+        return time.perf_counter() - start_s
+
+    def close(self) -> None:
+        _libc.munmap(self._source, self.nbytes)
+        _libc.munmap(self._room, self.nbytes + _HUGE)

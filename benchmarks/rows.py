@@ -1,0 +1,227 @@
+"""The rows of the design's table that one machine without a GPU can measure."""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
+from benchmarks.memory import source_overhead_nbytes, target_overhead_nbytes
+from benchmarks.processes import Cluster
+from benchmarks.references import memcpy
+from benchmarks.references.sockets import RawSockets
+from benchmarks.sparse import sparse_source
+from mx import api
+from mx.puller.report import PullReport
+from mx.units import MIB
+
+MODEL = "bench"
+
+
+def _pull(cluster: Cluster, model: str = MODEL, **options: object) -> PullReport:
+    with api.pull(model, coordinator=cluster.coordinator, **options) as pull:  # type: ignore[arg-type]
+        return pull.wait(120)
+
+
+def _filled_memfd(nbytes: int) -> int:
+    import os
+
+    fd = os.memfd_create("mx-bench", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    with mmap.mmap(fd, nbytes) as mapping:
+        block = os.urandom(MIB)
+        for offset in range(0, nbytes, MIB):
+            mapping[offset : offset + MIB] = block[: min(MIB, nbytes - offset)]
+    return fd
+
+
+def attach_row(cluster: Cluster) -> list[harness.Row]:
+    """Ready by attaching, at the checkpoint's size and at 100 GB (a sparse memfd)."""
+    rows = []
+    small = [_pull(cluster).seconds for _ in range(harness.ROUNDS + 1)][1:]
+    rows.append(_milliseconds("attach, 2 GB: ready", small, 60))
+    with sparse_source(100 * 10**9, cluster.coordinator, "bench-sparse"):
+        large = []
+        for _ in range(harness.ROUNDS + 1):
+            with api.pull("bench-sparse", coordinator=cluster.coordinator) as pull:
+                report = pull.wait(60)
+                view = pull.buffer()
+                # Readable: first, middle and last page.
+                assert not any(view[at] for at in (0, view.nbytes // 2, view.nbytes - 1))
+                large.append(report.seconds)
+    rows.append(_milliseconds("attach, 100 GB sparse: ready", large[1:], 60))
+    return rows
+
+
+def _milliseconds(work: str, seconds: list[float], bar_ms: float) -> harness.Row:
+    value = statistics.median(seconds) * 1e3
+    return harness.Row(
+        work, round(value, 2), "ms", f"< {bar_ms:g} ms", value < bar_ms, samples={"mx": seconds}
+    )
+
+
+def _ratio(
+    work: str, samples: dict[str, list[float]], reference: str, bar: float, nbytes: int
+) -> harness.Row:
+    name, reference_s = harness.best(samples, reference)
+    own_s = harness.median(samples, "mx")
+    value = reference_s / own_s
+    detail = f"{nbytes / own_s / 1e9:.2f} GB/s against {nbytes / reference_s / 1e9:.2f} ({name})"
+    return harness.Row(work, round(value, 3), "x", f">= {bar:g} x", value >= bar, detail, samples)
+
+
+def copy_rows(cluster: Cluster, nbytes: int) -> list[harness.Row]:
+    """Verified copies through shared memory against one thread's memcpy, which does not hash."""
+    fd = _filled_memfd(nbytes)
+    reused = memcpy.Reused(fd, nbytes)
+    arena_nbytes = _arena_nbytes(cluster)
+    into = mmap.mmap(-1, arena_nbytes + (2 << 20), flags=mmap.MAP_PRIVATE)
+    into.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(into)[:arena_nbytes]
+    try:
+        fresh = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, attach=False, transport="shm").seconds,
+                "memcpy, populated": lambda: memcpy.fresh(fd, nbytes, populate=True),
+                "memcpy, faulting": lambda: memcpy.fresh(fd, nbytes, populate=False),
+            }
+        )
+        again = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, attach=False, transport="shm", into=view).seconds,
+                "memcpy": reused.copy,
+            }
+        )
+    finally:
+        reused.close()
+    return [
+        _ratio("shm copy, verified, fresh / memcpy", fresh, "memcpy", 0.95, nbytes),
+        _ratio("shm copy, verified, reused / memcpy", again, "memcpy", 0.9, nbytes),
+    ]
+
+
+def _arena_nbytes(cluster: Cluster) -> int:
+    with api.pull(MODEL, coordinator=cluster.coordinator) as pull:
+        pull.wait(60)
+        assert pull.manifest is not None
+        return pull.manifest.layout.arena_nbytes
+
+
+def tcp_row(cluster: Cluster, nbytes: int) -> harness.Row:
+    fd = _filled_memfd(nbytes)
+    sockets = RawSockets(fd, nbytes)
+    try:
+        samples = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, transport="tcp").seconds,
+                "1 raw socket": lambda: sockets.receive(1),
+                "2 raw sockets": lambda: sockets.receive(2),
+                "4 raw sockets": lambda: sockets.receive(4),
+            }
+        )
+    finally:
+        sockets.close()
+    (renamed,) = [{("raw: " + n if n != "mx" else n): t for n, t in samples.items()}]
+    return _ratio("tcp, verified / raw sockets that hash", renamed, "raw", 0.95, nbytes)
+
+
+def first_layer_row(cluster: Cluster) -> harness.Row:
+    """When layer 0 was ready, over its share of the transfer."""
+    over, allowed = [], []
+    for _ in range(harness.ROUNDS + 1):
+        with api.pull(MODEL, coordinator=cluster.coordinator, transport="tcp") as pull:
+            report = pull.wait(120)
+            assert pull.manifest is not None
+            share = pull.manifest.layout.layers[0].nbytes / report.bytes
+        over.append(report.first_layer_s)
+        allowed.append(1.2 * share * report.seconds + 0.010)
+    value, bar = statistics.median(over[1:]), statistics.median(allowed[1:])
+    return harness.Row(
+        "first layer ready (tcp)",
+        round(value * 1e3, 2),
+        "ms",
+        f"<= {bar * 1e3:.2f} ms (1.2 x its share + 10 ms)",
+        value <= bar,
+        samples={"mx": over[1:], "allowed": allowed[1:]},
+    )
+
+
+def control_rows(cluster: Cluster, folder: Path) -> list[harness.Row]:
+    """From the call to the first read, by number of tensors."""
+    rows = []
+    for count, bar_ms in ((723, 50), (50_000, 300)):
+        model = f"bench-{count}"
+        cluster.serve(many_tensors_checkpoint(folder, count), model)
+        times = [
+            _pull(cluster, model, transport="tcp").control_s for _ in range(harness.ROUNDS + 1)
+        ][1:]
+        rows.append(_milliseconds(f"control work, {count:,} tensors", times, bar_ms))
+    return rows
+
+
+def read_cost_row() -> harness.Row:
+    from benchmarks.read_cost import microseconds_per_read
+
+    values = [microseconds_per_read() for _ in range(harness.ROUNDS + 1)][1:]
+    value = statistics.median(values)
+    return harness.Row(
+        "control cost in the target, per read",
+        round(value, 1),
+        "us",
+        "<= 50 us",
+        value <= 50,
+        samples={"mx": values},
+    )
+
+
+def memory_rows(cluster: Cluster, checkpoint: Path) -> list[harness.Row]:
+    rows = []
+    measures: list[tuple[str, Callable[[], int], int]] = [
+        ("target, shm copy", lambda: target_overhead_nbytes(cluster, MODEL, "shm"), 64),
+        ("target, tcp", lambda: target_overhead_nbytes(cluster, MODEL, "tcp"), 64),
+        ("source", lambda: source_overhead_nbytes(cluster, checkpoint), 32),
+    ]
+    for what, measure, bar_mib in measures:
+        value = measure() / MIB
+        rows.append(
+            harness.Row(
+                f"memory beyond the model, {what}",
+                round(value, 1),
+                "MiB",
+                f"<= {bar_mib} MiB",
+                value <= bar_mib,
+            )
+        )
+    return rows
+
+
+def run(folder: Path, say: Callable[[str], None]) -> list[harness.Row]:
+    """Every row. `folder` keeps the checkpoints between runs."""
+    say("writing checkpoints")
+    checkpoint = two_gigabyte_checkpoint(folder)
+    cluster = Cluster()
+    rows: list[harness.Row] = []
+    try:
+        say("loading the source")
+        cluster.serve(checkpoint, MODEL)
+        nbytes = _pull(cluster).bytes
+        for name, measure in (
+            ("attach", lambda: attach_row(cluster)),
+            ("copy", lambda: copy_rows(cluster, nbytes)),
+            ("tcp", lambda: [tcp_row(cluster, nbytes)]),
+            ("first layer", lambda: [first_layer_row(cluster)]),
+            ("control", lambda: control_rows(cluster, folder)),
+            ("read cost", lambda: [read_cost_row()]),
+            ("memory", lambda: memory_rows(cluster, checkpoint)),
+        ):
+            say(f"measuring: {name}")
+            start_s = time.monotonic()
+            rows += measure()
+            say(f"  {name} took {time.monotonic() - start_s:.0f} s")
+    finally:
+        cluster.close()
+    return rows
