@@ -11,7 +11,7 @@ from mx.errors import LocalError
 
 #: What measures; takes the arguments after `mx bench` and returns the exit code.
 RUNNER = "mx.bench"
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def bench(context: typer.Context) -> None:

@@ -29,9 +29,9 @@ def models(
 
     - `mx models --coordinator 10.0.0.1:7600 --insecure`
     """
+    settings = options.settings_of(context)
     from mx import api
 
-    settings = options.settings_of(context)
     found = api.list_models(coordinator=settings.coordinator, settings=settings)
     if as_json:
         listed = [
@@ -89,9 +89,9 @@ def sources(
 
     - `mx sources llama-8b --json`
     """
+    settings = options.settings_of(context)
     from mx import api
 
-    settings = options.settings_of(context)
     found = api.list_sources(model, coordinator=settings.coordinator, settings=settings)
     if as_json:
         listed = [

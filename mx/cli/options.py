@@ -121,7 +121,7 @@ def settings_of(context: typer.Context) -> Settings:
     )
     level = "debug" if context.params.get("debug") else settings.log_level
     logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     return settings
 

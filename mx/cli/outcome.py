@@ -16,7 +16,6 @@ from rich.console import Console
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_TERMINATED = 128 + signal.SIGTERM
 
 #: Progress, notes and errors; standard output is for results.
 notes = Console(stderr=True, highlight=False)
@@ -37,7 +36,9 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     sys.excepthook = _Unexpected(as_json=as_json, debug="--debug" in given)
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _terminated)
     command = typer.main.get_command(app)
     try:
         outcome = command.main(given, prog_name=name, standalone_mode=False)
@@ -73,7 +74,7 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
     # An exception, so that what was begun is cleaned up on the way out.
-    sys.exit(EXIT_TERMINATED)
+    sys.exit(128 + number)
 
 
 class _Unexpected:

@@ -94,9 +94,9 @@ def pull(
 
     - `mx pull llama-8b --from auto=/mnt/models/llama-8b --json`
     """
+    settings = options.settings_of(context)
     from mx import api
 
-    settings = options.settings_of(context)
     stop = Stop()
     with (
         options.tracing(settings),

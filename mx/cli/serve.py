@@ -61,9 +61,9 @@ def serve(
     - `mx serve model.safetensors --model small --coordinator 10.0.0.1:7600 --listen 10.0.0.2:0
       --tls-cert me.pem --tls-key me.key --tls-ca ours.pem`
     """
+    settings = options.settings_of(context)
     from mx import api
 
-    settings = options.settings_of(context)
     with options.tracing(settings):
         stop = Stop()
         with live.reading(checkpoint) as on_progress:

@@ -1,0 +1,265 @@
+"""The command line itself: what it parses, how it errs, what it imports. Real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mx.cli
+
+VERBS = ("serve", "pull", "models", "sources", "demo", "bench", "config show")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The tests' own, without settings of whoever runs them; tables in full width."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MX_PEER_", "XDG_"))}
+    return kept | {"HOME": "/nonexistent", "COLUMNS": "200"} | extra
+
+
+@dataclass
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Mx:
+    """Runs command lines in this process, as `mx` and `mx-coordinator` would."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch) -> None:
+        self._capsys = capsys
+        self._patch = patch
+
+    def __call__(
+        self,
+        *arguments: str,
+        main: Callable[[Sequence[str]], None] = mx.cli.main,
+        **extra: str,
+    ) -> Result:
+        with self._patch.context() as patch:
+            for name in set(os.environ) - set(environment()):
+                patch.delenv(name)
+            for name, value in environment(**extra).items():
+                patch.setenv(name, value)
+            # A process of its own would take these with it.
+            patch.setattr(sys, "excepthook", sys.excepthook)
+            handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
+            try:
+                with pytest.raises(SystemExit) as ended:
+                    main(arguments)
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        assert isinstance(ended.value.code, int)
+        return Result(ended.value.code, *self._capsys.readouterr())
+
+
+@pytest.fixture
+def run_mx(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Mx:
+    return Mx(capsys, monkeypatch)
+
+
+def the_object(text: str) -> dict[str, Any]:
+    """`--json` prints one object, on one line, and nothing else."""
+    (line,) = text.splitlines()
+    result = json.loads(line)
+    assert isinstance(result, dict)
+    return result
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_teaches_with_an_example(run_mx: Mx, verb: str) -> None:
+    result = run_mx(*verb.split(), "--help")
+    assert result.returncode == 0, result.stderr
+    assert f"mx {verb}" in result.stdout.split("Example", 1)[1]
+    assert result.stderr == ""
+
+
+def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
+    result = run_mx("--help")
+    assert result.returncode == 0
+    for verb in VERBS:
+        assert verb.split()[0] in result.stdout
+    assert "6 incomplete" in result.stdout
+    coordinator = run_mx("--help", main=mx.cli.coordinator_main)
+    assert coordinator.returncode == 0
+    assert "--lease-s" in coordinator.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("pul",), "No such command 'pul'"),
+        (("pull",), "Missing argument 'MODEL'"),
+        (("serve", "somewhere"), "Missing option '--model'"),
+        (("pull", "m", "--fast"), "No such option"),
+        (("pull", "m", "--streams", "many"), "Invalid value for '--streams'"),
+        (("pull", "m", "--coordinator", "nowhere"), "must be HOST:PORT"),
+        (("models", "--config", "/nonexistent/mx.toml"), "no configuration file"),
+        (("models", "--tls-cert", "/dev/null"), "missing: tls_key, tls_ca"),
+        (("config", "show", "--listen", "x"), "flag --listen"),
+    ],
+)
+def test_misuse_ends_with_2_and_two_lines(
+    run_mx: Mx, arguments: tuple[str, ...], says: str
+) -> None:
+    result = run_mx(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) <= 2
+    as_json = run_mx(*arguments, "--json")
+    assert as_json.returncode == 2
+    error = the_object(as_json.stdout)["error"]
+    assert says in error["message"]
+    assert error["exit_code"] == 2
+    assert error["type"] in ("UsageError", "ConfigError")
+
+
+def test_a_bare_command_shows_its_help(run_mx: Mx) -> None:
+    result = run_mx()
+    assert result.returncode == 2
+    assert "Usage: mx" in result.stdout
+    assert result.stderr == ""
+
+
+def test_config_show_says_where_values_come_from(run_mx: Mx, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("lease_s = 3\nstreams = 4\n")
+    arguments = ("config", "show", "--config", str(file), "--coordinator", "c:1")
+    shown = the_object(run_mx(*arguments, "--json", MX_PEER_STREAMS="6").stdout)
+    assert shown["coordinator"] == {"value": "c:1", "origin": "flag --coordinator"}
+    assert shown["streams"] == {"value": 6, "origin": "environment MX_PEER_STREAMS"}
+    assert shown["lease_s"] == {"value": 3.0, "origin": f"{file}, line 1"}
+    assert shown["listen"]["origin"] == "default"
+    table = run_mx(*arguments, MX_PEER_STREAMS="6").stdout
+    assert "environment MX_PEER_STREAMS" in table
+
+
+def test_an_unexpected_error_is_one_line_and_asks_for_a_report(tmp_path: Path) -> None:
+    code = (
+        "import mx.cli.show\n"
+        "def broken(context): raise RuntimeError('boom')\n"
+        "mx.cli.show.options.settings_of = broken\n"
+        "import mx.cli\n"
+        "mx.cli.main()\n"
+    )
+
+    def run(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, "config", "show", *flags],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env=environment(),
+            check=False,
+        )
+
+    plain = run()
+    assert plain.returncode == 1
+    assert plain.stderr.splitlines()[0] == "error: RuntimeError: boom"
+    assert "please report" in plain.stderr
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in run("--debug").stderr
+    assert the_object(run("--json").stdout)["error"]["type"] == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "expected"),
+    [("bash", "mx pu", "pull"), ("zsh", "mx pull --transp", "--transport")],
+)
+def test_shell_completion(shell: str, words: str, expected: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "mx"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+        env=environment(
+            _MX_COMPLETE=f"complete_{shell}",
+            COMP_WORDS=words,
+            COMP_CWORD=str(len(words.split()) - 1),
+            _TYPER_COMPLETE_ARGS=words,
+        ),
+    )
+    assert expected in result.stdout
+
+
+@pytest.mark.parametrize(
+    "command", ["import mx", "import mx.cli.app", "import mx.cli.coordinator", "import mx.api"]
+)
+def test_commands_do_not_import_torch(command: str) -> None:
+    heavy = ("torch", "transformers", "safetensors")
+    code = f"{command}; import sys; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_import_mx_is_free_and_its_names_are_found() -> None:
+    code = (
+        "import sys, mx\n"
+        "assert 'grpc' not in sys.modules\n"
+        "assert set(mx.__all__) <= set(dir(mx))\n"
+        "for name in mx.__all__: getattr(mx, name)\n"
+        "try: mx.nothing\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert "no attribute 'nothing'" in done.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0)])
+def test_the_coordinator_starts_answers_and_stops(number: signal.Signals, code: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "mx.cli.coordinator", "--listen", "127.0.0.1:0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            assert said["listen"].startswith("127.0.0.1:")
+            process.send_signal(number)
+            assert process.wait(20) == code
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_is_130(tmp_path: Path) -> None:
+    # A FIFO keeps the command busy opening its configuration until it is interrupted.
+    fifo = tmp_path / "fifo.toml"
+    os.mkfifo(fifo)
+    with subprocess.Popen(
+        [sys.executable, "-m", "mx", "config", "show", "--config", str(fifo), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        try:
+            # Opening for writing succeeds once the command has opened it for reading.
+            writer = os.open(fifo, os.O_WRONLY)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+            os.close(writer)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert err == "error: interrupted\n"
+    assert the_object(out)["error"]["exit_code"] == 130
