@@ -1,0 +1,221 @@
+"""Reading safetensors headers, strictly: what a file holds and where, without its bytes.
+
+The safetensors library accepts things that no honest writer makes (duplicate keys, names that
+look like paths, files without tensors); here they are errors that say the file and the place.
+Headers may start tensors anywhere: a misaligned start is ordinary in older files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from mx.core.layout import MAX_TENSORS, TensorSpec, kind_nbytes
+from mx.core.packaging import bad_tensor_name
+from mx.core.types import DTYPE_BITS
+from mx.errors import CheckpointError, ManifestError
+from mx.storage.osfile import open_regular, read_error, shown
+from mx.units import align_up
+
+MAX_HEADER_BYTES = 100_000_000
+_HINT = "the file is damaged or was not written by safetensors: download or save it again"
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor of one file. `begin` and `end` count bytes from the file's first byte."""
+
+    spec: TensorSpec
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What tells a file from itself after it was changed."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """One safetensors file. `path` is relative to the checkpoint, `location` where it is read.
+
+    `tensors` are in file order and cover everything from the header's end to the file's.
+    """
+
+    path: str
+    location: Path
+    stamp: FileStamp
+    metadata: dict[str, str] | None
+    tensors: tuple[FileTensor, ...]
+
+
+def read_tensor_file(location: Path, path: str) -> TensorFile:
+    """Read and check one file's header. Raises CheckpointError (file and place named) or
+    LocalError where the disk fails."""
+    try:
+        with open(open_regular(location), "rb") as file:
+            status = os.fstat(file.fileno())
+            prefix = file.read(8)
+            nbytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8:
+                _fail(location, f"it has {len(prefix)} bytes, too few for a header's length")
+            if nbytes > MAX_HEADER_BYTES:
+                _fail(location, f"its header would have {nbytes} bytes; 100 MB is the most")
+            header = file.read(nbytes)
+    except OSError as error:
+        raise read_error(error, location) from error
+    if len(header) < nbytes:
+        _fail(location, f"it ends at byte {8 + len(header)}, inside its header of {nbytes} bytes")
+    metadata, tensors = parse_header(header, location, status.st_size)
+    return TensorFile(path, location, FileStamp.of(status), metadata, tensors)
+
+
+def parse_header(
+    header: bytes, location: Path, file_nbytes: int
+) -> tuple[dict[str, str] | None, tuple[FileTensor, ...]]:
+    """The metadata and the tensors in file order of a file of `file_nbytes` bytes.
+
+    `header` is the JSON without its 8 bytes of length. Raises CheckpointError.
+    """
+    entries = _load(header, location)
+    metadata = _metadata(entries.pop("__metadata__", None), location)
+    if not entries:
+        _fail(location, "it holds no tensors", hint="nothing to serve: name the right file")
+    if len(entries) > MAX_TENSORS:
+        _fail(location, f"it holds {len(entries)} tensors; {MAX_TENSORS} is the most")
+    start = 8 + len(header)
+    tensors = [_tensor(name, entry, start, location) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    expected = start
+    for tensor in tensors:
+        if tensor.begin != expected:
+            what = "overlaps the one before it" if tensor.begin < expected else "follows a hole"
+            _fail(location, f"tensor {shown(tensor.spec.name)} at byte {tensor.begin} {what}")
+        expected = tensor.end
+    if expected != file_nbytes:
+        what = "is truncated" if file_nbytes < expected else "has bytes that no tensor owns"
+        _fail(location, f"it {what}: its tensors end at byte {expected}, the file at {file_nbytes}")
+    return metadata, tuple(tensors)
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
+    """Everything before the first tensor's bytes, length included, for tensors in this order.
+
+    Spelt as the safetensors library spells it, so that a file that it wrote comes out the same
+    bit for bit; padded with spaces to a multiple of 8.
+    """
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.nbytes
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": spec.shape,
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    header = header.ljust(align_up(len(header), 8))
+    return len(header).to_bytes(8, "little") + header
+
+
+def _load(header: bytes, location: Path) -> dict[str, object]:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            counts = Counter(key for key, _ in pairs)
+            raise ValueError(f"the key {shown(counts.most_common(1)[0][0])} comes twice")
+        return found
+
+    def integer(text: str) -> int:
+        if text.startswith("-"):  # "-0" is no unsigned integer either
+            raise ValueError(f"{text[:20]} is negative")
+        return int(text)
+
+    def refuse(text: str) -> NoReturn:
+        raise ValueError(f"{text[:20]} is not an integer")
+
+    try:
+        text = header.decode()
+        if not text.startswith("{"):
+            raise ValueError("it does not start with '{'")
+        value = json.loads(
+            text,
+            object_pairs_hook=unique,
+            parse_int=integer,
+            parse_float=refuse,
+            parse_constant=refuse,
+        )
+    except (ValueError, RecursionError) as error:
+        _fail(location, f"its header is not valid JSON: {error}")
+    if not isinstance(value, dict):
+        _fail(location, "its header is not a JSON object")
+    return value
+
+
+def _metadata(value: object, location: Path) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        _fail(location, "its __metadata__ is not an object of strings")
+    for key, text in value.items():
+        if not isinstance(text, str) or not _is_text(key + text):
+            _fail(location, f"its __metadata__ entry {shown(key)} is not a string")
+    return value
+
+
+def _tensor(name: str, entry: object, start: int, location: Path) -> FileTensor:
+    where = f"tensor {shown(name)}"
+    reason = bad_tensor_name(name) if _is_text(name) else "is half a surrogate pair"
+    if reason is not None:
+        _fail(location, f"the name of {where} {reason}")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        _fail(location, f"{where} is not described by dtype, shape and data_offsets alone")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        _fail(
+            location,
+            f"{where} has the unknown dtype {shown(str(dtype))}",
+            hint="mx may be too old for it",
+        )
+    if not _are_ints(shape) or not _are_ints(offsets) or len(offsets) != 2:
+        _fail(location, f"{where} has a shape or offsets that are not lists of integers")
+    spec = TensorSpec(name, dtype, tuple(shape))
+    try:
+        nbytes = kind_nbytes((dtype, spec.shape))
+    except ManifestError as error:
+        _fail(location, f"{where}: {error.message}")
+    begin, end = offsets
+    if end - begin != nbytes:
+        _fail(location, f"{where} takes {nbytes} bytes by dtype and shape, not {begin}..{end}")
+    return FileTensor(spec, start + begin, start + end)
+
+
+def _are_ints(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fail(location: Path, what: str, *, hint: str = _HINT) -> NoReturn:
+    raise CheckpointError(f"{location}: {what}", hint=hint)

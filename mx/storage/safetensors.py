@@ -1,0 +1,197 @@
+"""Checkpoints on disk: which files make one up, and that they agree with each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from mx.core.canonical import read_json
+from mx.core.layout import TensorSpec, contiguous_strides
+from mx.core.naming import natural_key
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_set, bad_tensor_name
+from mx.core.types import Alias, PackagedFile, Packaging
+from mx.errors import CheckpointError, ConfigError, ManifestError
+from mx.storage.header import MAX_HEADER_BYTES, TensorFile, read_tensor_file
+from mx.storage.osfile import open_regular, read_error, shown
+from mx.storage.side_files import read_side_files
+
+# What transformers and diffusers look for, in their order; other files beside these (a second
+# precision, an adapter) are not part of the checkpoint.
+_USUAL = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose headers were read and checked; its bytes have not been.
+
+    `side_documents` are the side files' bytes by digest. `left_out` names the files that will not
+    travel, and why.
+    """
+
+    root: Path
+    files: tuple[TensorFile, ...]
+    aliases: tuple[Alias, ...]
+    packaging: Packaging
+    side_documents: dict[bytes, bytes] = field(repr=False)
+    left_out: dict[str, str] = field(repr=False)
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor, in file order."""
+        return tuple(tensor.spec for file in self.files for tensor in file.tensors)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Find and check the safetensors files at `path`: one file, or a folder of them.
+
+    A folder is read as transformers or diffusers would: `model.safetensors`, else the shards of
+    an index, else all of its safetensors files. A single file comes without side files. Raises
+    ConfigError if there is nothing of the kind at `path`, CheckpointError (file and place named)
+    for whatever is malformed, missing or contradictory, LocalError where the disk fails.
+    """
+    if path.is_dir():
+        try:
+            shards, index_path = _find_shards(path)
+        except OSError as error:
+            raise read_error(error, path) from error
+    elif path.exists():
+        if path.suffix != TENSOR_SUFFIX:
+            raise ConfigError(
+                f"{path} is not a {TENSOR_SUFFIX} file",
+                hint="convert it with safetensors.torch.save_file first",
+            )
+        shards, index_path = [path.name], None
+    else:
+        raise ConfigError(f"{path} is not there", hint="name a checkpoint's folder or file")
+    root = path if path.is_dir() else path.parent
+    reason = next(filter(None, map(bad_path, shards)), None) or bad_path_set(shards)
+    if reason is not None:
+        hint = "rename the file"
+        raise CheckpointError(f"{root}: a safetensors file's name {reason}", hint=hint)
+    files = tuple(read_tensor_file(root / shard, shard) for shard in shards)
+    owners = _owners(files)
+    if index_path is not None:
+        _check_index(root / index_path, files, _read_index(root / index_path))
+    if path.is_dir():
+        try:
+            side_files, documents, left_out = read_side_files(root, index_path, shards)
+        except OSError as error:
+            raise read_error(error, root) from error
+    else:
+        side_files, documents, left_out = (), {}, {}
+    packaged = tuple(
+        PackagedFile(file.path, file.metadata, tuple(t.spec.name for t in file.tensors))
+        for file in files
+    )
+    packaging = Packaging(packaged, side_files)
+    return Checkpoint(root, files, _ties(files, owners), packaging, documents, left_out)
+
+
+def _find_shards(root: Path) -> tuple[list[str], str | None]:
+    """The tensor files' paths below `root`, in order, and the index that names them, if any."""
+    names = sorted((e.name for e in os.scandir(root) if e.name[0] != "."), key=natural_key)
+    chosen = next((name for name in _USUAL if name in names), None)
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if chosen is None and len(indices) > 1:
+        raise CheckpointError(
+            f"{root} has several indices: {', '.join(indices)}",
+            hint="keep one, or put each model into a folder of its own",
+        )
+    if chosen is None and indices:
+        chosen = indices[0]
+    if chosen is not None and not chosen.endswith(INDEX_SUFFIX):
+        return [chosen], None
+    if chosen is not None:
+        shards = sorted(set(_read_index(root / chosen).values()), key=natural_key)
+        return shards, chosen
+    shards = [name for name in names if name.endswith(TENSOR_SUFFIX)]
+    if not shards:
+        hint = "name the folder that holds the .safetensors files themselves"
+        if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+            hint = "it has pickled weights, which mx never reads: save them as safetensors"
+        raise CheckpointError(f"{root} holds no {TENSOR_SUFFIX} file", hint=hint)
+    return shards, None
+
+
+def _read_index(location: Path) -> dict[str, str]:
+    """The weight map of an index: tensor name -> shard path. Raises CheckpointError."""
+    try:
+        with open(open_regular(location), "rb") as file:
+            data = file.read(MAX_HEADER_BYTES + 1)
+    except OSError as error:
+        raise read_error(error, location) from error
+    return weight_map(data, str(location))
+
+
+def weight_map(data: bytes, location: str) -> dict[str, str]:
+    """The weight map in an index's bytes, its paths checked. Raises CheckpointError."""
+    try:
+        found = read_json(data, "index").get("weight_map")
+    except ManifestError as error:
+        raise CheckpointError(f"{location}: {error.message}") from error
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{location} has no weight_map")
+    for name, shard in found.items():
+        reason = bad_path(shard) if isinstance(shard, str) else "is not a string"
+        if reason is None and not shard.endswith(TENSOR_SUFFIX):
+            reason = f"does not end in {TENSOR_SUFFIX}"
+        if reason is not None:
+            raise CheckpointError(
+                f"{location}: the shard of {shown(name)}, {shown(str(shard))}, {reason}"
+            )
+    return found
+
+
+def _check_index(location: Path, files: Iterable[TensorFile], shard_of: dict[str, str]) -> None:
+    """Each tensor is where the index says, and none is elsewhere or unmentioned."""
+    hint = "index and shards are from different checkpoints: download both again"
+    there = {tensor.spec.name: file.path for file in files for tensor in file.tensors}
+    tied = {(file.path, key) for file in files for key in (file.metadata or {})}
+    for name, shard in shard_of.items():
+        if there.get(name) != shard and not (name not in there and (shard, name) in tied):
+            raise CheckpointError(f"{location}: {shown(name)} is not in {shard}", hint=hint)
+    for name, shard in there.items():
+        if name not in shard_of:
+            raise CheckpointError(f"{location} does not name {shown(name)} of {shard}", hint=hint)
+
+
+def _owners(files: Iterable[TensorFile]) -> dict[str, TensorFile]:
+    owners: dict[str, TensorFile] = {}
+    for file in files:
+        for tensor in file.tensors:
+            other = owners.setdefault(tensor.spec.name, file)
+            if other is not file:
+                raise CheckpointError(
+                    f"tensor {shown(tensor.spec.name)} is in {other.path} and in {file.path}",
+                    hint="two models share the folder: name one file, or part them",
+                )
+    return owners
+
+
+def _ties(files: Iterable[TensorFile], owners: dict[str, TensorFile]) -> tuple[Alias, ...]:
+    """Aliases from metadata: safetensors.torch.save_model names there, for each tensor that it
+    dropped because it shares another's memory, the one that it kept."""
+    found: dict[str, Alias] = {}
+    for file in files:
+        if not file.metadata:
+            continue
+        specs = {tensor.spec.name: tensor.spec for tensor in file.tensors}
+        for name, target in file.metadata.items():
+            spec = specs.get(target)
+            # "format" is every writer's own entry, even where a tensor is called "pt".
+            if spec is None or name in owners or name == "format":
+                continue
+            reason = "comes from two files" if name in found else bad_tensor_name(name)
+            if reason is not None:
+                raise CheckpointError(f"{file.location}: the tied name {shown(name)} {reason}")
+            stride = contiguous_strides(spec.shape)
+            found[name] = Alias(name, target, spec.dtype, spec.shape, 0, stride)
+    return tuple(found.values())

@@ -1,0 +1,113 @@
+"""The JSON, text and tokenizer files that travel along with a checkpoint's tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from mx.core.digest import document_digest
+from mx.core.packaging import (
+    MAX_SIDE_FILE_BYTES,
+    MAX_SIDE_FILES,
+    TENSOR_SUFFIX,
+    bad_path_set,
+    bad_side_content,
+    bad_side_path,
+)
+from mx.core.types import SideFile
+from mx.storage.osfile import open_regular, read_error
+from mx.units import MIB, format_bytes
+
+#: All of them together: they are held in memory by sources (and tokenizers are the largest).
+MAX_TOTAL_BYTES = 256 * MIB
+#: Folders below the checkpoint's that are looked into (sentence-transformers: 1_Pooling/).
+_MAX_DEPTH = 3
+_MAX_ENTRIES = 10_000
+
+
+def read_side_files(
+    root: Path, index_path: str | None, taken: Collection[str]
+) -> tuple[tuple[SideFile, ...], dict[bytes, bytes], dict[str, str]]:
+    """Read what may travel: (files by path, their bytes by digest, what was left out and why).
+
+    `index_path` is the shard index in use, the only one that is carried; `taken` are the paths
+    of the tensor files. Raises LocalError, ConfigError or CheckpointError where a file that may
+    travel cannot be read.
+    """
+    found: list[SideFile] = []
+    documents: dict[bytes, bytes] = {}
+    left_out: dict[str, str] = {}
+    total = 0
+    for path, location in _walk(root, left_out):
+        reason = bad_side_path(path)
+        if reason is None and path.endswith(".index.json") and path != index_path:
+            reason = "is an index of files that do not travel"
+        if reason is None and len(found) == MAX_SIDE_FILES:
+            reason = f"comes after the first {MAX_SIDE_FILES}"
+        data = b""
+        if reason is None:
+            try:
+                with open(open_regular(location), "rb") as file:
+                    data = file.read(MAX_SIDE_FILE_BYTES + 1)
+            except OSError as error:
+                raise read_error(error, location) from error
+            if len(data) > MAX_SIDE_FILE_BYTES or total + len(data) > MAX_TOTAL_BYTES:
+                reason = f"is larger than {format_bytes(MAX_SIDE_FILE_BYTES)}, or all are together"
+            else:
+                reason = bad_side_content(path, data)
+        if reason is None and bad_path_set([*taken, *(s.path for s in found), path]) is not None:
+            reason = "has the name of another but for upper and lower case"
+        if reason is not None:
+            if not path.endswith(TENSOR_SUFFIX) and not path.startswith("."):
+                left_out[path] = reason
+            continue
+        total += len(data)
+        digest = document_digest(data)
+        documents[digest] = data
+        found.append(SideFile(path, len(data), digest))
+    return tuple(found), documents, left_out
+
+
+def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
+    """Each file below `root` as (relative path, where to read it), in a fixed order."""
+    base = Path(os.path.realpath(root))
+    folders = [("", 0)]
+    entries_left = _MAX_ENTRIES
+    while folders:
+        prefix, depth = folders.pop(0)
+        with os.scandir(base / prefix) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
+        for entry in entries:
+            entries_left -= 1
+            if entries_left < 0:
+                left_out[prefix or "."] = f"has more than {_MAX_ENTRIES} files below it"
+                return
+            path = prefix + entry.name
+            if entry.is_symlink():
+                location = Path(os.path.realpath(entry.path))
+                if not location.is_file():
+                    continue
+                if _may_follow(base, location):
+                    yield path, location
+                else:
+                    left_out[path] = "is a link that leaves the folder"
+            elif entry.is_file(follow_symlinks=False):
+                yield path, Path(entry.path)
+            elif (
+                entry.is_dir(follow_symlinks=False) and depth < _MAX_DEPTH and entry.name[0] != "."
+            ):
+                folders.append((path + "/", depth + 1))
+
+
+def _may_follow(base: Path, location: Path) -> bool:
+    """Whether a link from the checkpoint's folder may be read through.
+
+    A folder from a stranger could link config.json to a private key, and serving would then
+    publish it, so links that leave the folder are left out. Hugging Face's cache is the exception:
+    there a snapshot is nothing but links into the blobs folder of the same repository, which
+    holds only what was downloaded for it.
+    """
+    if location.is_relative_to(base):
+        return True
+    return base.parent.name == "snapshots" and location.is_relative_to(base.parent.parent / "blobs")
