@@ -1,0 +1,325 @@
+"""What a conformance rule works with: sources, sessions, destinations and sinks on one bench.
+
+Everything made on a bench is taken down with it, whatever state the rule left it in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mx.errors import MxError, SourceError
+from mx.testing.child import GRANT_ID, ChildSource, load_transport
+from mx.testing.memory import Kind, Memory, pattern
+from mx.transport import (
+    ExposeOptions,
+    Exposure,
+    Grant,
+    Piece,
+    Read,
+    Session,
+    TlsFiles,
+    Transport,
+)
+from mx.units import MIB
+
+PEER = "source.test:7601"
+GENERATION = 1
+GUARD = 0xA5
+
+
+class RuleBroken(AssertionError):
+    """A transport does not keep a rule of the suite."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuleBroken(message)
+
+
+class RemoteSource(Protocol):
+    """A source that can be killed or stopped as a process can."""
+
+    @property
+    def ticket(self) -> bytes: ...
+    def kill(self) -> None: ...
+    def stop(self) -> None: ...
+    def resume(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Harness:
+    """How to get at the transport under test. Subclass it where the defaults do not fit.
+
+    `target` is "module:callable" without arguments, importable in a child process too.
+    `big_nbytes` must be more than the transport and the kernel buffer between the two sides.
+    `deadline_s` is how long a rule waits for what must happen; nothing is timed against it.
+    """
+
+    target: str
+    kind: Kind = Kind.SEALED
+    big_nbytes: int = 48 * MIB
+    stall_timeout_s: float = 2.0
+    deadline_s: float = 15.0
+    tls: TlsFiles | None = None
+
+    def transport(self) -> Transport:
+        return load_transport(self.target)
+
+    def remote(self, transport: Transport, sizes: Sequence[int], seed: int) -> RemoteSource:
+        """A source in another process, with memory as `Memory(size, seed + index)`."""
+        return ChildSource(
+            self.target,
+            sizes,
+            seed=seed,
+            kind=self.kind,
+            generation=GENERATION,
+            stall_timeout_s=self.stall_timeout_s,
+        )
+
+    def tamper(self, ticket: bytes) -> bytes:
+        """The same ticket with another secret. Override where tickets are not JSON."""
+        document = json.loads(ticket)
+        secret = document["secret"]
+        document["secret"] = ("1" if secret[0] == "0" else "0") + secret[1:]
+        return json.dumps(document).encode()
+
+
+class Recorder:
+    """A sink that remembers. With `hold`, the first `landed` waits until `release` is called:
+    a read that is certainly in the middle."""
+
+    def __init__(
+        self,
+        *,
+        hold: bool = False,
+        on_landed: Callable[[int], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.landings: list[int] = []
+        self.dones = 0
+        #: Calls of `landed` after the end.
+        self.late = 0
+        self.failures: list[MxError] = []
+        self.ended = threading.Event()
+        self.held = threading.Event()
+        self._go = threading.Event()
+        self._on_landed, self._on_end = on_landed, on_end
+        if not hold:
+            self._go.set()
+
+    def landed(self, nbytes: int) -> None:
+        self.late += bool(self.dones or self.failures)
+        self.landings.append(nbytes)
+        if self._on_landed is not None:
+            self._on_landed(nbytes)
+        self.held.set()
+        self._go.wait()
+
+    def done(self) -> None:
+        self.dones += 1
+        if self._on_end is not None:
+            self._on_end()
+        self.ended.set()
+
+    def failed(self, error: MxError) -> None:
+        self.failures.append(error)
+        if self._on_end is not None:
+            self._on_end()
+        self.ended.set()
+
+    def release(self) -> None:
+        self._go.set()
+
+
+class Source:
+    """An exposure on the bench, with its memory."""
+
+    def __init__(self, exposure: Exposure, memories: Sequence[Memory]) -> None:
+        self.exposure = exposure
+        self.memories = list(memories)
+        self.sizes = tuple(memory.nbytes for memory in memories)
+        self._granted = 0
+
+    def grant(self, grant_id: str | None = None) -> tuple[str, bytes]:
+        self._granted += 1
+        grant_id = grant_id or f"grant-{self._granted}"
+        return grant_id, self.exposure.grant(grant_id)
+
+
+class Bench:
+    """Used in a `with` statement. Seeds are counted, so that no two memories are alike."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.transport = harness.transport()
+        self.random = random.Random(7)
+        self._seed = 100
+        #: The seed of the last remote source's first region.
+        self.last_seed = 0
+        self._sources: list[Source] = []
+        self._sessions: list[Session] = []
+        self._remotes: list[RemoteSource] = []
+        self._sinks: list[Recorder] = []
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._sinks:
+            sink.release()
+        for session in self._sessions:
+            session.close()
+        for source in self._sources:
+            source.exposure.close()
+        for remote in self._remotes:
+            remote.close()
+        for session in self._sessions:
+            session.join(self.harness.deadline_s)
+        for source in self._sources:
+            source.exposure.join(self.harness.deadline_s)
+            for memory in source.memories:
+                # A transport that keeps views is told so by the rule about what is left.
+                with contextlib.suppress(BufferError):
+                    memory.close()
+
+    def source(self, *sizes: int, kind: Kind | None = None) -> Source:
+        self._seed += 10
+        memories = [
+            Memory(nbytes, self._seed + index, kind or self.harness.kind)
+            for index, nbytes in enumerate(sizes)
+        ]
+        exposure = self.transport.expose(
+            [memory.region(index) for index, memory in enumerate(memories)],
+            ExposeOptions(stall_timeout_s=self.harness.stall_timeout_s, tls=self.harness.tls),
+        )
+        exposure.set_generation(GENERATION)
+        source = Source(exposure, memories)
+        self._sources.append(source)
+        return source
+
+    def remote(self, *sizes: int) -> tuple[RemoteSource, Session]:
+        """A source that can be killed, and a session with it."""
+        self._seed += 10
+        self.last_seed = self._seed
+        remote = self.harness.remote(self.transport, sizes, self._seed)
+        self._remotes.append(remote)
+        return remote, self.open_ticket(GRANT_ID, remote.ticket, sizes, tls=None)
+
+    def open(
+        self,
+        source: Source,
+        *,
+        streams: int = 2,
+        generation: int = GENERATION,
+        sizes: Sequence[int] | None = None,
+        grant_id: str | None = None,
+    ) -> Session:
+        grant_id, ticket = source.grant(grant_id)
+        return self.open_ticket(
+            grant_id,
+            ticket,
+            sizes or source.sizes,
+            streams=streams,
+            generation=generation,
+            tls=self.harness.tls,
+        )
+
+    def open_ticket(
+        self,
+        grant_id: str,
+        ticket: bytes,
+        sizes: Sequence[int],
+        *,
+        streams: int = 2,
+        generation: int = GENERATION,
+        tls: TlsFiles | None,
+    ) -> Session:
+        session = self.transport.open(
+            Grant(
+                grant_id,
+                ticket,
+                generation,
+                tuple(sizes),
+                PEER,
+                tls=tls,
+                stall_timeout_s=self.harness.stall_timeout_s,
+                streams=streams,
+            )
+        )
+        self._sessions.append(session)
+        return session
+
+    def refuses(self, grant_id: str, ticket: bytes, sizes: Sequence[int]) -> str:
+        """ "" if opening raises a SourceError that names the peer, else what happened instead."""
+        try:
+            self.open_ticket(grant_id, ticket, sizes, tls=self.harness.tls)
+        except SourceError as error:
+            return "" if error.peer == PEER else f"the error does not name the peer: {error!r}"
+        return "it was let in"
+
+    def sink(self, **options: object) -> Recorder:
+        sink = Recorder(**options)  # type: ignore[arg-type]
+        self._sinks.append(sink)
+        return sink
+
+    def read(
+        self,
+        session: Session,
+        region: int,
+        offset: int,
+        view: memoryview,
+        *,
+        tag: str = "chunk 0",
+        sink: Recorder | None = None,
+    ) -> Recorder:
+        """Enqueue a read of one piece."""
+        sink = sink or self.sink()
+        session.read([Read(tag, [Piece(region, offset, view)], sink)])
+        return sink
+
+    def held_read(self, session: Session, view: memoryview, tag: str = "held") -> Recorder:
+        """A read of region 0 from its start that waits at its first `landed`."""
+        sink = self.read(session, 0, 0, view, tag=tag, sink=self.sink(hold=True))
+        self.wait(sink.held, "a read's first bytes did not land")
+        return sink
+
+    def wait(self, event: threading.Event, message: str) -> None:
+        require(event.wait(self.harness.deadline_s), message)
+
+    def finish(self, *sinks: Recorder) -> None:
+        """Wait until each has ended one way or the other."""
+        for sink in sinks:
+            self.wait(sink.ended, "a read was neither done nor failed in time")
+
+    def succeed(self, *sinks: Recorder) -> None:
+        self.finish(*sinks)
+        for sink in sinks:
+            require(not sink.failures, f"a read failed: {sink.failures}")
+
+    def failure(self, sink: Recorder, kind: type[MxError], tag: str) -> MxError:
+        """Wait for a failure and check that it is of a kind, and names peer and read."""
+        self.finish(sink)
+        require(bool(sink.failures), f"{tag} was done where it should have failed")
+        error = sink.failures[0]
+        require(isinstance(error, kind), f"{error!r} should be a {kind.__name__}")
+        require(tag in str(error), f"{error} does not name the read {tag}")
+        named = error.peer if isinstance(error, SourceError) else PEER
+        require(named == PEER, f"{error!r} does not name the peer")
+        return error
+
+    def eventually(self, condition: Callable[[], bool], message: Callable[[], str]) -> None:
+        deadline = time.monotonic() + self.harness.deadline_s
+        while not condition():
+            require(time.monotonic() < deadline, message())
+            time.sleep(0.005)
+
+
+__all__ = ["Bench", "Harness", "Kind", "Recorder", "RuleBroken", "Source", "pattern", "require"]

@@ -1,0 +1,370 @@
+"""Fakes that each break one rule of the suite and no other: the suite's own test.
+
+Each mistake is one that a real transport could make.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from mx.core.topology import Place
+from mx.errors import (
+    ClosedError,
+    MxError,
+    PeerLostError,
+    PeerRefusedError,
+    StaleGenerationError,
+)
+from mx.testing.fake import STEP_BYTES, FakeExposure, FakeSession, FakeTransport
+from mx.transport import Grant, Path, Read, Unavailable, Viable
+
+
+class BrokenFake(FakeTransport):
+    """`rule` is the one it breaks. `leaked` are calls that undo what it leaves behind."""
+
+    rule = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaked: list[Callable[[], object]] = []
+
+    def clean_up(self) -> None:
+        for undo in self.leaked:
+            undo()
+        for exposure in self.exposures.values():
+            exposure.regions.clear()
+
+
+BROKEN: dict[str, type[BrokenFake]] = {}
+
+
+def _session(rule: str) -> Callable[[type[FakeSession]], type[FakeSession]]:
+    def register(part: type[FakeSession]) -> type[FakeSession]:
+        BROKEN[part.__name__] = type(part.__name__, (BrokenFake,), {})
+        BROKEN[part.__name__].rule, BROKEN[part.__name__].session_type = rule, part
+        return part
+
+    return register
+
+
+def _exposure(rule: str) -> Callable[[type[FakeExposure]], type[FakeExposure]]:
+    def register(part: type[FakeExposure]) -> type[FakeExposure]:
+        BROKEN[part.__name__] = type(part.__name__, (BrokenFake,), {})
+        BROKEN[part.__name__].rule, BROKEN[part.__name__].exposure_type = rule, part
+        return part
+
+    return register
+
+
+def _transport(rule: str) -> Callable[[type[BrokenFake]], type[BrokenFake]]:
+    def register(whole: type[BrokenFake]) -> type[BrokenFake]:
+        whole.rule = rule
+        BROKEN[whole.__name__] = whole
+        return whole
+
+    return register
+
+
+@_session("right_bytes")
+class TakesAllFromTheFirstRegion(FakeSession):
+    def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
+        super().move(read, read.pieces[0].region, offset, part)
+
+
+@_session("nothing_outside")
+class WritesWholeLines(FakeSession):
+    """Rounds up to 64 bytes, as a DMA engine might, where another piece follows at a distance."""
+
+    def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
+        super().move(read, region, offset, part)
+        after = _address(part) + len(part)
+        starts = [_address(piece.view) for piece in read.pieces if len(piece.view)]
+        if any(after + 64 <= start < after + (1 << 20) for start in starts):
+            ctypes.memset(after, 0, -after % 64)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+@_session("completes_once")
+class FinishesEmptyReadsTwice(FakeSession):
+    def run(self, read: Read) -> None:
+        super().run(read)
+        if not read.pieces:
+            read.sink.done()
+
+
+@_session("completes_once")
+class TellsAfterTheEnd(FakeSession):
+    def run(self, read: Read) -> None:
+        super().run(read)
+        if read.nbytes:
+            read.sink.landed(read.nbytes)
+
+
+@_session("tells_progress")
+class TellsAheadOfTheBytes(FakeSession):
+    def copy(self, read: Read) -> None:
+        landed = 0
+        for piece in read.pieces:
+            for start in range(0, len(piece.view), STEP_BYTES):
+                part = piece.view[start : start + STEP_BYTES]
+                landed += len(part)
+                read.sink.landed(landed)
+                self.check()
+                self.move(read, piece.region, piece.region_offset + start, part)
+        self.check()
+
+
+@_session("tells_progress")
+class ForgetsTheLastStep(FakeSession):
+    """`done` says it anyway, doesn't it?"""
+
+    def copy(self, read: Read) -> None:
+        landed = 0
+        for piece in read.pieces:
+            for start in range(0, len(piece.view), STEP_BYTES):
+                part = piece.view[start : start + STEP_BYTES]
+                self.move(read, piece.region, piece.region_offset + start, part)
+                landed += len(part)
+                self.check()
+                if landed < read.nbytes or read.nbytes <= STEP_BYTES:
+                    read.sink.landed(landed)
+        self.check()
+
+
+@_session("starts_in_order")
+class LastInFirstOut(FakeSession):
+    def take(self) -> Read | None:
+        with self.wake:
+            while not self.queue and not self.closed:
+                self.wake.wait()
+            return self.queue.pop() if self.queue else None
+
+
+@_session("refuses_out_of_range")
+class GivesWhatThereIs(FakeSession):
+    def check_bounds(self, read: Read) -> None:
+        pass
+
+
+@_session("checks_generation")
+class TakesAnyGeneration(FakeSession):
+    def check(self) -> None:
+        try:
+            super().check()
+        except StaleGenerationError:
+            return
+
+
+class _CursorSession(FakeSession):
+    """Knows a read's place only from the transport's cursors, by lane."""
+
+    def copy(self, read: Read) -> None:
+        if len(read.pieces) == 1:
+            self.cursors[threading.current_thread().name] = read.pieces[0].region_offset
+        super().copy(read)
+
+    def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
+        if len(read.pieces) == 1:
+            lane = threading.current_thread().name
+            offset = self.cursors[lane]
+            self.cursors[lane] += len(part)
+        super().move(read, region, offset, part)
+
+    @property
+    def cursors(self) -> dict[str, int]:
+        transport = self.exposure.transport
+        assert isinstance(transport, SharesItsCursors)
+        return transport.cursors
+
+
+@_transport("several_sessions")
+class SharesItsCursors(BrokenFake):
+    """Keeps the places of running reads in the transport, where sessions meet."""
+
+    session_type = _CursorSession
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cursors: dict[str, int] = {}
+
+
+@_exposure("two_exposures")
+class OneEndsAll(FakeExposure):
+    def close(self) -> None:
+        for exposure in self.transport.exposures.values():
+            FakeExposure.close(exposure)
+
+
+@_session("peer_dies")
+class LosesNobodyInParticular(FakeSession):
+    def name(self, read: Read, error: MxError) -> MxError:
+        named = super().name(read, error)
+        return PeerLostError(named.message) if self.exposure.killed else named
+
+
+@_session("peer_stops")
+class WaitsForEver(FakeSession):
+    def check(self) -> None:
+        while not self.exposure.running.wait(0.01) and not self.closed:
+            pass
+        super().check()
+
+
+@_session("peer_resumes")
+class SkipsAfterAPause(FakeSession):
+    """What should have come while the source paused never comes."""
+
+    def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
+        if not self.exposure.stops:
+            super().move(read, region, offset, part)
+
+
+@_session("short_read")
+class TakesTheEndForSuccess(FakeSession):
+    def check(self) -> None:
+        try:
+            super().check()
+        except PeerLostError:
+            if self.exposure.killed:
+                raise
+
+
+@_exposure("clogged_reader")
+class WaitsForReaders(FakeExposure):
+    def join(self, timeout_s: float | None = None) -> bool:
+        deadline = time.monotonic() + (timeout_s or 0.0)
+        while self.active_readers() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return not self.active_readers()
+
+
+@_session("revoked")
+class KeepsWhatItHad(FakeSession):
+    """A grant that was looked up once is good for ever."""
+
+    def check(self) -> None:
+        try:
+            super().check()
+        except PeerRefusedError:
+            return
+
+
+@_transport("wrong_tickets")
+class AsksForNoSecret(BrokenFake):
+    def admits(self, expected: str, secret: str) -> bool:
+        return bool(expected)
+
+
+@_transport("probes")
+class RaisesWhenProbed(BrokenFake):
+    def probe(self) -> Viable | Unavailable:
+        raise ImportError("libfake.so.1: cannot open shared object file")
+
+
+@_transport("reaches_both_ways")
+class ReachesUpwardsOnly(BrokenFake):
+    def reach(self, here: Place, there: Place) -> Path | None:
+        return super().reach(here, there) if here.pid <= there.pid else None
+
+
+@_session("close_cancels")
+class BlamesThePeer(FakeSession):
+    """What `close` ends is reported as if the peer had been lost."""
+
+    def name(self, read: Read, error: MxError) -> MxError:
+        if isinstance(error, ClosedError):
+            error = PeerLostError(error.message)
+        return super().name(read, error)
+
+
+@_session("hands_off")
+class WritesAfterTheEnd(FakeSession):
+    """A copy that was under way when the read was cancelled still lands."""
+
+    def run(self, read: Read) -> None:
+        super().run(read)
+        if self.closed:
+            for piece in read.pieces:
+                self.move(read, piece.region, piece.region_offset, piece.view)
+
+
+@_session("closed_is_closed")
+class SwallowsLateReads(FakeSession):
+    def read(self, reads: Sequence[Read]) -> None:
+        if not self.closed:
+            super().read(reads)
+
+
+@_session("refills")
+class IsNotReentrant(FakeSession):
+    def read(self, reads: Sequence[Read]) -> None:
+        if threading.current_thread() in self.threads:
+            raise RuntimeError("read was called from a sink")
+        super().read(reads)
+
+
+@_exposure("counts_readers")
+class CountsNobody(FakeExposure):
+    def active_readers(self) -> int:
+        return 0
+
+
+@_session("attaches")
+class AttachesOneCopyForAll(FakeSession):
+    def attach(self, region: int) -> memoryview:
+        if not hasattr(self, "attached"):
+            self.attached = super().attach(region)
+        return self.attached
+
+
+class _LeakySession(FakeSession):
+    """Leaves behind what `leak` makes."""
+
+    def __init__(self, grant: Grant, exposure: FakeExposure, grant_id: str, secret: str) -> None:
+        super().__init__(grant, exposure, grant_id, secret)
+        assert isinstance(exposure.transport, BrokenFake)
+        exposure.transport.leaked.append(self.leak())
+
+    def leak(self) -> Callable[[], object]:
+        raise NotImplementedError
+
+
+@_session("leaves_nothing")
+class LeavesAThread(_LeakySession):
+    def leak(self) -> Callable[[], object]:
+        stop = threading.Event()
+        threading.Thread(target=stop.wait, daemon=True).start()
+        return stop.set
+
+
+@_session("leaves_nothing")
+class LeavesADescriptor(_LeakySession):
+    def leak(self) -> Callable[[], object]:
+        descriptor = os.eventfd(0)
+        return lambda: os.close(descriptor)
+
+
+@_session("leaves_nothing")
+class LeavesAMapping(_LeakySession):
+    def leak(self) -> Callable[[], object]:
+        memfd = os.memfd_create("leaked")
+        os.ftruncate(memfd, mmap.PAGESIZE)
+        mapped = mmap.mmap(memfd, mmap.PAGESIZE)
+        os.close(memfd)
+        return mapped.close
+
+
+@_exposure("leaves_nothing")
+class KeepsViews(FakeExposure):
+    def close(self) -> None:
+        regions = dict(self.regions)
+        super().close()
+        self.regions.update(regions)

@@ -1,0 +1,306 @@
+"""A transport within one process that keeps every rule, plainly. Broken ones derive from it.
+
+Its source can be killed and stopped without a process: see FakeHarness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import json
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from mx.core.topology import Place
+from mx.errors import (
+    ClosedError,
+    MxError,
+    NotAllowedError,
+    PeerLostError,
+    PeerProtocolError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    SourceError,
+    StaleGenerationError,
+)
+from mx.testing.bench import GENERATION, Harness
+from mx.testing.child import GRANT_ID
+from mx.testing.memory import Memory
+from mx.transport import (
+    ExposedRegion,
+    ExposeOptions,
+    Exposure,
+    Grant,
+    Path,
+    Read,
+    Session,
+    Transport,
+    Unavailable,
+    Viable,
+)
+from mx.units import KIB, MIB
+
+STEP_BYTES = 256 * KIB
+
+
+class FakeExposure:
+    """Regions of this process for sessions of this process. See `mx.transport.Exposure`."""
+
+    def __init__(self, transport: FakeTransport, regions: Sequence[ExposedRegion]) -> None:
+        self.transport = transport
+        self.stops = 0
+        self.regions = {region.index: region for region in regions}
+        self.lock = threading.Lock()
+        self.generation = 0
+        self.closed = False
+        self.killed = False
+        self.running = threading.Event()
+        self.running.set()
+        self.busy: Counter[str] = Counter()
+        self.secrets: dict[str, str] = {}
+
+    def grant(self, grant_id: str) -> bytes:
+        with self.lock:
+            if self.closed:
+                raise ClosedError("the exposure is closed; no more grants")
+            self.secrets[grant_id] = secret = secrets.token_hex(16)
+        return json.dumps({"exposure": id(self), "grant": grant_id, "secret": secret}).encode()
+
+    def revoke(self, grant_id: str) -> None:
+        with self.lock:
+            self.secrets.pop(grant_id, None)
+
+    def set_generation(self, generation: int) -> None:
+        self.generation = generation
+
+    def active_readers(self) -> int:
+        with self.lock:
+            return sum(1 for count in self.busy.values() if count)
+
+    def close(self) -> None:
+        with self.lock:
+            self.closed = True
+            self.secrets.clear()
+            self.regions.clear()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def copy(self, region: int, offset: int, view: memoryview) -> None:
+        """One step's bytes, under the lock: a region is never let go in mid-copy."""
+        with self.lock:
+            if region in self.regions:
+                part = self.regions[region].view[offset : offset + len(view)]
+                view[: len(part)] = part
+
+
+class FakeSession:
+    """Lanes that copy step by step. See `mx.transport.Session`."""
+
+    def __init__(self, grant: Grant, exposure: FakeExposure, grant_id: str, secret: str) -> None:
+        self.grant = grant
+        self.exposure = exposure
+        self.grant_id = grant_id
+        self.secret = secret
+        self.depth = 2 * grant.streams
+        self.wake = threading.Condition()
+        self.queue: deque[Read] = deque()
+        self.closed = False
+        self.threads = [
+            threading.Thread(target=self.main, name=f"fake-{lane}", daemon=True)
+            for lane in range(grant.streams)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def read(self, reads: Sequence[Read]) -> None:
+        with self.wake:
+            if self.closed:
+                raise ClosedError("the session is closed")
+            self.queue.extend(reads)
+            self.wake.notify_all()
+
+    def attach(self, region: int) -> memoryview:
+        found = self.exposure.regions.get(region)
+        if found is None or found.memfd is None or not _sealed(found.memfd):
+            raise NotAllowedError(f"{self.grant.peer}: region {region} is not sealed")
+        return memoryview(bytearray(found.view))
+
+    def close(self) -> None:
+        with self.wake:
+            self.closed = True
+            self.wake.notify_all()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self.threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self.threads)
+
+    # --- the lanes
+
+    def main(self) -> None:
+        while (read := self.take()) is not None:
+            self.run(read)
+
+    def take(self) -> Read | None:
+        with self.wake:
+            while not self.queue and not self.closed:
+                self.wake.wait()
+            return self.queue.popleft() if self.queue else None
+
+    def run(self, read: Read) -> None:
+        error: MxError | None = None
+        with self.exposure.lock:
+            self.exposure.busy[self.grant_id] += 1
+        try:
+            self.check_bounds(read)
+            self.check()
+            self.copy(read)
+        except MxError as caught:
+            error = caught
+        finally:
+            with self.exposure.lock:
+                self.exposure.busy[self.grant_id] -= 1
+        if error is None:
+            read.sink.done()
+        else:
+            read.sink.failed(self.name(read, error))
+
+    def name(self, read: Read, error: MxError) -> MxError:
+        message = f"{read.tag}: {error.message}"
+        if isinstance(error, SourceError):
+            return type(error)(message, peer=self.grant.peer)
+        return type(error)(message)
+
+    def copy(self, read: Read) -> None:
+        landed = 0
+        for piece in read.pieces:
+            for start in range(0, len(piece.view), STEP_BYTES):
+                part = piece.view[start : start + STEP_BYTES]
+                self.move(read, piece.region, piece.region_offset + start, part)
+                landed += len(part)
+                self.check()
+                read.sink.landed(landed)
+        self.check()
+
+    def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
+        self.exposure.copy(region, offset, part)
+
+    def check_bounds(self, read: Read) -> None:
+        for piece in read.pieces:
+            region = self.exposure.regions.get(piece.region)
+            end = piece.region_offset + len(piece.view)
+            if region is None or piece.region_offset < 0 or end > len(region.view):
+                raise PeerRefusedError(f"{self.grant.peer}: out of range", peer=self.grant.peer)
+
+    def check(self) -> None:
+        """Raises where the read must not go on."""
+        exposure, peer = self.exposure, self.grant.peer
+        waited_s = 0.0
+        while not exposure.running.wait(0.01) and not self.closed:
+            waited_s += 0.01
+            if waited_s >= self.grant.stall_timeout_s:
+                raise PeerTimeoutError(f"{peer} does not answer", peer=peer)
+        if self.closed:
+            raise ClosedError("the session was closed")
+        if exposure.killed or exposure.closed:
+            raise PeerLostError(f"{peer} is gone", peer=peer)
+        if exposure.secrets.get(self.grant_id) != self.secret:
+            raise PeerRefusedError(f"{peer} has withdrawn the grant", peer=peer)
+        if exposure.generation != self.grant.generation:
+            raise StaleGenerationError(f"{peer}: its memory has changed", peer=peer)
+
+
+class FakeTransport:
+    """See `mx.transport.Transport`. Exposures live in the instance that made them."""
+
+    name = "fake"
+    exposure_type: type[FakeExposure] = FakeExposure
+    session_type: type[FakeSession] = FakeSession
+
+    def __init__(self) -> None:
+        self.exposures: dict[int, FakeExposure] = {}
+
+    def probe(self) -> Viable | Unavailable:
+        return Viable("in this process")
+
+    def reach(self, here: Place, there: Place) -> Path | None:
+        same = here.same_host_key == there.same_host_key and here.device == there.device == "cpu"
+        return Path(self.name, 5.0, attach=True) if same else None
+
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        exposure = self.exposure_type(self, regions)
+        self.exposures[id(exposure)] = exposure
+        return exposure
+
+    def open(self, grant: Grant) -> Session:
+        try:
+            ticket = json.loads(grant.ticket)
+            exposure = self.exposures[ticket["exposure"]]
+            grant_id, secret = str(ticket["grant"]), str(ticket["secret"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            message = f"{grant.peer} handed out a ticket that can't be read"
+            raise PeerProtocolError(message, peer=grant.peer) from error
+        expected = exposure.secrets.get(grant_id, "")
+        if not self.admits(expected, secret):
+            raise PeerRefusedError(f"{grant.peer}: wrong secret", peer=grant.peer)
+        return self.session_type(grant, exposure, grant_id, expected)
+
+    def admits(self, expected: str, secret: str) -> bool:
+        return bool(expected) and hmac.compare_digest(expected.encode(), secret.encode())
+
+
+class FakeRemote:
+    """A FakeExposure that can be killed and stopped as if it were another process."""
+
+    def __init__(self, transport: FakeTransport, sizes: Sequence[int], seed: int) -> None:
+        self._memories = [Memory(size, seed + index) for index, size in enumerate(sizes)]
+        regions = [memory.region(index) for index, memory in enumerate(self._memories)]
+        exposure = transport.expose(regions, ExposeOptions())
+        assert isinstance(exposure, FakeExposure)
+        self._exposure = exposure
+        self._exposure.set_generation(GENERATION)
+        self.ticket = self._exposure.grant(GRANT_ID)
+
+    def kill(self) -> None:
+        self._exposure.killed = True
+
+    def stop(self) -> None:
+        self._exposure.stops += 1
+        self._exposure.running.clear()
+
+    def resume(self) -> None:
+        self._exposure.running.set()
+
+    def close(self) -> None:
+        self._exposure.close()
+        self.resume()
+        for memory in self._memories:
+            # Broken fakes may hold on to views; the rule about what is left says so.
+            with contextlib.suppress(BufferError):
+                memory.close()
+
+
+class FakeHarness(Harness):
+    """The harness for FakeTransport and what derives from it: `make` is called for each rule."""
+
+    def __init__(self, make: Callable[[], FakeTransport] = FakeTransport) -> None:
+        super().__init__("", big_nbytes=2 * MIB, stall_timeout_s=0.25, deadline_s=3.0)
+        self._make = make
+
+    def transport(self) -> Transport:
+        return self._make()
+
+    def remote(self, transport: Transport, sizes: Sequence[int], seed: int) -> FakeRemote:
+        assert isinstance(transport, FakeTransport)
+        return FakeRemote(transport, sizes, seed)
+
+
+def _sealed(memfd: int) -> bool:
+    wanted = 0x2 | 0x4 | 0x8  # SHRINK, GROW, WRITE
+    return fcntl.fcntl(memfd, 1034) & wanted == wanted  # F_GET_SEALS

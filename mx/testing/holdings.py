@@ -1,0 +1,43 @@
+"""What a process holds that a session or an exposure may leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Kernel threads by id, descriptors by number and target, maps of memfds and /dev/shm."""
+
+    threads: frozenset[str]
+    descriptors: frozenset[tuple[str, str]]
+    mappings: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        descriptors = set()
+        for number in os.listdir("/proc/self/fd"):
+            # The listing's own descriptor is gone by now.
+            with contextlib.suppress(FileNotFoundError):
+                descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        return cls(
+            frozenset(os.listdir("/proc/self/task")),
+            frozenset(descriptors),
+            frozenset(
+                f"{line.split()[0]} {line.split(maxsplit=5)[5]}"
+                for line in maps.splitlines()
+                if "/memfd:" in line or "/dev/shm/" in line
+            ),
+        )
+
+    def beyond(self, before: Holdings) -> list[str]:
+        """What `self` has and `before` had not, a line each."""
+        return [
+            *(f"thread {tid}" for tid in sorted(self.threads - before.threads)),
+            *(f"descriptor {n} -> {to}" for n, to in sorted(self.descriptors - before.descriptors)),
+            *(f"mapping {line}" for line in sorted(self.mappings - before.mappings)),
+        ]

@@ -1,0 +1,120 @@
+"""Conformance rules about peers that die, stop, clog, lie, or take back what they granted."""
+
+from __future__ import annotations
+
+from mx.errors import PeerTimeoutError, SourceError
+from mx.testing.bench import Bench, pattern, require
+from mx.units import MIB
+
+
+def peer_dies(bench: Bench) -> None:
+    """A source killed in the middle of a read is an error that names it; so are later reads."""
+    remote, session = bench.remote(bench.harness.big_nbytes)
+    running = bench.held_read(session, memoryview(bytearray(bench.harness.big_nbytes)), "running")
+    queued = [
+        bench.read(session, 0, 0, memoryview(bytearray(MIB)), tag=f"queued {n}") for n in range(4)
+    ]
+    remote.kill()
+    running.release()
+    bench.failure(running, SourceError, "running")
+    # Another stream may have served these before the source died.
+    bench.finish(*queued)
+    for n, sink in enumerate(queued):
+        if sink.failures:
+            bench.failure(sink, SourceError, f"queued {n}")
+    later = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="later")
+    bench.failure(later, SourceError, "later")
+
+
+def peer_stops(bench: Bench) -> None:
+    """A source that is stopped, not dead, runs into the deadline, if it is needed at all."""
+    nbytes = bench.harness.big_nbytes
+    remote, session = bench.remote(nbytes)
+    view = memoryview(bytearray(nbytes))
+    running = bench.held_read(session, view, "running")
+    remote.stop()
+    running.release()
+    bench.finish(running)
+    if running.failures:
+        bench.failure(running, PeerTimeoutError, "running")
+    session.close()
+    require(session.join(bench.harness.deadline_s), "join waits for a stopped source")
+
+
+def peer_resumes(bench: Bench) -> None:
+    """Bytes of a source that paused for less than the deadline are right."""
+    nbytes = bench.harness.big_nbytes
+    remote, session = bench.remote(nbytes)
+    view = memoryview(bytearray(nbytes))
+    running = bench.held_read(session, view, "running")
+    remote.stop()
+    running.release()
+    remote.resume()
+    bench.succeed(running)
+    seed = bench.last_seed
+    require(view == pattern(nbytes, seed), "a source that paused sent wrong bytes")
+
+
+def short_read(bench: Bench) -> None:
+    """A source that ends in good order in the middle of a read has not done it."""
+    source = bench.source(bench.harness.big_nbytes)
+    session = bench.open(source)
+    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), "running")
+    source.exposure.close()
+    running.release()
+    bench.failure(running, SourceError, "running")
+
+
+def clogged_reader(bench: Bench) -> None:
+    """A reader that stops taking bytes holds up neither other readers nor the source's end."""
+    source = bench.source(bench.harness.big_nbytes)
+    clogged, other = bench.open(source), bench.open(source)
+    held = bench.held_read(clogged, memoryview(bytearray(source.sizes[0])))
+    bench.succeed(*(bench.read(other, 0, n, memoryview(bytearray(MIB))) for n in range(6)))
+    source.exposure.close()
+    require(
+        source.exposure.join(bench.harness.deadline_s), "the source can't end: a reader clogs it"
+    )
+    held.release()
+    bench.finish(held)
+
+
+def revoked(bench: Bench) -> None:
+    """A revoked grant's running reads are cut and new ones refused; other grants go on."""
+    source = bench.source(bench.harness.big_nbytes)
+    grant_id, ticket = source.grant("mine")
+    session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
+    other = bench.open(source)
+    source.exposure.revoke("nobody's")
+    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), "running")
+    source.exposure.revoke("mine")
+    running.release()
+    bench.failure(running, SourceError, "running")
+    later = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="later")
+    bench.failure(later, SourceError, "later")
+    require(not (what := bench.refuses(grant_id, ticket, source.sizes)), f"revoked: {what}")
+    bench.succeed(bench.read(other, 0, 0, memoryview(bytearray(MIB))))
+
+
+def wrong_tickets(bench: Bench) -> None:
+    """A ticket with another secret, of an ended source, or of garbage opens nothing."""
+    source = bench.source(4096)
+    grant_id, ticket = source.grant()
+    noise = bench.random.randbytes
+    for name, bad in (
+        ("another secret", bench.harness.tamper(ticket)),
+        ("nothing", b""),
+        ("half a ticket", ticket[: len(ticket) // 2]),
+        ("an empty object", b"{}"),
+        ("a list", b"[1, 2]"),
+        ("deep nesting", b"[" * 100_000),
+        *((f"noise {n}", noise(n * 7)) for n in range(1, 20)),
+    ):
+        what = bench.refuses(grant_id, bad, source.sizes)
+        require(not what, f"with {name} for a ticket: {what}")
+    session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
+    bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(4096))))
+    source.exposure.close()
+    require(source.exposure.join(bench.harness.deadline_s), "the exposure's join did not return")
+    what = bench.refuses(grant_id, ticket, source.sizes)
+    require(not what, f"with an ended source's ticket: {what}")

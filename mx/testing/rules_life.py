@@ -1,0 +1,197 @@
+"""Conformance rules about a transport's life: what it offers, ends, and leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+
+from mx.core.topology import Place
+from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
+from mx.testing.bench import Bench, Kind, require
+from mx.testing.holdings import Holdings
+from mx.transport import Piece, Read, Unavailable, Viable
+from mx.units import MIB
+
+HERE = Place(boot_id="boot-1", hostname="a", uid=1000, pid=100, addresses=("127.0.0.1",))
+
+
+def probes(bench: Bench) -> None:
+    """`probe` answers, again and again, and never raises."""
+    for _ in range(3):
+        try:
+            answer = bench.transport.probe()
+        except (MxError, OSError, ImportError, RuntimeError, ValueError, TypeError) as error:
+            require(False, f"probe raised {error!r}")
+        else:
+            require(isinstance(answer, Viable | Unavailable), f"probe returned {answer!r}")
+
+
+def reaches_both_ways(bench: Bench) -> None:
+    """`reach` gives the same path in both directions, for any two places."""
+    places = [
+        Place(boot, boot, uid, pid, 7, pid_ns, net_ns, 1, device, addresses)
+        for boot, uid, pid, pid_ns, net_ns, device, addresses in itertools.product(
+            ("boot-1", "boot-2", ""),
+            (0, 1000),
+            (100, 200),
+            (1, 2),
+            (1, 2),
+            ("cpu", "cuda:GPU-1"),
+            (("127.0.0.1",), ("10.0.0.1", "::1")),
+        )
+    ]
+    for here, there in itertools.product(bench.random.sample(places, 60), repeat=2):
+        path, back = bench.transport.reach(here, there), bench.transport.reach(there, here)
+        require(path == back, f"{here} -> {there}: {path}, but back: {back}")
+        name = path.transport if path else bench.transport.name
+        require(name == bench.transport.name, f"the path is called {name}")
+
+
+def close_cancels(bench: Bench) -> None:
+    """`close` fails what runs and what is queued with ClosedError; afterwards nothing starts."""
+    source = bench.source(bench.harness.big_nbytes)
+    session = bench.open(source, streams=1)
+    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), "running")
+    queued = [
+        bench.read(session, 0, 0, memoryview(bytearray(MIB)), tag=f"queued {n}") for n in range(5)
+    ]
+    session.close()
+    running.release()
+    bench.failure(running, ClosedError, "running")
+    for n, sink in enumerate(queued):
+        bench.failure(sink, ClosedError, f"queued {n}")
+
+
+def hands_off(bench: Bench) -> None:
+    """Once a read has failed, its destination is never written to again."""
+    source = bench.source(bench.harness.big_nbytes)
+    session = bench.open(source)
+    view = memoryview(bytearray(source.sizes[0]))
+    blank = bytes(len(view))
+
+    # At the moment the read fails its destination is wiped, as a new owner would.
+    def wipe() -> None:
+        view[:] = blank
+
+    sink = bench.sink(hold=True, on_end=wipe)
+    bench.read(session, 0, 0, view, sink=sink)
+    bench.wait(sink.held, "a read's first bytes did not land")
+    session.close()
+    sink.release()
+    bench.finish(sink)
+    require(session.join(bench.harness.deadline_s), "join did not return")
+    require(view == blank, "memory was written to after its read had failed")
+
+
+def closed_is_closed(bench: Bench) -> None:
+    """After `close`, reads are refused; closing and joining again is harmless on both sides."""
+    source = bench.source(4096)
+    session = bench.open(source)
+    require(not session.join(0.05), "join says that a running session has ended")
+    for _ in range(2):
+        session.close()
+        require(session.join(bench.harness.deadline_s), "join did not return")
+    sink = bench.sink()
+    try:
+        session.read([Read("late", [Piece(0, 0, memoryview(bytearray(1)))], sink)])
+    except ClosedError:
+        require(not sink.ended.is_set(), "a refused read's sink was called")
+    else:
+        require(False, "a closed session takes reads")
+    for _ in range(2):
+        source.exposure.close()
+        require(source.exposure.join(bench.harness.deadline_s), "join did not return")
+
+
+def refills(bench: Bench) -> None:
+    """A sink may ask its session for more, from `landed` and from `done`."""
+    source = bench.source(MIB)
+    session = bench.open(source, streams=1)
+    later = [bench.sink(), bench.sink()]
+    trouble: list[BaseException] = []
+    views = [memoryview(bytearray(4096)) for _ in range(3)]
+
+    def more(number: int) -> None:
+        try:
+            session.read([Read("more", [Piece(0, 0, views[number])], later[number])])
+        except (MxError, RuntimeError) as error:
+            trouble.append(error)
+            later[number].ended.set()
+
+    first = bench.sink(on_landed=lambda _: more(0), on_end=lambda: more(1))
+    bench.read(session, 0, 0, views[2], sink=first)
+    bench.succeed(first, *later)
+    require(not trouble, f"a sink could not ask for more: {trouble}")
+
+
+def counts_readers(bench: Bench) -> None:
+    """`active_readers` is the number of grants with a read running."""
+    source = bench.source(bench.harness.big_nbytes)
+    sessions = [bench.open(source) for _ in range(2)]
+    active = source.exposure.active_readers
+    require(active() == 0, f"{active()} readers are active before any has read")
+    sinks = []
+    for number, session in enumerate(sessions):
+        sinks.append(bench.held_read(session, memoryview(bytearray(source.sizes[0]))))
+        bench.eventually(
+            lambda number=number: active() == number + 1,  # type: ignore[misc]
+            lambda number=number: f"{active()} active, should be {number + 1}",  # type: ignore[misc]
+        )
+    for sink in sinks:
+        sink.release()
+    bench.finish(*sinks)
+    bench.eventually(lambda: active() == 0, lambda: f"{active()} readers stay active")
+
+
+def attaches(bench: Bench) -> None:
+    """Where paths can be attached to: the bytes, private, outliving the session, or refused."""
+    path = bench.transport.reach(HERE, HERE)
+    if path is None or not path.attach:
+        return
+    source = bench.source(MIB, kind=Kind.SEALED)
+    expected = source.memories[0].expected
+    session = bench.open(source)
+    views = [session.attach(0), session.attach(0)]
+    require(views[0] == expected, "the attached bytes are wrong")
+    require(not views[0].readonly, "an attached view can't be written to")
+    views[0][:4096] = bytes(4096)
+    require(views[1] == expected, "what one writes, another attached view sees")
+    require(source.memories[0].unchanged(), "what is written to a view reaches the source")
+    session.close()
+    require(session.join(bench.harness.deadline_s), "join waits for attached views")
+    require(views[1] == expected, "an attached view ended with its session")
+    for kind in (Kind.UNSEALED, Kind.ANONYMOUS):
+        session = bench.open(bench.source(4096, kind=kind))
+        try:
+            session.attach(0)
+        except (NotAllowedError, SourceError):
+            continue
+        require(False, f"{kind.value} memory was attached")
+
+
+def leaves_nothing(bench: Bench) -> None:
+    """After `join` no thread, descriptor or mapping is left, and no view of the memory."""
+    before = Holdings.now()
+    for ending in ("idle", "running", "revoked"):
+        source = bench.source(bench.harness.big_nbytes)
+        grant_id, ticket = source.grant()
+        session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
+        bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
+        if ending != "idle":
+            held = bench.held_read(session, memoryview(bytearray(source.sizes[0])))
+            if ending == "revoked":
+                source.exposure.revoke(grant_id)
+            held.release()
+        session.close()
+        require(session.join(bench.harness.deadline_s), "the session's join did not return")
+        source.exposure.close()
+        require(source.exposure.join(bench.harness.deadline_s), "the exposure's did not")
+        for memory in source.memories:
+            try:
+                memory.close()
+            except BufferError:
+                require(False, "the exposure holds on to its regions' views")
+    # The kernel takes a moment to be rid of a thread that has been joined.
+    bench.eventually(
+        lambda: not Holdings.now().beyond(before),
+        lambda: "left behind: " + "; ".join(Holdings.now().beyond(before)),
+    )

@@ -1,0 +1,31 @@
+"""The fake transport keeps the rules; each broken one breaks exactly the rule it is for."""
+
+import pytest
+
+from mx.testing import broken, conformance
+from mx.testing.fake import FakeHarness
+
+
+@pytest.mark.parametrize("rule", conformance.RULES)
+def test_fake(rule: str) -> None:
+    conformance.check(rule, FakeHarness())
+
+
+@pytest.mark.parametrize("name", broken.BROKEN)
+def test_broken_fake_breaks_its_rule_alone(name: str) -> None:
+    made: list[broken.BrokenFake] = []
+
+    def make() -> broken.BrokenFake:
+        made.append(broken.BROKEN[name]())
+        return made[-1]
+
+    try:
+        found = conformance.broken_rules(FakeHarness(make))
+    finally:
+        for transport in made:
+            transport.clean_up()
+    assert list(found) == [broken.BROKEN[name].rule], found
+
+
+def test_every_rule_has_a_broken_fake() -> None:
+    assert {fake.rule for fake in broken.BROKEN.values()} == set(conformance.RULES)
