@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mx.coordinator.service import CoordinatorServicer
@@ -89,7 +90,11 @@ class Coordinator:
         await self._state.close()
 
 
-async def _serve(options: Options) -> None:
+def _print_address(address: str) -> None:
+    print(f"mx-coordinator listening on {address}", file=sys.stderr, flush=True)
+
+
+async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,16 +102,17 @@ async def _serve(options: Options) -> None:
     coordinator = Coordinator(lease_s=options.lease_s, state=options.state)
     await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
     try:
-        print(f"mx-coordinator listening on {coordinator.address}", file=sys.stderr, flush=True)
+        on_listening(coordinator.address)
         await stop.wait()
     finally:
         await coordinator.stop()
 
 
-def run(options: Options) -> int:
+def run(options: Options, on_listening: Callable[[str], None] = _print_address) -> int:
     """The daemon: until SIGTERM or SIGINT, then 0. Belongs to the main thread.
 
-    Raises ConfigError and LocalError before it listens.
+    `on_listening` is told the address as bound. Raises ConfigError and LocalError before it
+    listens.
     """
-    asyncio.run(_serve(options))
+    asyncio.run(_serve(options, on_listening))
     return 0
