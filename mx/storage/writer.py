@@ -1,0 +1,186 @@
+"""Writing a checkpoint while its layers arrive: beside the target, then renamed in one step."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from mx.core.digest import document_digest
+from mx.core.layout import TensorSpec
+from mx.core.packaging import INDEX_SUFFIX, bad_side_content, default_packaging
+from mx.core.types import Manifest
+from mx.errors import DigestError, IntegrityError, OutputError
+from mx.storage.header import header_bytes
+from mx.storage.osfile import write_error
+from mx.storage.safetensors import weight_map
+from mx.storage.staging import Staging
+
+
+class CheckpointWriter:
+    """Writes the checkpoint that `manifest` packages as the folder `out`.
+
+    Nothing appears at `out` before `commit`; `abort`, and every error raised here, leave nothing
+    behind. The constructor reserves the space of all files. `write_layer` and `write_side_file`
+    may be called from several threads; `commit` once those have returned, `abort` at any time.
+    Also a context manager, which aborts unless committed.
+
+    Raises ConfigError where `out` is in use or no place for an output, CapacityError where the
+    disk is too small, OutputError where writing fails.
+    """
+
+    def __init__(self, out: Path, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._packaging = manifest.packaging
+        if not self._packaging.files:  # tensors that never were a checkpoint
+            self._packaging = default_packaging(manifest.layout)
+        self._side_files = {side.path: side for side in manifest.packaging.side_files}
+        self._lock = threading.Lock()
+        self._active = 0  # calls that use the descriptors right now
+        self._ended = False
+        self._fds: list[int] = []
+        # Per layer: (offset in the layer, bytes, descriptor, offset in the file).
+        self._pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in manifest.layout.layers]
+        self._staging = Staging(out)
+        with self._using():
+            self._create_files()
+        self._layers_left = {index for index, pieces in enumerate(self._pieces) if pieces}
+
+    def write_layer(self, index: int, layer_view: memoryview) -> None:
+        """Write a layer's tensors to their files. `layer_view` is the layer's space (its
+        `nbytes` bytes, or more), only read from, and only until this returns."""
+        with self._using(), layer_view.cast("B") as layer:
+            if layer.nbytes < self._manifest.layout.layers[index].nbytes:
+                raise ValueError(f"layer {index} is larger than the view of it")
+            for offset, nbytes, fd, position in self._pieces[index]:
+                if self._ended:
+                    raise OutputError(f"{self._staging.out} was abandoned")
+                done = 0
+                while done < nbytes:
+                    with layer[offset + done : offset + nbytes] as rest:
+                        done += os.pwrite(fd, rest, position + done)
+        with self._lock:
+            self._layers_left.discard(index)
+
+    def write_side_file(self, path: str, data: bytes) -> None:
+        """Write one of the manifest's side files. Raises DigestError or IntegrityError where the
+        bytes are not the ones the manifest names, or not what may be written."""
+        with self._using():
+            side = self._side_files.get(path)
+            if side is None:
+                raise IntegrityError(f"the manifest names no side file {path} to be written")
+            if len(data) != side.nbytes or document_digest(data) != side.digest:
+                raise DigestError(f"the side file {path} is not the one that the manifest names")
+            reason = bad_side_content(path, data)
+            if reason is not None:
+                raise IntegrityError(f"the side file {path} {reason}, so it is not written")
+            if path.endswith(INDEX_SUFFIX):
+                self._check_index(path, data)
+            target = self._staging.folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(target, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        with self._lock:
+            del self._side_files[path]
+
+    def commit(self) -> None:
+        """Make everything durable and let it appear at `out`. Raises as the class says, and
+        OutputError if something was not written."""
+        with self._using():
+            missing = len(self._layers_left), len(self._side_files)
+            if any(missing):
+                raise OutputError(
+                    f"{missing[0]} layers and {missing[1]} side files were not written",
+                    hint="pull again; nothing was kept",
+                )
+            for fd in self._fds:
+                os.fsync(fd)
+            self._close_files()
+            self._staging.publish()
+            self._ended = True
+
+    def abort(self) -> None:
+        """Remove what was written, at once or when running calls have noticed. Idempotent; does
+        nothing after `commit`."""
+        with self._lock:
+            self._ended = True
+            if not self._active:
+                self._clean_up()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Around every use of the files. Whatever goes wrong inside ends the output and is raised
+        as what it means; what was written is removed once no other call uses a descriptor."""
+        with self._lock:
+            if self._ended:
+                raise OutputError(f"{self._staging.out} was abandoned or is already written")
+            self._active += 1
+        failed = True
+        try:
+            yield
+            failed = False
+        except OSError as error:
+            raise write_error(error, Path(error.filename or self._staging.out)) from error
+        finally:
+            with self._lock:
+                self._active -= 1
+                self._ended = self._ended or failed
+                if self._ended and not self._active:
+                    self._clean_up()
+
+    def _clean_up(self) -> None:
+        self._close_files()
+        self._staging.discard()
+
+    def _create_files(self) -> None:
+        tensors = {tensor.name: tensor for tensor in self._manifest.layout.tensors}
+        plans = []
+        for file in self._packaging.files:
+            members = [tensors[name] for name in file.tensors]
+            specs = [TensorSpec(t.name, t.dtype, t.shape) for t in members]
+            header = header_bytes(specs, file.metadata)
+            plans.append((file.path, header, members, len(header) + sum(t.nbytes for t in members)))
+        self._staging.require(
+            sum(nbytes for *_, nbytes in plans) + sum(s.nbytes for s in self._side_files.values())
+        )
+        for path, header, members, nbytes in plans:
+            target = self._staging.folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._fds.append(fd)
+            # So that a full disk is told now, not in the middle.
+            os.posix_fallocate(fd, 0, nbytes)
+            position = 0
+            while position < len(header):
+                position += os.pwrite(fd, header[position:], position)
+            for tensor in members:
+                if tensor.nbytes:
+                    piece = (tensor.offset, tensor.nbytes, fd, position)
+                    self._pieces[tensor.layer].append(piece)
+                position += tensor.nbytes
+
+    def _check_index(self, path: str, data: bytes) -> None:
+        files = {file.path for file in self._packaging.files}
+        strange = set(weight_map(data, path).values()) - files
+        if strange:
+            raise IntegrityError(f"the index {path} names {min(strange)}, which is not pulled")
+
+    def _close_files(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
