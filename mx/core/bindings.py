@@ -102,6 +102,8 @@ class Bindings:
             self._count += 1
         bundle.variants[key.variant].sources[source_id] = None
         bundle.lapses_at_s = math.inf
+        if bundle.base in revisions:
+            revisions[bundle.base].lapses_at_s = math.inf
 
     def leave(self, now: float, key: ModelKey, source_id: str, *, by: bytes = b"") -> None:
         """A source has gone. `by` is the digest of its secret where it went by its own will."""

@@ -1,0 +1,83 @@
+"""Source records for tests: real documents, real digests, no source behind them."""
+
+from __future__ import annotations
+
+import uuid
+
+from mx.core.digest import document_digest
+from mx.core.topology import Place
+from mx.core.types import (
+    AddressTable,
+    ManifestRef,
+    ModelKey,
+    Region,
+    SourceRecord,
+    SourceRole,
+    SourceState,
+    TableRow,
+)
+
+
+def make_documents(weights: str, *, layout: str = "layout", nbytes: int = 64) -> list[bytes]:
+    """The four documents of a manifest, in order; the first differs by `weights`."""
+    texts = (f"identity {weights}", layout, f"chunking {weights}", "packaging")
+    return [text.encode().ljust(nbytes, b".") for text in texts]
+
+
+def make_ref(documents: list[bytes]) -> ManifestRef:
+    digests = [document_digest(document) for document in documents]
+    sizes = [len(document) for document in documents]
+    return ManifestRef(
+        digests[0],
+        digests[1],
+        digests[2],
+        digests[3],
+        (sizes[0], sizes[1], sizes[2], sizes[3]),
+    )
+
+
+def by_digest(documents: list[bytes]) -> dict[bytes, bytes]:
+    return {document_digest(document): document for document in documents}
+
+
+def make_record(
+    documents: list[bytes],
+    *,
+    name: str = "llama",
+    revision: str = "main",
+    variant: str = "checkpoint",
+    source_id: str = "",
+    generation: int = 1,
+    held: tuple[tuple[int, int], ...] = ((0, 4),),
+    rows: tuple[TableRow, ...] = (),
+    role: SourceRole = SourceRole.ORIGIN,
+    state: SourceState = SourceState.SERVING,
+    endpoint: str = "127.0.0.1:7700",
+) -> SourceRecord:
+    """A contiguous source of four layers in 1 MiB, or a scattered one in 16 TiB where `rows`."""
+    ref = make_ref(documents)
+    region = (
+        Region(0, "cpu", 0x7F0000000000, 1 << 44)
+        if rows
+        else Region(0, "cpu", 0x7F0000000000, 1 << 20, (0, 4))
+    )
+    return SourceRecord(
+        source_id=source_id or str(uuid.uuid4()),
+        model=ModelKey(name, revision, variant),
+        ref=ref,
+        endpoint=endpoint,
+        place=Place(boot_id="b", hostname="h", uid=1, pid=2, addresses=("127.0.0.1",)),
+        generation=generation,
+        table=AddressTable(ref.layout, (region,), rows, held),
+        transports=("shm", "tcp"),
+        role=role,
+        state=state,
+    )
+
+
+def scattered_rows(count: int) -> tuple[TableRow, ...]:
+    """As a live engine has them: a tensor each, a few per layer, all over a region."""
+    return tuple(
+        TableRow(i // 8, (i % 8) << 24, (1 << 20) + i, 0, (i * 7919 % count) << 24)
+        for i in range(count)
+    )

@@ -1,0 +1,228 @@
+"""What the wire may carry, and what it may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx import codec
+from mx.core.types import AddressTable, ModelKey, Region, SourceRecord, TableRow
+from mx.errors import ConfigError, PeerProtocolError
+from mx.wire.v1 import common_pb2 as pb
+from mx.wire.v1 import coordinator_pb2 as cpb
+from tests.records import make_documents, make_record, scattered_rows
+
+DOCUMENTS = make_documents("A")
+RECORD = make_record(DOCUMENTS)
+U64_MAX = (1 << 64) - 1
+
+
+def test_a_record_comes_back_as_it_went() -> None:
+    assert codec.source_from_wire(codec.source_to_wire(RECORD)) == RECORD
+
+
+def test_rows_come_back_in_pages_below_the_message_limit() -> None:
+    rows = scattered_rows(50_000)
+    table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 44),))
+    decoder = codec.RowsDecoder(table, len(rows))
+    pages = [page.SerializeToString() for page in codec.rows_to_wire(rows)]
+    assert max(map(len, pages)) < 1 << 20
+    found = [row for page in pages for row in decoder.feed(pb.TableRows.FromString(page))]
+    decoder.finish()
+    assert tuple(found) == rows
+
+
+def good() -> cpb.Source:
+    return codec.source_to_wire(RECORD)
+
+
+def hostile(path: str, value: object) -> cpb.Source:
+    source = good()
+    target: Any = source
+    *parents, last = path.split(".")
+    for name in parents:
+        target = target.regions[0] if name == "region" else getattr(target, name)
+    field = getattr(target, last)
+    if isinstance(value, list):
+        del field[:]
+        field.extend(value)
+    else:
+        setattr(target, last, value)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model.name", ""),
+        ("model.name", "n" * 257),
+        ("model.name", "a@b"),
+        ("model.name", "a\nb"),
+        ("model.name", "a\x00b"),
+        ("model.name", " a"),
+        ("model.name", "a\u202eb"),
+        ("model.revision", "x" * 257),
+        ("model.variant", "tp\x1b[31m"),
+        ("manifest.identity.digest", b"short"),
+        ("manifest.layout.digest", b"x" * 33),
+        ("manifest.chunking.nbytes", 0),
+        ("manifest.packaging.nbytes", U64_MAX),
+        ("endpoint", ""),
+        ("endpoint", "host"),
+        ("endpoint", "host:0"),
+        ("endpoint", "host:65536"),
+        ("endpoint", "host:１２"),
+        ("endpoint", "dns:///evil:1"),
+        ("endpoint", "unix:/var/run/docker.sock"),
+        ("endpoint", "::1:80"),
+        ("endpoint", "[::zz]:80"),
+        ("endpoint", "a b:80"),
+        ("place", "[]"),
+        ("place", "{"),
+        ("place", "[" * 4000),
+        ("place", '{"pid": "1"}'),
+        ("place", '{"hostname": "' + "h" * 5000 + '"}'),
+        ("role", 0),
+        ("role", 77),
+        ("state", 0),
+        ("source_id", "not a uuid"),
+        ("source_id", "00000000-0000-4000-8000-00000000000A"),
+        ("transports", ["tcp", "tcp"]),
+        ("transports", ["TCP"]),
+        ("transports", [f"t{i}" for i in range(17)]),
+        ("table.layout_digest", b"x" * 32),
+        ("table.rows", 5),
+        ("table.rows", U64_MAX),
+        ("table.held", [pb.Range(begin=1, end=1)]),
+        ("table.held", [pb.Range(begin=2, end=1)]),
+        ("table.held", [pb.Range(begin=0, end=2), pb.Range(begin=1, end=3)]),
+        ("table.held", [pb.Range(begin=2, end=3), pb.Range(begin=0, end=1)]),
+        ("table.held", [pb.Range(begin=0, end=5)]),
+        ("table.held", [pb.Range(begin=i, end=i + 1) for i in range(4097)]),
+        ("table.region.index", 1),
+        ("table.region.device", "cuda:"),
+        ("table.region.device", "gpu\n"),
+        ("table.region.nbytes", U64_MAX),
+        ("table.region.base", U64_MAX),
+        ("table.region.layers.begin", 4),
+    ],
+)
+def test_hostile_sources_are_refused(path: str, value: object) -> None:
+    with pytest.raises(PeerProtocolError):
+        codec.source_from_wire(hostile(path, value))
+
+
+def test_a_region_may_end_where_the_address_space_does() -> None:
+    source = hostile("table.region.base", (1 << 64) - (1 << 20))
+    assert codec.source_from_wire(source).table.regions[0].base == (1 << 64) - (1 << 20)
+
+
+def test_a_layer_is_in_one_region_only() -> None:
+    regions = (Region(0, "cpu", 0, 1, (0, 2)), Region(1, "cpu", 8, 1, (1, 3)))
+    table = AddressTable(b"l" * 32, regions)
+    with pytest.raises(PeerProtocolError, match="two regions"):
+        codec.table_from_wire(codec.table_to_wire(table))
+
+
+SCATTERED = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1000), Region(1, "cpu", 0, 1000, (0, 1))))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 0, 1, 2, 0)],  # no such region
+        [(0, 0, 1, 1, 0)],  # a region that takes no rows
+        [(0, 0, 1001, 0, 0)],
+        [(0, 0, 1, 0, 1000)],
+        [(0, 0, 10, 0, U64_MAX)],
+        [(0, 0, U64_MAX, 0, 1)],
+        [(0, U64_MAX, 2, 0, 0)],
+        [(0, 0, 0, 0, 0)],
+        [(0, 0, 10, 0, 0), (0, 9, 10, 0, 10)],  # overlap
+        [(0, 10, 10, 0, 0), (0, 0, 10, 0, 10)],  # order
+        [(1, 0, 10, 0, 0), (0, 0, 10, 0, 10)],
+        [(0, 0, 10, 0, 0), (0, 10, 10, 0, 10), (0, 20, 10, 0, 20)],  # one too many
+    ],
+)
+def test_rows_outside_what_was_registered_are_refused(
+    rows: list[tuple[int, int, int, int, int]],
+) -> None:
+    expected = min(2, len(rows))
+    for size in (1, len(rows)):  # also across pages
+        decoder = codec.RowsDecoder(SCATTERED, expected)
+        pages = [rows[i : i + size] for i in range(0, len(rows), size)]
+        with pytest.raises(PeerProtocolError):
+            for page in pages:
+                for message in codec.rows_to_wire([TableRow(*row) for row in page]):
+                    decoder.check(message)
+
+
+def test_missing_rows_and_ragged_columns_are_refused() -> None:
+    decoder = codec.RowsDecoder(SCATTERED, 1)
+    with pytest.raises(PeerProtocolError, match="0 of 1"):
+        decoder.finish()
+    with pytest.raises(PeerProtocolError, match="columns"):
+        decoder.check(pb.TableRows(layer=[1], offset=[1, 2]))
+
+
+@pytest.mark.parametrize("name", ["", "a@b", "a\tb", "n" * 257, "a "])
+def test_a_bad_name_is_the_callers_mistake(name: str) -> None:
+    with pytest.raises(ConfigError):
+        codec.check_model_key(ModelKey(name))
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "Qwen/Qwen3-8B", "模型", "a b", "..", "a:b"])
+def test_good_names(name: str) -> None:
+    codec.check_model_key(ModelKey(name))
+    assert codec.key_from_wire(codec.key_to_wire(ModelKey(name))) == ModelKey(name)
+
+
+@given(st.data())
+def test_mangled_bytes_decode_or_are_refused(data: st.DataObject) -> None:
+    raw = bytearray(good().SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        message = cpb.Source.FromString(bytes(raw[: data.draw(st.integers(0, len(raw)))]))
+    except DecodeError:
+        return
+    try:
+        record = codec.source_from_wire(message)
+    except PeerProtocolError:
+        return
+    # What was believed is sane, and survives another trip.
+    assert isinstance(record, SourceRecord)
+    assert codec.source_from_wire(codec.source_to_wire(record)) == record
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5),
+)
+def test_ranges_are_sorted_and_disjoint_or_refused(ranges: list[tuple[int, int]]) -> None:
+    numbers = [number for pair in ranges for number in pair]
+    is_good = numbers == sorted(numbers) and all(begin < end for begin, end in ranges)
+    message = codec.ranges_to_wire(ranges)
+    if is_good:
+        assert codec.ranges_from_wire(message) == tuple(ranges)
+    else:
+        with pytest.raises(PeerProtocolError):
+            codec.ranges_from_wire(message)
+
+
+def test_secrets_do_not_come_back() -> None:
+    message = codec.source_to_wire(RECORD, binding_secret=b"s" * 32)
+    assert codec.source_to_wire(codec.source_from_wire(message)).binding_secret == b""
+    for nbytes in (0, 15, 65):
+        with pytest.raises(PeerProtocolError):
+            codec.secret_from_wire(b"s" * nbytes)
+
+
+def test_scattered_sources_may_hold_any_layer() -> None:
+    record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1000),))
+    decoded = codec.source_from_wire(codec.source_to_wire(record))
+    assert decoded == replace(record, table=replace(record.table, rows=()))

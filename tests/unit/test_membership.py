@@ -1,0 +1,393 @@
+"""The membership machine against a simple model, in any order, with loss, repeats and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mx.core.membership import ChangeKind, Limits, Membership
+from mx.core.types import SourceRecord, SourceRole, SourceState
+from mx.errors import (
+    BindingError,
+    CapacityError,
+    ConfigError,
+    MxError,
+    NotAllowedError,
+    StaleGenerationError,
+    UnknownModelError,
+    UnknownSourceError,
+)
+from tests.records import make_documents, make_record
+
+LEASE_S = 5.0
+GRACE_S = 20.0
+ALICE, BOB = b"a" * 16, b"b" * 16
+IDS = [f"00000000-0000-4000-8000-00000000000{i}" for i in range(4)]
+WEIGHTS = {text: make_documents(text) for text in "ABC"}
+LIMITS = Limits(models=4, sources=3)
+
+ids = st.sampled_from(IDS)
+secrets = st.sampled_from([ALICE, BOB])
+held = st.sampled_from([(), ((0, 1),), ((0, 4),), ((0, 1), (2, 4))])
+generations = st.integers(1, 3)
+
+
+def machine() -> Membership:
+    return Membership(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=LIMITS)
+
+
+@dataclass
+class Bundle:
+    owner: bytes
+    base: str
+    variants: dict[str, tuple[bytes, bytes]] = field(default_factory=dict)  # identity, owner
+    lapses_at: float | None = None
+
+
+@dataclass
+class Source:
+    record: SourceRecord
+    owner: bytes
+    until: float
+
+
+class Model:
+    """The same rules, written for being read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sources: dict[str, Source] = {}
+        self.bundles: dict[tuple[str, str], Bundle] = {}
+        self.buried: dict[str, tuple[bytes, int, float]] = {}
+
+    def used(self, name: str, revision: str) -> bool:
+        records = [source.record.model for source in self.sources.values()]
+        return any((m.name, m.revision) == (name, revision) for m in records) or any(
+            key[0] == name and bundle.base == revision for key, bundle in self.bundles.items()
+        )
+
+    def unbind(self, name: str, revision: str) -> None:
+        base = self.bundles.pop((name, revision)).base
+        if base and (name, base) in self.bundles and not self.used(name, base):
+            self.bundles[name, base].lapses_at = self.now + GRACE_S
+
+    def lose(self, source_id: str, *, willingly: bool) -> None:
+        source = self.sources.pop(source_id)
+        until = self.now + GRACE_S
+        if len(self.buried) >= LIMITS.sources:
+            del self.buried[next(iter(self.buried))]
+        self.buried[source_id] = (source.owner, source.record.generation, until)
+        self.leave(source, willingly=willingly)
+
+    def leave(self, source: Source, *, willingly: bool) -> None:
+        key = source.record.model
+        if self.used(key.name, key.revision):
+            return
+        bundle = self.bundles[key.name, key.revision]
+        if willingly and bundle.variants[key.variant][1] == source.owner:
+            self.unbind(key.name, key.revision)
+        else:
+            bundle.lapses_at = self.now + GRACE_S
+
+    def pass_time(self) -> None:
+        for source_id in [i for i, s in self.sources.items() if s.until <= self.now]:
+            self.lose(source_id, willingly=False)
+        for key, bundle in list(self.bundles.items()):
+            if bundle.lapses_at is not None and bundle.lapses_at <= self.now:
+                self.unbind(*key)
+        self.buried = {i: b for i, b in self.buried.items() if b[2] > self.now}
+
+    def refusal(self, record: SourceRecord, secret: bytes) -> type[MxError] | None:
+        known = self.sources.get(record.source_id)
+        if known:
+            owner, generation = known.owner, known.record.generation
+        elif record.source_id in self.buried:
+            owner, generation, _ = self.buried[record.source_id]
+        else:
+            return CapacityError if len(self.sources) >= LIMITS.sources else None
+        if owner != secret:
+            return NotAllowedError
+        if record.generation < generation:
+            return StaleGenerationError
+        if known and known.record.ref.identity != record.ref.identity:
+            return StaleGenerationError if record.generation == generation else None
+        return None if known or len(self.sources) < LIMITS.sources else CapacityError
+
+    def place(self, record: SourceRecord, secret: bytes, replaces: bool) -> str | type[MxError]:
+        """The revision it ends up under."""
+        key, identity = record.model, record.ref.identity
+        revision = key.revision
+        bundle = self.bundles.get((key.name, revision))
+        bound = bundle.variants.get(key.variant) if bundle else None
+        if bound and bound[0] != identity:
+            if not replaces or bound[1] != secret:
+                return BindingError
+            for number in range(2, 100):
+                revision = f"{key.revision}.{number}"
+                bundle = self.bundles.get((key.name, revision))
+                bound = bundle.variants.get(key.variant) if bundle else None
+                if not bundle:
+                    break
+                if bundle.owner == secret and (not bound or bound[0] == identity):
+                    break
+        if not bound and sum(len(b.variants) for b in self.bundles.values()) >= LIMITS.models:
+            return CapacityError
+        return revision
+
+    def register(self, record: SourceRecord, secret: bytes, revision: str) -> SourceRecord:
+        asked = record.model.revision
+        record = replace(record, model=replace(record.model, revision=revision))
+        key = record.model
+        bundle = self.bundles.setdefault(
+            (key.name, revision), Bundle(secret, asked if asked != revision else "")
+        )
+        bundle.variants.setdefault(key.variant, (record.ref.identity, secret))
+        bundle.lapses_at = None
+        if bundle.base and (key.name, bundle.base) in self.bundles:
+            self.bundles[key.name, bundle.base].lapses_at = None
+        known = self.sources.get(record.source_id)
+        self.buried.pop(record.source_id, None)
+        self.sources[record.source_id] = Source(record, secret, self.now + LEASE_S)
+        if known and known.record.model != key:
+            self.leave(known, willingly=True)
+        return record
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = machine()
+        self.model = Model()
+        self.told: dict[str, SourceRecord] = {}  # what a watcher believes
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 4.9, 5.0, 19.0, 30.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.model.now += seconds
+
+    @rule(
+        source_id=ids,
+        secret=secrets,
+        weights=st.sampled_from("ABC"),
+        name=st.sampled_from(["x", "y"]),
+        variant=st.sampled_from(["checkpoint", "tp0"]),
+        generation=generations,
+        layers=held,
+        replaces=st.booleans(),
+    )
+    def register(
+        self,
+        source_id: str,
+        secret: bytes,
+        weights: str,
+        name: str,
+        variant: str,
+        generation: int,
+        layers: tuple[tuple[int, int], ...],
+        replaces: bool,
+    ) -> None:
+        record = make_record(
+            WEIGHTS[weights],
+            source_id=source_id,
+            name=name,
+            variant=variant,
+            generation=generation,
+            held=layers,
+        )
+        self.model.pass_time()
+        expected: type[MxError] | SourceRecord | None = self.model.refusal(record, secret)
+        if expected is None:
+            place = self.model.place(record, secret, replaces)
+            expected = (
+                self.model.register(record, secret, place) if isinstance(place, str) else place
+            )
+        now = self.model.now
+        if isinstance(expected, SourceRecord):
+            listed = self.machine.register(now, record, secret, replaces_revision=replaces)
+            assert listed == expected
+        else:
+            with pytest.raises(expected):
+                self.machine.register(now, record, secret, replaces_revision=replaces)
+
+    @rule(source_id=ids, secret=secrets, state=st.sampled_from(SourceState))
+    def heartbeat(self, source_id: str, secret: bytes, state: SourceState) -> None:
+        self.model.pass_time()
+        source = self.model.sources.get(source_id)
+        if source is None or source.owner != secret:
+            expected = NotAllowedError if source else UnknownSourceError
+            with pytest.raises(expected):
+                self.machine.heartbeat(self.model.now, source_id, secret, state)
+            return
+        source.record = replace(source.record, state=state)
+        source.until = self.model.now + LEASE_S
+        self.machine.heartbeat(self.model.now, source_id, secret, state)
+
+    @rule(source_id=ids, secret=secrets, generation=generations, layers=held)
+    def advertise(
+        self, source_id: str, secret: bytes, generation: int, layers: tuple[tuple[int, int], ...]
+    ) -> None:
+        self.model.pass_time()
+        now, source = self.model.now, self.model.sources.get(source_id)
+        if source is None or source.owner != secret:
+            expected: type[MxError] = NotAllowedError if source else UnknownSourceError
+        elif generation < source.record.generation:
+            expected = StaleGenerationError
+        else:
+            table = replace(source.record.table, held=layers)
+            source.record = replace(source.record, generation=generation, table=table)
+            self.machine.advertise(now, source_id, secret, generation, layers)
+            return
+        with pytest.raises(expected):
+            self.machine.advertise(now, source_id, secret, generation, layers)
+
+    @rule(source_id=ids, secret=secrets)
+    def deregister(self, source_id: str, secret: bytes) -> None:
+        self.model.pass_time()
+        source = self.model.sources.get(source_id)
+        if source is not None and source.owner != secret:
+            with pytest.raises(NotAllowedError):
+                self.machine.deregister(self.model.now, source_id, secret)
+            return
+        self.machine.deregister(self.model.now, source_id, secret)
+        if source is not None:
+            self.model.lose(source_id, willingly=True)
+
+    @rule(seconds=st.floats(0, 100))
+    def late_event(self, seconds: float) -> None:
+        """A clock that goes back changes nothing."""
+        self.machine.tick(self.model.now)
+        self.machine.tick(self.model.now - seconds)
+
+    @invariant()
+    def same_listing(self) -> None:
+        self.model.pass_time()
+        self.machine.tick(self.model.now)
+        listed = {s.record.source_id: s.record for s in self.machine.sources()}
+        assert listed == {i: s.record for i, s in self.model.sources.items()}
+        for change in self.machine.take_changes():
+            source_id = change.record.source_id
+            if change.kind is ChangeKind.UP:
+                assert source_id not in self.told and change.before is None
+            else:
+                assert self.told[source_id] == change.before
+            if change.kind is ChangeKind.GONE:
+                del self.told[source_id]
+                assert change.reason in ("lease expired", "deregistered")
+            else:
+                self.told[source_id] = change.record
+        assert self.told == listed
+
+    @invariant()
+    def same_bindings(self) -> None:
+        self.model.pass_time()
+        self.machine.tick(self.model.now)
+        expected = {
+            (name, revision, variant): identity
+            for (name, revision), bundle in self.model.bundles.items()
+            for variant, (identity, _) in bundle.variants.items()
+        }
+        summaries = self.machine.models()
+        keys = [(m.model.name, m.model.revision, m.model.variant) for m in summaries]
+        refs = [m.ref.identity for m in summaries]
+        assert dict(zip(keys, refs, strict=True)) == expected
+        for key in keys:
+            found = self.machine.resolve(*key)
+            serving = {
+                i
+                for i, s in self.model.sources.items()
+                if s.record.state is SourceState.SERVING
+                and (s.record.model.name, s.record.model.revision, s.record.model.variant) == key
+            }
+            assert {s.record.source_id for s in found.sources} == serving
+            assert all(s.record.ref.identity == found.ref.identity for s in found.sources)
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMachine = Machine.TestCase
+
+
+def test_the_pair_keeps_its_meaning_and_an_update_becomes_a_revision() -> None:
+    members = machine()
+    first = make_record(WEIGHTS["A"])
+    members.register(0, first, ALICE)
+    update = make_record(WEIGHTS["B"])
+    with pytest.raises(BindingError, match="--revision"):
+        members.register(0, update, ALICE)
+    with pytest.raises(BindingError, match="only who bound it"):
+        members.register(0, update, BOB, replaces_revision=True)
+    listed = members.register(0, update, ALICE, replaces_revision=True)
+    assert listed.model.revision == "main.2"
+    assert members.register(0, update, ALICE, replaces_revision=True) == listed
+    assert members.resolve("llama").ref == first.ref
+    assert members.resolve("llama", "main.2").ref == update.ref
+    # The old pair stays bound while its update is there, even without a source.
+    members.deregister(1, first.source_id, ALICE)
+    assert members.resolve("llama").sources == ()
+
+
+def test_pins() -> None:
+    members = machine()
+    record = make_record(WEIGHTS["A"])
+    members.register(0, record, ALICE)
+    digits = record.ref.identity.hex()
+    assert members.resolve(f"llama@{digits[:8]}").ref == record.ref
+    assert members.resolve(f"llama@{digits.upper()}").ref == record.ref
+    with pytest.raises(UnknownModelError, match=digits[:16]):
+        members.resolve("llama@" + "0" * 8)
+    for pin in ("", "1234567", "0x123456", "g" * 8, "0" * 65):
+        with pytest.raises(ConfigError, match="pins nothing"):
+            members.resolve(f"llama@{pin}")
+
+
+def test_unknown_names_say_what_there_is() -> None:
+    members = machine()
+    with pytest.raises(UnknownModelError, match="nothing is registered"):
+        members.resolve("llama")
+    members.register(0, make_record(WEIGHTS["A"], variant="tp0of2"), ALICE)
+    with pytest.raises(UnknownModelError, match="there is llama"):
+        members.resolve("lama")
+    with pytest.raises(UnknownModelError, match="tp0of2"):
+        members.resolve("llama")
+
+
+def test_origins_come_first_and_draining_sources_not_at_all() -> None:
+    members = machine()
+    relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY, held=((0, 1),))
+    origin = make_record(WEIGHTS["A"])
+    draining = make_record(WEIGHTS["A"], state=SourceState.DRAINING)
+    for record in (relay, draining, origin):
+        members.register(0, record, ALICE)
+    assert [s.record for s in members.resolve("llama").sources] == [origin, relay]
+
+
+def test_a_crash_does_not_free_the_name_but_its_owner_may() -> None:
+    members = machine()
+    first, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
+    members.register(0, first, ALICE)
+    with pytest.raises(BindingError):
+        members.register(LEASE_S + GRACE_S / 2, other, BOB)
+    assert members.register(2 * LEASE_S + 2 * GRACE_S, other, BOB) == other
+    members.deregister(51, other.source_id, BOB)
+    members.register(51, make_record(WEIGHTS["C"]), ALICE)
+
+
+def test_another_layout_is_another_variant() -> None:
+    members = machine()
+    members.register(0, make_record(WEIGHTS["A"]), ALICE)
+    with pytest.raises(BindingError, match="layout"):
+        members.register(0, make_record(make_documents("A", layout="other")), ALICE)
+
+
+def test_the_manifest_follows_the_sources_that_are_left() -> None:
+    members = machine()
+    documents = make_documents("A")
+    resharded = [*documents[:3], b"another packaging"]
+    first, second = make_record(documents), make_record(resharded)
+    members.register(0, first, ALICE)
+    members.register(0, second, BOB)
+    assert members.resolve("llama").ref == first.ref
+    members.deregister(1, first.source_id, ALICE)
+    assert members.resolve("llama").ref == second.ref
