@@ -36,7 +36,7 @@ def right_bytes(bench: Bench) -> None:
     session.read(reads)
     bench.succeed(*(sink for sink, _, _ in checks))
     for number, (_, view, expected) in enumerate(checks):
-        require(view == expected, f"chunk {number} arrived with wrong bytes")
+        require(bytes(view) == expected, f"chunk {number} arrived with wrong bytes")
 
 
 def nothing_outside(bench: Bench) -> None:
@@ -88,7 +88,7 @@ def tells_progress(bench: Bench) -> None:
     ahead: list[int] = []
 
     def look(nbytes: int) -> None:
-        if view[:nbytes] != source.memories[0].expected[:nbytes]:
+        if bytes(view[:nbytes]) != source.memories[0].expected[:nbytes]:
             ahead.append(nbytes)
 
     sink = bench.sink(on_landed=look)
@@ -152,7 +152,7 @@ def refuses_out_of_range(bench: Bench) -> None:
             tag = f"{nbytes} bytes at {offset} of {region}"
             sink = bench.read(session, region, offset, view, tag=tag)
             bench.failure(sink, SourceError, tag)
-            require(view == bytes([GUARD]) * nbytes, f"{tag}: something was written")
+            require(bytes(view) == bytes([GUARD]) * nbytes, f"{tag}: something was written")
             good.append(bench.read(session, 1, 96, memoryview(bytearray(4000))))
         bench.succeed(*good)
 
@@ -187,7 +187,7 @@ def several_sessions(bench: Bench) -> None:
     bench.succeed(held)
     for n, view in enumerate(views):
         expected = source.memories[0].expected[n * 1000 : n * 1000 + len(view)]
-        require(view == expected, f"session {n} got wrong bytes")
+        require(bytes(view) == expected, f"session {n} got wrong bytes")
 
 
 def two_exposures(bench: Bench) -> None:
@@ -197,7 +197,7 @@ def two_exposures(bench: Bench) -> None:
     for source, session in zip((one, other), sessions, strict=True):
         view = memoryview(bytearray(MIB))
         bench.succeed(bench.read(session, 0, 0, view))
-        require(view == source.memories[0].expected, "bytes came from the other exposure")
+        require(bytes(view) == source.memories[0].expected, "bytes came from the other exposure")
     one.exposure.close()
     require(one.exposure.join(bench.harness.deadline_s), "the exposure's join did not return")
     bench.succeed(bench.read(sessions[1], 0, 0, memoryview(bytearray(MIB))))

@@ -52,7 +52,7 @@ def peer_resumes(bench: Bench) -> None:
     remote.resume()
     bench.succeed(running)
     seed = bench.last_seed
-    require(view == pattern(nbytes, seed), "a source that paused sent wrong bytes")
+    require(bytes(view) == pattern(nbytes, seed), "a source that paused sent wrong bytes")
 
 
 def short_read(bench: Bench) -> None:

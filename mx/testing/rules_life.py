@@ -79,7 +79,7 @@ def hands_off(bench: Bench) -> None:
     sink.release()
     bench.finish(sink)
     require(session.join(bench.harness.deadline_s), "join did not return")
-    require(view == blank, "memory was written to after its read had failed")
+    require(bytes(view) == blank, "memory was written to after its read had failed")
 
 
 def closed_is_closed(bench: Bench) -> None:
@@ -151,14 +151,14 @@ def attaches(bench: Bench) -> None:
     expected = source.memories[0].expected
     session = bench.open(source)
     views = [session.attach(0), session.attach(0)]
-    require(views[0] == expected, "the attached bytes are wrong")
+    require(bytes(views[0]) == expected, "the attached bytes are wrong")
     require(not views[0].readonly, "an attached view can't be written to")
     views[0][:4096] = bytes(4096)
-    require(views[1] == expected, "what one writes, another attached view sees")
+    require(bytes(views[1]) == expected, "what one writes, another attached view sees")
     require(source.memories[0].unchanged(), "what is written to a view reaches the source")
     session.close()
     require(session.join(bench.harness.deadline_s), "join waits for attached views")
-    require(views[1] == expected, "an attached view ended with its session")
+    require(bytes(views[1]) == expected, "an attached view ended with its session")
     for kind in (Kind.UNSEALED, Kind.ANONYMOUS):
         session = bench.open(bench.source(4096, kind=kind))
         try:

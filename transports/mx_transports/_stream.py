@@ -86,32 +86,30 @@ class Stream:
             for view in views:
                 self.fill(view)
             return
-        rest, deadline = list(views), 0.0
-        while rest:
-            try:
-                got = self._sock.recvmsg_into(rest[:_MAX_BUFFERS], 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                deadline = self._check(deadline)
-                continue
-            if not got:
-                raise StreamClosed("the connection was closed")
-            rest = _after(rest, got)
-            deadline = 0.0
+        for first in range(0, len(views), _MAX_BUFFERS):
+            rest, deadline = list(views[first : first + _MAX_BUFFERS]), 0.0
+            while rest:
+                try:
+                    got = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
+                except BlockingIOError:
+                    deadline = self._check(deadline)
+                    continue
+                if not got:
+                    raise StreamClosed("the connection was closed")
+                rest, deadline = _after(rest, got), 0.0
 
-    def send_all(self, views: Sequence[memoryview | bytes]) -> None:
+    def send_all(self, buffers: Sequence[memoryview | bytes]) -> None:
         """Send buffers one after the other. Raises TimeoutError or OSError."""
-        rest, deadline = [memoryview(view) for view in views if len(view)], 0.0
-        while rest:
-            try:
-                if self._tls:
-                    sent = self._sock.send(rest[0])
-                else:
-                    sent = self._sock.sendmsg(rest[:_MAX_BUFFERS])
-            except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError):
-                deadline = self._check(deadline)
-                continue
-            rest = _after(rest, sent)
-            deadline = 0.0
+        views = [memoryview(view) for view in buffers if len(view)]
+        for first in range(0, len(views), _MAX_BUFFERS):
+            rest, deadline = views[first : first + _MAX_BUFFERS], 0.0
+            while rest:
+                try:
+                    sent = self._sock.send(rest[0]) if self._tls else self._sock.sendmsg(rest)
+                except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError):
+                    deadline = self._check(deadline)
+                    continue
+                rest, deadline = _after(rest, sent), 0.0
 
     def send_descriptors(self, data: bytes, descriptors: Sequence[int]) -> None:
         """Send a few bytes and duplicates of descriptors with them (unix sockets only)."""

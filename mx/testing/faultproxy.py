@@ -1,0 +1,177 @@
+"""A TCP proxy that does to a connection what networks do, and worse.
+
+    with FaultProxy(("127.0.0.1", port)) as proxy:
+        ... connect to proxy.address ...
+        proxy.down.stall()          # towards who connected; proxy.up is the other direction
+
+Faults hold for all connections, those to come included. A byte fault names an offset in the
+direction's bytes, counted per connection from its start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+
+_BUFFER_BYTES = 64 * 1024
+
+
+class Direction:
+    """One direction's faults. All methods may be called at any time, from any thread."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._stalled = False
+        self._ended = False
+        self._bytes_per_s: float | None = None
+        self._flips: set[int] = set()
+        self._cut_at: int | None = None
+        self._garbage_at: int | None = None
+        #: Bytes passed on so far, over all connections.
+        self.passed_nbytes = 0
+
+    def stall(self) -> None:
+        """Pass nothing on, but keep connections open."""
+        with self._change:
+            self._stalled = True
+
+    def resume(self) -> None:
+        """End `stall` and `throttle`."""
+        with self._change:
+            self._stalled = False
+            self._bytes_per_s = None
+            self._change.notify_all()
+
+    def throttle(self, bytes_per_s: float) -> None:
+        with self._change:
+            self._bytes_per_s = bytes_per_s
+
+    def flip(self, offset: int) -> None:
+        """Flip the lowest bit of the byte at `offset`."""
+        with self._change:
+            self._flips.add(offset)
+
+    def truncate(self, offset: int) -> None:
+        """End the connection, in good order, after `offset` bytes."""
+        with self._change:
+            self._cut_at = offset
+
+    def garbage(self, offset: int) -> None:
+        """Replace everything from `offset` on by noise (the same at each run)."""
+        with self._change:
+            self._garbage_at = offset
+
+    def _end(self) -> None:
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def _apply(self, at: int, data: bytes) -> tuple[bytes, bool]:
+        """What becomes of `data`, which begins at offset `at`; and whether that is the end."""
+        with self._change:
+            while self._stalled and not self._ended:
+                self._change.wait()
+            rate, cut, noise = self._bytes_per_s, self._cut_at, self._garbage_at
+            flips = [offset - at for offset in self._flips if at <= offset < at + len(data)]
+            ended = self._ended
+        changed = bytearray(data)
+        for index in flips:
+            changed[index] ^= 1
+        if noise is not None and noise < at + len(data):
+            start = max(0, noise - at)
+            changed[start:] = random.Random(at).randbytes(len(changed) - start)
+        if cut is not None and cut <= at + len(data):
+            return bytes(changed[: max(0, cut - at)]), True
+        if rate is not None:
+            time.sleep(min(len(data) / rate, 1.0))
+        return bytes(changed), ended
+
+
+class FaultProxy:
+    """Listens on loopback and passes everything on to `target`. A context manager."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.up, self.down = Direction(), Direction()
+        self._target = target
+        self._lock = threading.Lock()
+        self._closed = False
+        self._sockets: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._spawn(self._accept)
+
+    def __enter__(self) -> FaultProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def cut(self) -> None:
+        """Break every connection that there is now; new ones are taken."""
+        with self._lock:
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):
+                    # With no time to linger, the close that follows sends a reset.
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0" + bytes(4))
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.up._end()
+        self.down._end()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _spawn(self, target: object, *arguments: object) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(self._target, timeout=5)
+            except OSError:
+                near.close()
+                continue
+            far.settimeout(None)
+            with self._lock:
+                if self._closed:
+                    near.close()
+                    far.close()
+                    return
+                self._sockets |= {near, far}
+            done = threading.Barrier(2)
+            self._spawn(self._pump, near, far, self.up, done)
+            self._spawn(self._pump, far, near, self.down, done)
+
+    def _pump(
+        self, source: socket.socket, sink: socket.socket, way: Direction, done: threading.Barrier
+    ) -> None:
+        at, ended = 0, False
+        with contextlib.suppress(OSError):
+            while not ended and (data := source.recv(_BUFFER_BYTES)):
+                changed, ended = way._apply(at, data)
+                sink.sendall(changed)
+                at += len(data)
+                way.passed_nbytes += len(changed)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR if ended else socket.SHUT_WR)
+        # Both directions must be through with a socket before it is closed.
+        done.wait()
+        with self._lock:
+            self._sockets.discard(source)
+            source.close()

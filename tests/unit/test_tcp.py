@@ -1,0 +1,414 @@
+"""What is particular to tcp: faults on the wire, hostile readers and sources, TLS."""
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mx.core.digest import chunk_digest
+from mx.core.topology import Place
+from mx.core.types import Segment
+from mx.errors import (
+    ConfigError,
+    LocalError,
+    MxError,
+    PeerLostError,
+    PeerProtocolError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    SourceError,
+)
+from mx.testing.bench import GENERATION, Bench, Harness, Source
+from mx.testing.faultproxy import FaultProxy
+from mx.transport import ExposeOptions, Piece, Read, Session, TlsFiles
+from mx.units import MIB
+from mx_transports import _door, _frames, _tcp_wire
+from mx_transports.tcp import AHEAD_REQUESTS, TcpTransport
+
+TARGET = "mx_transports.tcp:TcpTransport"
+HEADER = _frames.HELLO.size + _tcp_wire.RESPONSE.size
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with Bench(Harness(TARGET, stall_timeout_s=0.5)) as made:
+        yield made
+
+
+def address_of(ticket: bytes) -> tuple[str, int]:
+    host, port = json.loads(ticket)["addresses"][0]
+    return host, port
+
+
+def reroute(ticket: bytes, *addresses: tuple[str, int]) -> bytes:
+    return json.dumps(json.loads(ticket) | {"addresses": addresses}).encode()
+
+
+Proxied = Callable[[Source, int], tuple[FaultProxy, Session]]
+
+
+@pytest.fixture
+def proxied(bench: Bench) -> Iterator[Proxied]:
+    with ExitStack() as stack:
+
+        def make(source: Source, streams: int = 1) -> tuple[FaultProxy, Session]:
+            grant_id, ticket = source.grant()
+            proxy = stack.enter_context(FaultProxy(address_of(ticket)))
+            ticket = reroute(ticket, proxy.address)
+            return proxy, bench.open_ticket(
+                grant_id, ticket, source.sizes, streams=streams, tls=None
+            )
+
+        yield make
+
+
+def test_a_flipped_bit_arrives_and_the_digest_tells(bench: Bench, proxied: Proxied) -> None:
+    source = bench.source(3 * MIB)
+    proxy, session = proxied(source, 1)
+    proxy.down.flip(HEADER + 2_000_000)
+    view = memoryview(bytearray(3 * MIB))
+    bench.succeed(bench.read(session, 0, 0, view))
+    expected = source.memories[0].expected
+    assert [i for i, (a, b) in enumerate(zip(view, expected, strict=True)) if a != b] == [2_000_000]
+    segments = [Segment(0, 0, 3 * MIB)]
+    assert chunk_digest(segments, [view]) != chunk_digest(segments, [memoryview(expected)])
+
+
+def test_a_stall_runs_into_the_deadline(bench: Bench, proxied: Proxied) -> None:
+    source = bench.source(8 * MIB)
+    proxy, session = proxied(source, 1)
+    held = bench.held_read(session, memoryview(bytearray(8 * MIB)), "running")
+    proxy.down.stall()
+    queued = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="queued")
+    held.release()
+    bench.failure(held, PeerTimeoutError, "running")
+    bench.failure(queued, SourceError, "queued")
+
+
+def test_slow_is_not_stalled(bench: Bench, proxied: Proxied) -> None:
+    source = bench.source(MIB)
+    proxy, session = proxied(source, 1)
+    proxy.down.throttle(1e6)  # A MiB takes twice the stall timeout.
+    view = memoryview(bytearray(MIB))
+    bench.succeed(bench.read(session, 0, 0, view))
+    assert view.tobytes() == source.memories[0].expected
+
+
+@pytest.mark.parametrize("offset", [_frames.HELLO.size, HEADER, HEADER + 1, HEADER + MIB])
+def test_a_truncated_stream_is_a_lost_peer(bench: Bench, proxied: Proxied, offset: int) -> None:
+    source = bench.source(2 * MIB)
+    proxy, session = proxied(source, 1)
+    proxy.down.truncate(offset)
+    sink = bench.read(session, 0, 0, memoryview(bytearray(2 * MIB)))
+    bench.failure(sink, PeerLostError, "chunk 0")
+    later = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="later")
+    bench.failure(later, PeerLostError, "later")
+
+
+def test_without_its_last_status_a_read_is_not_done(bench: Bench, proxied: Proxied) -> None:
+    source = bench.source(MIB)
+    proxy, session = proxied(source, 1)
+    proxy.down.truncate(HEADER + MIB)
+    bench.failure(bench.read(session, 0, 0, memoryview(bytearray(MIB))), PeerLostError, "chunk 0")
+
+
+def test_garbage_instead_of_a_response(bench: Bench, proxied: Proxied) -> None:
+    source = bench.source(MIB)
+    proxy, session = proxied(source, 1)
+    proxy.down.garbage(_frames.HELLO.size)
+    sink = bench.read(session, 0, 0, memoryview(bytearray(MIB)))
+    bench.failure(sink, PeerProtocolError, "chunk 0")
+
+
+def test_garbage_instead_of_a_greeting(bench: Bench) -> None:
+    source = bench.source(MIB)
+    grant_id, ticket = source.grant()
+    with FaultProxy(address_of(ticket)) as proxy:
+        proxy.down.garbage(0)
+        with pytest.raises(PeerProtocolError, match="does not speak"):
+            bench.open_ticket(grant_id, reroute(ticket, proxy.address), source.sizes, tls=None)
+
+
+def test_the_other_connections_go_on(bench: Bench) -> None:
+    source = bench.source(MIB)
+    grant_id, ticket = source.grant()
+    with FaultProxy(address_of(ticket)) as proxy:
+        ticket = reroute(ticket, address_of(ticket), proxy.address)
+        session = bench.open_ticket(grant_id, ticket, source.sizes, streams=2, tls=None)
+        proxy.cut()
+        sinks = [bench.read(session, 0, n, memoryview(bytearray(64))) for n in range(200)]
+        bench.finish(*sinks)
+        # Only what had gone to the lost connection before the loss was noticed.
+        assert sum(len(sink.failures) for sink in sinks) <= AHEAD_REQUESTS
+        bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
+
+
+def test_an_address_that_does_not_answer_is_skipped(bench: Bench) -> None:
+    source = bench.source(MIB)
+    grant_id, ticket = source.grant()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        dead = closed.getsockname()
+    ticket = reroute(ticket, dead, address_of(ticket))
+    session = bench.open_ticket(grant_id, ticket, source.sizes, streams=3, tls=None)
+    bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
+
+
+def test_nobody_listens(bench: Bench) -> None:
+    source = bench.source(MIB)
+    grant_id, ticket = source.grant()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        dead = closed.getsockname()
+    with pytest.raises(PeerLostError, match="refused"):
+        bench.open_ticket(grant_id, reroute(ticket, dead), source.sizes, tls=None)
+
+
+# --- hostile readers
+
+
+def enter(ticket: bytes, magic: bytes = _tcp_wire.MAGIC) -> socket.socket:
+    """A connection that has presented a ticket, its greeting not yet read."""
+    document = json.loads(ticket)
+    sock = socket.create_connection(address_of(ticket), timeout=10)
+    key, secret = bytes.fromhex(document["key"]), bytes.fromhex(document["secret"])
+    sock.sendall(_frames.PREAMBLE.pack(magic, key, secret))
+    return sock
+
+
+def entered(ticket: bytes) -> socket.socket:
+    sock = enter(ticket)
+    hello = sock.recv(_frames.HELLO.size, socket.MSG_WAITALL)
+    assert _frames.HELLO.unpack(hello) == (_tcp_wire.MAGIC, _frames.OK)
+    return sock
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1)
+    except ConnectionResetError:
+        return True
+
+
+@settings(max_examples=25)
+@given(noise=st.binary(min_size=1, max_size=200))
+def test_noise_at_the_door_changes_nothing(noise: bytes) -> None:
+    with Bench(Harness(TARGET)) as bench:
+        source = bench.source(4096)
+        _, ticket = source.grant()
+        with socket.create_connection(address_of(ticket)) as sock:
+            sock.sendall(noise)
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(10)
+            assert is_closed(sock)
+        bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
+
+
+def test_another_transports_magic_is_refused(bench: Bench) -> None:
+    _, ticket = bench.source(4096).grant()
+    with enter(ticket, b"mxshm\0\0\1") as sock:
+        assert is_closed(sock)
+
+
+def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Bench) -> None:
+    source = bench.source(4096)
+    _, ticket = source.grant()
+    with ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection(address_of(ticket), timeout=10))
+            for _ in range(3 * _door.MAX_UNPROVED)
+        ]
+        bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
+        assert all(is_closed(sock) for sock in idle)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(0, 4096, 1)],
+        [(0, (1 << 64) - 1, 1)],
+        [(0, (1 << 64) - 1, (1 << 64) - 1)],
+        [(0, 0, 1), (0, 1, 4096)],
+        [(1, 0, 1)],
+        [((1 << 32) - 1, 0, 0)],
+    ],
+)
+def test_forged_requests_get_a_status_and_no_bytes(
+    bench: Bench, pieces: list[tuple[int, int, int]]
+) -> None:
+    _, ticket = bench.source(4096).grant()
+    with entered(ticket) as sock:
+        for request_id in (7, 8):
+            frame = _tcp_wire.REQUEST.pack(request_id, GENERATION, len(pieces))
+            sock.sendall(frame + b"".join(_tcp_wire.PIECE.pack(*piece) for piece in pieces))
+            answer = sock.recv(_tcp_wire.RESPONSE.size, socket.MSG_WAITALL)
+            assert _tcp_wire.RESPONSE.unpack(answer) == (request_id, _frames.OUT_OF_RANGE, 0)
+
+
+def test_a_request_without_end_is_cut(bench: Bench) -> None:
+    _, ticket = bench.source(4096).grant()
+    with entered(ticket) as sock:
+        sock.sendall(_tcp_wire.REQUEST.pack(0, GENERATION, (1 << 32) - 1))
+        assert is_closed(sock)
+    with entered(ticket) as sock:  # Half a request is given the stall timeout, no more.
+        sock.sendall(_tcp_wire.REQUEST.pack(0, GENERATION, 2))
+        assert is_closed(sock)
+
+
+def test_a_reader_that_takes_nothing_is_cut(bench: Bench) -> None:
+    source = bench.source(48 * MIB)
+    _, ticket = source.grant()
+    with entered(ticket) as sock:
+        frame = _tcp_wire.REQUEST.pack(0, GENERATION, 1) + _tcp_wire.PIECE.pack(0, 0, 48 * MIB)
+        sock.sendall(frame)
+        bench.eventually(lambda: source.exposure.active_readers() == 1, lambda: "never active")
+        bench.eventually(lambda: source.exposure.active_readers() == 0, lambda: "never cut")
+
+
+def test_a_grant_has_only_so_many_connections(bench: Bench) -> None:
+    source = bench.source(4096)
+    grant_id, ticket = source.grant()
+    with ExitStack() as stack:
+        for _ in range(_door.MAX_CONNECTIONS_PER_GRANT):
+            stack.enter_context(entered(ticket))
+        with pytest.raises(PeerRefusedError, match="too many"):
+            bench.open_ticket(grant_id, ticket, source.sizes, tls=None)
+        bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
+
+
+def test_many_tiny_pieces_in_one_read(bench: Bench) -> None:
+    source = bench.source(MIB)
+    session = bench.open(source)
+    view = memoryview(bytearray(60_000))
+    pieces = [Piece(0, 7 * n % MIB, view[n : n + 1]) for n in range(len(view))]
+    sink, too_many = bench.sink(), bench.sink()
+    session.read([Read("tiny", pieces, sink), Read("more", pieces + pieces, too_many)])
+    bench.succeed(sink)
+    expected = source.memories[0].expected
+    assert view.tobytes() == bytes(expected[7 * n % MIB] for n in range(len(view)))
+    bench.failure(too_many, LocalError, "more")
+
+
+# --- addresses and TLS
+
+
+def test_reach() -> None:
+    transport = TcpTransport()
+    near, far = Place(boot_id="a", addresses=("127.0.0.1",)), Place(boot_id="b")
+    routed = Place(boot_id="b", addresses=("10.0.0.2",))
+    assert transport.reach(near, near) is not None
+    assert transport.reach(near, far) is None
+    assert transport.reach(near, routed) is None
+    assert transport.reach(Place(boot_id="a", addresses=("10.0.0.1",)), routed) is not None
+
+
+def test_a_host_of_another_machine_can_not_be_listened_on() -> None:
+    with pytest.raises(LocalError, match=r"192\.0\.2\.1"):
+        TcpTransport().expose([], ExposeOptions(hosts=("127.0.0.1", "192.0.2.1")))
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
+    """Certificates of two CAs that know nothing of each other."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command to make certificates")
+    made = []
+    for name in ("ours", "theirs"):
+        folder: Path = tmp_path_factory.mktemp(name)
+
+        def run(*arguments: str, folder: Path = folder, openssl: str = openssl) -> None:
+            subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
+
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+        run(
+            "req",
+            "-x509",
+            *key,
+            "-keyout",
+            "ca.key",
+            "-out",
+            "ca.pem",
+            "-subj",
+            "/CN=ca",
+            "-days",
+            "2",
+        )
+        run("req", *key, "-keyout", "peer.key", "-out", "peer.csr", "-subj", "/CN=peer")
+        run(
+            "x509",
+            "-req",
+            "-in",
+            "peer.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-out",
+            "peer.pem",
+            "-days",
+            "2",
+        )
+        made.append(TlsFiles(*(str(folder / f) for f in ("peer.pem", "peer.key", "ca.pem"))))
+    return made[0], made[1]
+
+
+def test_tls_carries_the_same_bytes(authorities: tuple[TlsFiles, TlsFiles]) -> None:
+    with Bench(Harness(TARGET, tls=authorities[0])) as bench:
+        source = bench.source(5 * MIB + 1)
+        view = memoryview(bytearray(source.sizes[0]))
+        bench.succeed(bench.read(bench.open(source), 0, 0, view))
+        assert view.tobytes() == source.memories[0].expected
+
+
+def test_tls_notices_a_flipped_bit(authorities: tuple[TlsFiles, TlsFiles]) -> None:
+    with Bench(Harness(TARGET, tls=authorities[0])) as bench:
+        source = bench.source(MIB)
+        grant_id, ticket = source.grant()
+        with FaultProxy(address_of(ticket)) as proxy:
+            session = bench.open_ticket(
+                grant_id,
+                reroute(ticket, proxy.address),
+                source.sizes,
+                streams=1,
+                tls=authorities[0],
+            )
+            proxy.down.flip(proxy.down.passed_nbytes + 500_000)
+            sink = bench.read(session, 0, 0, memoryview(bytearray(MIB)))
+            bench.failure(sink, SourceError, "chunk 0")
+
+
+@pytest.mark.parametrize(
+    ("source_side", "reader_side"),
+    [(0, None), (None, 0), (0, 1)],
+    ids=["plain reader", "plain source", "another authority"],
+)
+def test_tls_refuses(
+    authorities: tuple[TlsFiles, TlsFiles], source_side: int | None, reader_side: int | None
+) -> None:
+    def tls(side: int | None) -> TlsFiles | None:
+        return None if side is None else authorities[side]
+
+    with Bench(Harness(TARGET, tls=tls(source_side), stall_timeout_s=0.5)) as bench:
+        source = bench.source(4096)
+        grant_id, ticket = source.grant()
+        with pytest.raises(SourceError) as caught:
+            bench.open_ticket(grant_id, ticket, source.sizes, tls=tls(reader_side))
+        assert isinstance(caught.value, MxError)
+
+
+def test_tls_files_that_are_none(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    for files in (
+        TlsFiles("/no/where.pem", "/no/key.pem", "/no/ca.pem"),
+        TlsFiles(*[str(empty)] * 3),
+    ):
+        with pytest.raises(ConfigError, match="PEM"):
+            TcpTransport().expose([], ExposeOptions(tls=files))
