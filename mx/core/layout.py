@@ -94,6 +94,9 @@ def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> L
     index_of = {kind: i for i, kind in enumerate(kinds)}
     sizes = {name: size_of[kind] for name, kind in by_name.items()}
     target_of = {alias.name: alias.target for alias in aliases}
+    both = target_of.keys() & by_name.keys()
+    if both:
+        raise ManifestError(f"{min(both)!r} is both a tensor and an alias")
     sizes.update(dict.fromkeys(target_of, 0))
     names: list[str] = []
     layers: list[tuple[str, int]] = []

@@ -1,0 +1,131 @@
+"""Checkpoints for tests: real architectures from tiny configurations, and crafted files."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mx.core.layout import TensorSpec, kind_nbytes
+from mx.core.manifest import encode, plan_layout
+from mx.core.types import BLOCK_BYTES, Chunking, Layout, Manifest
+from mx.storage.reader import Filled, fill
+from mx.storage.safetensors import Checkpoint, open_checkpoint
+
+
+def tiny(kind: str) -> nn.Module:
+    """A randomly initialised model of the named architecture, small enough for any test."""
+    import transformers as t
+
+    wide = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    text = wide | {"vocab_size": 96, "intermediate_size": 48, "max_position_embeddings": 64}
+    # bos, eos and pad must be inside the tiny vocabulary.
+    text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    match kind:
+        case "llama":
+            return t.LlamaForCausalLM(t.LlamaConfig(**text, tie_word_embeddings=False))
+        case "mistral":
+            return t.MistralForCausalLM(t.MistralConfig(**text, num_key_value_heads=1))
+        case "qwen2":
+            return t.Qwen2ForCausalLM(t.Qwen2Config(**text, num_key_value_heads=1))
+        case "gemma":
+            return t.GemmaForCausalLM(t.GemmaConfig(**text, num_key_value_heads=1, head_dim=16))
+        case "mixtral":
+            moe = {"num_key_value_heads": 1, "num_local_experts": 3}
+            return t.MixtralForCausalLM(t.MixtralConfig(**text, **moe))
+        case "deepseek":
+            moe = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+            moe |= {"first_k_dense_replace": 1, "moe_intermediate_size": 16, "q_lora_rank": 16}
+            moe |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+            return t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**text, **moe, v_head_dim=16))
+        case "gpt2":
+            small = {"n_layer": 11, "n_embd": 16, "n_head": 2, "vocab_size": 96, "n_positions": 16}
+            ends = {"bos_token_id": 1, "eos_token_id": 2}
+            return t.GPT2LMHeadModel(t.GPT2Config(**small, **ends))
+        case "bert":
+            return t.BertModel(t.BertConfig(**text))
+        case "t5":
+            small = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 2}
+            return t.T5ForConditionalGeneration(t.T5Config(**small, vocab_size=96))
+        case "vit":
+            return t.ViTForImageClassification(
+                t.ViTConfig(**wide, intermediate_size=48, image_size=16, patch_size=8)
+            )
+    raise KeyError(kind)
+
+
+def raw_file(header: Mapping[str, object] | bytes, data: bytes = b"", *, pad: int = 0) -> bytes:
+    """The bytes of a safetensors file with exactly this header (JSON, or bytes as they are)."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text += b" " * pad
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str, shape: list[int], begin: int) -> dict[str, object]:
+    """A tensor's entry in a header."""
+    end = begin + kind_nbytes((dtype, tuple(shape)))
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def crafted(
+    tensors: Iterable[tuple[str, str, list[int], bytes]],
+    metadata: dict[str, str] | None = None,
+    *,
+    pad: int = 0,
+) -> bytes:
+    """A safetensors file with these (name, dtype, shape, bytes), in this order."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
+    for name, dtype, shape, content in tensors:
+        header[name] = entry(dtype, shape, len(data))
+        data += content
+    return raw_file(header, data, pad=pad)
+
+
+def make_arena(layout: Layout) -> memoryview:
+    """Page-aligned memory for a layout, filled with a pattern so that missing bytes show."""
+    nbytes = layout.arena_nbytes
+    view = memoryview(mmap.mmap(-1, max(nbytes, 1)))
+    view[:nbytes] = b"\xa5" * nbytes
+    return view[:nbytes]
+
+
+def loaded(path: Path, *, threads: int = 2) -> tuple[Checkpoint, Layout, memoryview, Filled]:
+    checkpoint = open_checkpoint(path)
+    layout = plan_layout(checkpoint.specs, checkpoint.aliases)
+    arena = make_arena(layout)
+    return (
+        checkpoint,
+        layout,
+        arena,
+        fill(checkpoint, layout, arena, chunk_nbytes=BLOCK_BYTES, threads=threads),
+    )
+
+
+def manifest_of(path: Path) -> tuple[Manifest, memoryview]:
+    """A checkpoint's manifest, made as a source makes it, and its arena."""
+    checkpoint, layout, arena, filled = loaded(path)
+    chunking = Chunking(BLOCK_BYTES, filled.chunk_digests)
+    manifest = encode(
+        layout, chunking, checkpoint.packaging, filled.tensor_digests, checkpoint.side_documents
+    )
+    return manifest, arena
+
+
+def specs_of(model: nn.Module) -> list[TensorSpec]:
+    """What a module's state dict holds, as float32 whatever it is."""
+    return [TensorSpec(name, "F32", tuple(t.shape)) for name, t in model.state_dict().items()]
+
+
+def content(arena: memoryview, layout: Layout) -> dict[str, bytes]:
+    """Each tensor's bytes."""
+    found = {}
+    for tensor in layout.tensors:
+        start = layout.layers[tensor.layer].arena_offset + tensor.offset
+        found[tensor.name] = bytes(arena[start : start + tensor.nbytes])
+    return found
