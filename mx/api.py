@@ -17,7 +17,8 @@ from mx import config, registry, runtime
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.errors import ClosedError, ConfigError, CoordinatorError, MxError
 from mx.memory.arena import MemfdArena
-from mx.puller.puller import Puller, PullOptions
+from mx.puller.options import PullOptions
+from mx.puller.puller import Puller
 from mx.puller.report import LayerEvent, Progress, PullReport
 from mx.puller.state import PullState
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors

@@ -9,65 +9,40 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import grpc.aio
 
 from mx import discovery
 from mx.core import manifest as manifests
-from mx.core.planner import Plan, Way, plan
+from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import Manifest, ModelKey
 from mx.errors import (
     ClosedError,
     ConfigError,
-    DigestError,
-    IncompleteError,
     MxError,
     NoSourceError,
-    PeerProtocolError,
+    NotAllowedError,
     SourceError,
 )
 from mx.memory.arena import Arena, BorrowedArena, HostArena, MemfdArena
 from mx.puller.engine import Engine, Lane
-from mx.puller.lease import Granted, Lease
+from mx.puller.links import Link, Links
 from mx.puller.locate import Located, Locator
+from mx.puller.options import PullOptions
 from mx.puller.output import Output
-from mx.puller.report import LayerEvent, LayerProgress, PathReport, Progress, PullReport, VerifiedBy
+from mx.puller.report import (
+    LayerEvent,
+    PathReport,
+    Progress,
+    PullReport,
+    VerifiedBy,
+    final_error,
+    progress_of,
+)
 from mx.puller.state import PullState
 from mx.puller.verify import Verifier
 from mx.storage.load import load_checkpoint
-from mx.transport import Grant, Session, TlsFiles, Transport, Unavailable
 from mx.transport import Path as TransportPath
-from mx.units import format_bytes
-from mx.wire.channel import dial
-
-
-@dataclass(frozen=True)
-class PullOptions:
-    """What one pull wants; made by the API from its arguments and the settings."""
-
-    name: str
-    revision: str = "main"
-    variant: str = "checkpoint"
-    coordinator: str | None = None
-    peer: str | None = None
-    disk: Path | None = None
-    fall_back_to_disk: bool = False
-    out: Path | None = None
-    hold: bool = False
-    into: memoryview | None = None
-    transport: str | None = None
-    strong: bool = False
-    attach: bool = True
-    tls: TlsFiles | None = None
-    data_tls: TlsFiles | None = None
-    insecure: bool = False
-    streams: int = 2
-    stall_timeout_s: float = 4.0
-    connect_timeout_s: float = 5.0
-    chunk_nbytes: int = 16 << 20
+from mx.transport import Transport, Unavailable
 
 
 class Puller:
@@ -86,8 +61,8 @@ class Puller:
         self._place = discovery.here()
         self._engine: Engine | None = None
         self._locator: Locator | None = None
-        self._channels: list[grpc.aio.Channel] = []
-        self._leases: list[Lease] = []
+        self._links = Links(options, self._place, transports, self._lease_lost)
+        self._given_up: set[str] = set()
         self._output: Output | None = None
         self._verifier: Verifier | None = None
         self._causes: list[MxError] = []
@@ -106,23 +81,8 @@ class Puller:
         if manifest is None:
             return Progress(bytes_done=self._disk_done, phase=self.phase)
         layout = manifest.layout
-        payload = [sum(n for _, n in layer.runs) for layer in layout.layers]
-        if self._engine is None:
-            done = [n if self.state.is_ready(i) else 0 for i, n in enumerate(payload)]
-        else:
-            done = self._engine.progress()[1]
-        layers = tuple(
-            LayerProgress(layer.name, payload[i], done[i], self.state.is_ready(i))
-            for i, layer in enumerate(layout.layers)
-        )
-        return Progress(
-            sum(done),
-            layout.payload_nbytes,
-            self.state.layers_ready,
-            len(layers),
-            layers,
-            self.phase,
-        )
+        done = None if self._engine is None else self._engine.progress()[1]
+        return progress_of(layout, done, self.state.is_ready, self.phase)
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -211,32 +171,22 @@ class Puller:
 
     async def _read(self, manifest: Manifest, ways: Plan) -> None:
         """Open way after way until the pull has ended. Raises what it failed with."""
-        refused: set[str] = set()
         for way in ways.ways:
-            if way.source.source_id in refused:
+            if way.source.source_id in self._given_up:
                 continue
             self.phase = "connecting"
             try:
-                lease, granted = await self._open_lease(way)
-            except MxError as error:
+                link = await self._links.open(way, manifest.layout.arena_nbytes)
+            except SourceError as error:
                 self._causes.append(error)
-                refused.add(way.source.source_id)
                 continue
-            try:
-                if way.attach and self._engine is None:
-                    await self._attach(manifest, way, granted)
-                    return
-                self._lost.clear()
-                await self._add_lane(manifest, way, lease, granted)
-            except MxError as error:
-                self._causes.append(error)
-                if isinstance(error, DigestError):
-                    raise
-                continue
+            if way.attach and self._engine is None and await self._attach(manifest, link):
+                return
+            await self._add_lane(manifest, link)
             self.phase = "reading"
             if await self._until_lost_or_ended():
                 break
-            refused.add(way.source.source_id)
+            self._given_up.add(way.source.source_id)
         if self._engine is None:
             raise NoSourceError(
                 f"no source of {self.key} could be opened: "
@@ -248,66 +198,22 @@ class Puller:
         if self.state.error is not None:
             raise self.state.error
 
-    async def _open_lease(self, way: Way) -> tuple[Lease, Granted]:
-        channel = dial(way.source.endpoint, tls=self.options.tls, insecure=self.options.insecure)
-        self._channels.append(channel)
-        lease = Lease(channel, way.source, self._lease_lost)
-        self._leases.append(lease)
-        granted = await lease.open(self._place, [way.transport], self.options.connect_timeout_s)
-        return lease, granted
-
-    async def _add_lane(self, manifest: Manifest, way: Way, lease: Lease, granted: Granted) -> None:
+    async def _add_lane(self, manifest: Manifest, link: Link) -> None:
+        try:
+            if self.arena is None:
+                self.arena = await asyncio.to_thread(self._new_arena, manifest.layout.arena_nbytes)
+        except BaseException:
+            link.session.close()
+            await asyncio.to_thread(link.session.join, self.options.stall_timeout_s)
+            raise
         if self._engine is None:
-            self.arena = await asyncio.to_thread(self._new_arena, manifest.layout.arena_nbytes)
-        session = await self._open_session(manifest, way, granted)
-        if self._engine is None:
-            assert self.arena is not None
             self._engine = Engine(manifest, self.arena.view, self)
             self._engine.start()
-        self.state.first_read_s = self.state.first_read_s or time.monotonic()
-        self._engine.add_lane(
-            Lane(way.transport, way.source.endpoint, session, lease, time.monotonic())
-        )
-
-    async def _open_session(self, manifest: Manifest, way: Way, granted: Granted) -> Session:
-        """Connecting blocks, so it has a thread; a cancelled pull waits for it, to close it."""
-        grant = self._grant(manifest, way, granted)
-        opening = asyncio.ensure_future(
-            asyncio.to_thread(self._transports[way.transport].open, grant)
-        )
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            await asyncio.wait((opening,))
-            if opening.exception() is None:
-                opening.result().close()
-                await asyncio.to_thread(opening.result().join, self.options.stall_timeout_s)
-            raise
-
-    def _grant(self, manifest: Manifest, way: Way, granted: Granted) -> Grant:
-        ticket = granted.tickets.get(way.transport)
-        if ticket is None:
-            raise SourceError(
-                f"{way.source.endpoint} gave no ticket for {way.transport}",
-                peer=way.source.endpoint,
-            )
-        need = manifest.layout.arena_nbytes
-        if not granted.region_nbytes or granted.region_nbytes[0] < need:
-            raise PeerProtocolError(
-                f"{way.source.endpoint} offers {granted.region_nbytes} bytes for a model that "
-                f"takes {need}",
-                peer=way.source.endpoint,
-            )
-        return Grant(
-            grant_id=granted.grant_id,
-            ticket=ticket,
-            generation=granted.generation,
-            region_nbytes=granted.region_nbytes,
-            peer=way.source.endpoint,
-            tls=self.options.data_tls,
-            stall_timeout_s=self.options.stall_timeout_s,
-            streams=self.options.streams,
-        )
+        self._lost.clear()
+        now_s = time.monotonic()
+        self.state.first_read_s = self.state.first_read_s or now_s
+        endpoint = link.way.source.endpoint
+        self._engine.add_lane(Lane(link.way.transport, endpoint, link.session, link.lease, now_s))
 
     def _new_arena(self, nbytes: int) -> Arena:
         into = self.options.into
@@ -319,14 +225,18 @@ class Puller:
             return MemfdArena(nbytes, name=f"pull:{self.key}", populate_threads=1)
         return HostArena(nbytes)
 
-    async def _attach(self, manifest: Manifest, way: Way, granted: Granted) -> None:
-        """Map the source's sealed memory. The map outlives lease, session and source."""
-        session = await self._open_session(manifest, way, granted)
+    async def _attach(self, manifest: Manifest, link: Link) -> bool:
+        """Map the source's sealed memory; the map outlives session, lease and source. False,
+        with the session left open, where it can only be copied."""
         try:
-            view = await asyncio.to_thread(session.attach, 0)
-        finally:
-            session.close()
-            await asyncio.to_thread(session.join, self.options.stall_timeout_s)
+            view = await asyncio.to_thread(link.session.attach, 0)
+        except NotAllowedError as error:
+            self._causes.append(error)
+            return False
+        except BaseException:
+            link.session.close()
+            raise
+        link.session.close()
         self.arena = BorrowedArena(view)
         by = VerifiedBy.SOURCE
         self.state.first_read_s = time.monotonic()
@@ -336,12 +246,14 @@ class Puller:
                 await asyncio.to_thread(self._verifier.check_all, view, index)
             self._announce(index, by)
         self._attached = PathReport(
-            way.transport,
-            way.source.endpoint,
+            link.way.transport,
+            link.way.source.endpoint,
             manifest.layout.payload_nbytes,
             self.state.last_layer_s(),
             attached=True,
         )
+        await asyncio.to_thread(link.session.join, self.options.stall_timeout_s)
+        return True
 
     async def _until_lost_or_ended(self) -> bool:
         """True when the pull has ended, False when the lane was lost before."""
@@ -408,7 +320,17 @@ class Puller:
         pass  # the last layer's announcement ends the pull; strong checks may still run
 
     def failed(self, causes: Sequence[MxError]) -> None:
-        self.state.failed(self._final_error([*self._causes, *causes]))
+        manifest, engine = self.manifest, self._engine
+        assert manifest is not None and engine is not None
+        self.state.failed(
+            final_error(
+                str(self.key),
+                manifest.layout,
+                self.state.layers_ready,
+                engine.progress()[0],
+                [*self._causes, *causes],
+            )
+        )
         self._call_on_loop(self._ended.set)
 
     def _announce(self, layer: int, by: VerifiedBy) -> None:
@@ -429,7 +351,7 @@ class Puller:
         if engine is None:
             return
         for number, lane in enumerate(engine.lanes):
-            if isinstance(lane.lease, Lease) and lane.lease.check() is not None:
+            if lane.lease.check() is not None:
                 engine.lane_lost(number, error)
 
     def _abort_from_thread(self, error: MxError) -> None:
@@ -443,20 +365,6 @@ class Puller:
             self._loop.call_soon_threadsafe(function)
 
     # -- ends -------------------------------------------------------------------------------------
-
-    def _final_error(self, causes: Sequence[MxError]) -> MxError:
-        manifest, engine = self.manifest, self._engine
-        assert manifest is not None
-        done = 0 if engine is None else engine.progress()[0]
-        said = "; ".join(dict.fromkeys(str(cause) for cause in causes)) or "no source was left"
-        far = (
-            f"pull of {self.key} stopped after {self.state.layers_ready} of "
-            f"{len(manifest.layout.layers)} layers, {format_bytes(done)} of "
-            f"{format_bytes(manifest.layout.payload_nbytes)}: {said}"
-        )
-        if causes and isinstance(causes[-1], DigestError):
-            return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
-        return IncompleteError(far, hint="start the pull again; mx sources shows who is left")
 
     def _make_report(self, manifest: Manifest, fallback: str | None) -> PullReport:
         engine = self._engine
@@ -490,14 +398,9 @@ class Puller:
             await asyncio.to_thread(self._engine.join, 2 * self.options.stall_timeout_s)
         if self._verifier is not None:
             await asyncio.to_thread(self._verifier.close)
-        for lease in self._leases:
-            await lease.close()
-        for channel in self._channels:
-            await channel.close(None)
+        await self._links.close()
         if self._locator is not None:
             await self._locator.close()
-        self._leases.clear()
-        self._channels.clear()
         if self.arena is not None:
             await asyncio.to_thread(self.arena.settle)
 

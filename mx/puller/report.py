@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from mx.core.types import Layout
+from mx.errors import DigestError, IncompleteError, MxError
+from mx.units import format_bytes
 
 
 class VerifiedBy(enum.Enum):
@@ -100,3 +105,37 @@ class PullReport:
             "fallback": self.fallback,
             "control_s": round(self.control_s, 6),
         }
+
+
+def progress_of(
+    layout: Layout, done: Sequence[int] | None, is_ready: Callable[[int], bool], phase: str
+) -> Progress:
+    """A snapshot. `done` are the payload bytes landed by layer; None: a layer is there or not."""
+    layers = []
+    for layer in layout.layers:
+        nbytes = sum(length for _, length in layer.runs)
+        ready = is_ready(layer.index)
+        so_far = done[layer.index] if done is not None else nbytes if ready else 0
+        layers.append(LayerProgress(layer.name, nbytes, so_far, ready))
+    return Progress(
+        sum(layer.done_nbytes for layer in layers),
+        layout.payload_nbytes,
+        sum(layer.ready for layer in layers),
+        len(layers),
+        tuple(layers),
+        phase,
+    )
+
+
+def final_error(
+    model: str, layout: Layout, layers_ready: int, bytes_done: int, causes: Sequence[MxError]
+) -> MxError:
+    """What a pull that ran out of sources fails with: how far it came, and each cause once."""
+    said = "; ".join(dict.fromkeys(str(cause) for cause in causes)) or "no source was left"
+    far = (
+        f"pull of {model} stopped after {layers_ready} of {len(layout.layers)} layers, "
+        f"{format_bytes(bytes_done)} of {format_bytes(layout.payload_nbytes)}: {said}"
+    )
+    if causes and isinstance(causes[-1], DigestError):
+        return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
+    return IncompleteError(far, hint="start the pull again; mx sources shows who is left")

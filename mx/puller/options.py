@@ -1,0 +1,40 @@
+"""What one pull wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx.core.types import CHUNK_BYTES
+from mx.transport import TlsFiles
+
+
+@dataclass(frozen=True)
+class PullOptions:
+    """Made by the API from its arguments and the settings.
+
+    `name` may be NAME@IDENTITY. One of `coordinator`, `peer` and `disk` says where to look;
+    `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `into` is the
+    caller's memory.
+    """
+
+    name: str
+    revision: str = "main"
+    variant: str = "checkpoint"
+    coordinator: str | None = None
+    peer: str | None = None
+    disk: Path | None = None
+    fall_back_to_disk: bool = False
+    out: Path | None = None
+    hold: bool = False
+    into: memoryview | None = None
+    transport: str | None = None
+    strong: bool = False
+    attach: bool = True
+    tls: TlsFiles | None = None
+    data_tls: TlsFiles | None = None
+    insecure: bool = False
+    streams: int = 2
+    stall_timeout_s: float = 4.0
+    connect_timeout_s: float = 3.0
+    chunk_nbytes: int = CHUNK_BYTES

@@ -1,0 +1,333 @@
+"""The daemon as a process: leases and kills, restarts, signals, ports, garbage, TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from mx.errors import (
+    BindingError,
+    ConfigError,
+    CoordinatorError,
+    LocalError,
+    MxError,
+    NotAllowedError,
+    UnknownSourceError,
+)
+from mx.transport import TlsFiles
+from mx.wire.channel import dial
+from mx.wire.client import CoordinatorClient, WatchKind
+from mx.wire.server import listen
+from tests.daemon import daemon, ended, python, terminate
+from tests.records import by_digest, make_documents, make_record
+
+pytestmark = pytest.mark.integration
+
+DOCUMENTS = make_documents("A")
+SECRET = b"s" * 32
+
+_REGISTRANT = """
+import asyncio, sys
+from mx.wire.client import CoordinatorClient
+from tests.records import by_digest, make_documents, make_record
+
+async def main():
+    documents = make_documents("A")
+    record = make_record(documents, source_id=sys.argv[2])
+    client = CoordinatorClient(sys.argv[1])
+    await client.keep_alive(
+        lambda: record, by_digest(documents), binding_secret=b"r" * 16,
+        on_state=lambda registered, why: print(registered, file=sys.stderr, flush=True),
+    )
+
+asyncio.run(main())
+"""
+SOURCE_ID = "00000000-0000-4000-8000-000000000001"
+
+
+@asynccontextmanager
+async def client_of(
+    address: str, *, tls: TlsFiles | None = None
+) -> AsyncIterator[CoordinatorClient]:
+    client = CoordinatorClient(address, tls=tls)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def until_gone(client: CoordinatorClient) -> str:
+    """Why the one source that is listed went."""
+    async with aclosing(client.watch("llama")) as updates:
+        async for update in updates:
+            if update.kind is WatchKind.GONE:
+                return update.reason
+    raise AssertionError("the watch ended")
+
+
+async def test_a_killed_registrants_lease_ends() -> None:
+    with (
+        daemon() as (_, address),
+        ended(python(_REGISTRANT, address, SOURCE_ID)) as registrant,
+    ):
+        assert registrant.stderr is not None
+        assert registrant.stderr.readline() == "True\n"
+        async with client_of(address) as client:
+            found = await client.resolve("llama")
+            assert [source.source_id for source in found.sources] == [SOURCE_ID]
+            registrant.kill()
+            assert await asyncio.wait_for(until_gone(client), 10) == "lease expired"
+            assert (await client.resolve("llama")).sources == []
+
+
+async def test_sources_come_back_to_a_coordinator_that_was_killed() -> None:
+    states: list[bool] = []
+    reasons: list[str] = []
+    changed = asyncio.Event()
+
+    def on_state(registered: bool, why: str) -> None:
+        states.append(registered)
+        reasons.append(why)
+        changed.set()
+
+    async def next_state() -> bool:
+        async with asyncio.timeout(20):
+            await changed.wait()
+        changed.clear()
+        return states[-1]
+
+    record = make_record(DOCUMENTS)
+    with daemon() as (process, address):
+        async with client_of(address) as client:
+            first = await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+            alive = asyncio.create_task(
+                client.keep_alive(
+                    lambda: record,
+                    by_digest(DOCUMENTS),
+                    binding_secret=SECRET,
+                    on_state=on_state,
+                )
+            )
+            try:
+                assert await next_state() is True
+                process.kill()
+                process.wait()
+                assert await next_state() is False
+                with pytest.raises(CoordinatorError, match="no coordinator answers"):
+                    await client.resolve("llama")
+                with daemon(address) as (_, again):
+                    assert again == address
+                    assert await next_state() is True
+                    found = await client.resolve("llama")
+                    assert found.sources == [record]
+                    second = await client.register(
+                        record, by_digest(DOCUMENTS), binding_secret=SECRET
+                    )
+                    assert second.epoch != first.epoch
+            finally:
+                alive.cancel()
+                await asyncio.gather(alive, return_exceptions=True)
+    assert states == [True, False, True]
+    assert all(address in reason and "coordinator" in reason for reason in reasons), reasons
+
+
+async def test_a_stopped_coordinator_is_an_error_within_the_deadline() -> None:
+    with daemon() as (process, address):
+        client = CoordinatorClient(address, timeout_s=1.0)
+        try:
+            await client.list_models()
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(CoordinatorError):
+                await client.resolve("llama")
+            # An open stream notices by its pings.
+            async with asyncio.timeout(20):
+                with pytest.raises(CoordinatorError):
+                    await until_gone(client)
+            process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(20):
+                while True:
+                    try:
+                        await client.list_models()
+                        break
+                    except CoordinatorError:
+                        await asyncio.sleep(0.1)
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signals_end_it_with_0_though_a_watch_is_open(number: signal.Signals) -> None:
+    with daemon() as (process, address):
+        async with client_of(address) as client, aclosing(client.watch()) as updates:
+            assert (await anext(updates)).kind is WatchKind.SNAPSHOT_END
+            process.send_signal(number)
+            with pytest.raises(CoordinatorError):
+                await anext(updates)
+        assert process.wait(10) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+async def test_a_port_in_use_is_said() -> None:
+    with daemon() as (_, address):
+        port = address.rpartition(":")[2]
+        with pytest.raises(LocalError, match=rf"port {port}.*in use"):
+            await listen(address, [])
+
+
+async def test_remote_addresses_want_tls() -> None:
+    for address in ("0.0.0.0:0", "[::]:0", "somewhere.example:0"):
+        with pytest.raises(ConfigError, match="--insecure"):
+            await listen(address, [])
+        with pytest.raises(ConfigError, match="--insecure"):
+            dial(address)
+    listening = await listen("0.0.0.0:0", [], insecure=True)
+    await listening.stop()
+
+
+GARBAGE = [
+    b"",
+    b"\x00" * 4096,
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    bytes.fromhex("16030100c8010000c40303") + b"\x41" * 190,  # a TLS hello
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 512,  # a preface, then no frames
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000") * 2000,
+    b"SSH-2.0-OpenSSH_9.6\r\n",
+]
+
+
+async def test_garbage_on_the_port_does_no_harm() -> None:
+    with daemon() as (process, address):
+        host, _, port = address.rpartition(":")
+        held = []
+        try:
+            for data in GARBAGE:
+                connection = socket.create_connection((host, int(port)), timeout=5)
+                held.append(connection)  # held open while the next ones come
+                connection.sendall(data)
+            for connection in held[:3]:
+                connection.close()
+            async with client_of(address) as client:
+                record = make_record(DOCUMENTS)
+                await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+                assert (await client.resolve("llama")).sources == [record]
+        finally:
+            for connection in held:
+                connection.close()
+        assert terminate(process) == 0
+
+
+@asynccontextmanager
+async def foreign_server(answer: bytes | None) -> AsyncIterator[str]:
+    """Something that is not gRPC: says `answer` to whoever connects, or nothing at all."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if answer is not None:
+            writer.write(answer)
+        while await reader.read(4096):
+            pass
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00" * 100, b"220 mail\r\n", None],
+)
+async def test_a_foreign_server_is_an_error(answer: bytes | None) -> None:
+    async with foreign_server(answer) as address, client_of(address) as client:
+        with pytest.raises(CoordinatorError) as caught:
+            await client.resolve("llama")
+    assert address in str(caught.value) and caught.value.hint
+
+
+def make_authority(folder: Path) -> Path:
+    folder.mkdir()
+    _openssl(
+        folder,
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        "-subj /CN=test-ca -keyout ca.key -out ca.pem",
+    )
+    return folder
+
+
+def make_certificate(folder: Path, name: str) -> TlsFiles:
+    (folder / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    _openssl(
+        folder,
+        "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
+        f"-subj /CN={name} -keyout {name}.key -out {name}.csr",
+    )
+    _openssl(
+        folder,
+        f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
+        f"-extfile ext -out {name}.pem",
+    )
+    return TlsFiles(
+        str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(folder / "ca.pem")
+    )
+
+
+def _openssl(folder: Path, arguments: str) -> None:
+    subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
+
+
+async def test_mutual_tls(tmp_path: Path) -> None:
+    ours, theirs = make_authority(tmp_path / "ours"), make_authority(tmp_path / "theirs")
+    server, peer = make_certificate(ours, "server"), make_certificate(ours, "peer")
+    stranger = make_certificate(theirs, "stranger")
+    files = (server.certificate, server.key, server.authority)
+    with daemon(tls=files) as (process, address):
+        async with client_of(address, tls=peer) as client:
+            record = make_record(DOCUMENTS)
+            await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+            assert (await client.resolve("llama")).sources == [record]
+        # Another authority's certificate, with and without knowing ours; and no TLS at all.
+        forged = TlsFiles(stranger.certificate, stranger.key, peer.authority)
+        for tls in (stranger, forged, None):
+            async with client_of(address, tls=tls) as client:
+                with pytest.raises(MxError) as caught:
+                    await client.resolve("llama")
+                assert isinstance(caught.value, CoordinatorError)
+        assert terminate(process) == 0
+    # A client that wants TLS does not talk to a daemon without.
+    with daemon() as (_, address):
+        async with client_of(address, tls=peer) as client:
+            with pytest.raises(NotAllowedError, match="secure") as refused:
+                await client.resolve("llama")
+            assert "--tls-ca" in refused.value.hint
+
+
+async def test_identities_and_source_ids_are_not_taken_over() -> None:
+    with daemon() as (_, address):
+        async with client_of(address) as owner, client_of(address) as thief:
+            record = make_record(DOCUMENTS)
+            await owner.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+            others = make_documents("B")
+            with pytest.raises(BindingError, match="is bound to"):
+                await thief.register(
+                    make_record(others), by_digest(others), binding_secret=b"t" * 32
+                )
+            with pytest.raises(NotAllowedError, match="somebody else"):
+                await thief.register(record, by_digest(DOCUMENTS), binding_secret=b"t" * 32)
+            with pytest.raises(UnknownSourceError):
+                await thief.deregister(record.source_id)
+            pinned = f"llama@{record.ref.identity.hex()[:12]}"
+            assert (await thief.resolve(pinned)).sources == [record]
+            update = await owner.register(
+                make_record(others),
+                by_digest(others),
+                binding_secret=SECRET,
+                replaces_revision=True,
+            )
+            assert update.model.revision == "main.2"
+            assert len(await owner.list_models()) == 2

@@ -1,0 +1,352 @@
+"""The service inside one event loop: big tables, malformed requests, watches, health."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from mx import codec
+from mx.coordinator.daemon import Coordinator
+from mx.coordinator.state import MemoryState, open_state
+from mx.core.digest import document_digest
+from mx.core.membership import Limits
+from mx.core.types import SourceState
+from mx.errors import (
+    CapacityError,
+    ConfigError,
+    CoordinatorError,
+    MxError,
+    PeerProtocolError,
+    StaleGenerationError,
+    UnknownModelError,
+    UnknownSourceError,
+)
+from mx.wire import documents as wire_documents
+from mx.wire.client import CoordinatorClient, WatchKind, WatchUpdate
+from mx.wire.v1 import coordinator_pb2 as pb
+from tests.records import by_digest, make_documents, make_record, scattered_rows
+
+pytestmark = pytest.mark.integration
+
+DOCUMENTS = make_documents("A")
+SECRET = b"s" * 32
+
+
+@asynccontextmanager
+async def coordinator(
+    state: MemoryState | None = None, *, lease_s: float = 5.0
+) -> AsyncIterator[CoordinatorClient]:
+    """A client of a coordinator that runs beside it."""
+    running = Coordinator(lease_s=lease_s, state=state or "memory")
+    client = CoordinatorClient(await running.start("127.0.0.1:0"))
+    try:
+        yield client
+    finally:
+        await client.close()
+        await running.stop()
+
+
+async def register(client: CoordinatorClient, **options: Any) -> Any:
+    record = make_record(DOCUMENTS, **options)
+    await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+    return record
+
+
+async def test_50_000_tensors_pass_the_default_message_limit() -> None:
+    documents = make_documents("big", nbytes=5 << 20)
+    rows = scattered_rows(50_000)
+    scattered = make_record(documents, rows=rows, held=((0, 6250),))
+    compact = make_record(documents)
+    async with coordinator() as client:
+        for record in (scattered, compact):
+            await client.register(record, by_digest(documents), binding_secret=SECRET)
+        found = await client.resolve("llama")
+        # Rows are the source's to give.
+        assert found.sources == [
+            replace(scattered, table=replace(scattered.table, rows=())),
+            compact,
+        ]
+        refs = list(zip(found.ref.digests, found.ref.sizes, strict=True))
+        both = await asyncio.gather(client.fetch(refs), client.fetch(refs))
+        assert all(got == by_digest(documents) for got in both)
+
+
+async def test_only_what_is_missing_is_uploaded() -> None:
+    async with coordinator() as client:
+        await register(client)
+        record = make_record(DOCUMENTS)
+        await client.register(record, {}, binding_secret=SECRET)
+        assert len((await client.resolve("llama")).sources) == 2
+
+
+async def test_models_and_sources_are_listed() -> None:
+    async with coordinator() as client:
+        assert await client.list_models() == [] and await client.list_sources() == []
+        first = await register(client)
+        second = await register(client, name="other", variant="tp0of2")
+        models = await client.list_models()
+        assert [(m.model, m.ref, m.nbytes, m.layers, m.sources) for m in models] == [
+            (record.model, record.ref, 1 << 20, 4, 1) for record in (first, second)
+        ]
+        (status,) = await client.list_sources("other")
+        assert status.record == second and 0 < status.lease_left_s <= 5
+
+
+async def test_more_sources_than_one_message_holds() -> None:
+    region = make_record(DOCUMENTS).table.regions[0]
+    regions = tuple(replace(region, index=i, layers=(i, i + 1)) for i in range(4096))
+    async with coordinator() as client:
+        for _ in range(32):
+            record = make_record(DOCUMENTS)
+            table = replace(record.table, regions=regions)
+            await client.register(
+                replace(record, table=table), by_digest(DOCUMENTS), binding_secret=SECRET
+            )
+        assert len(await client.list_sources()) == 32
+        assert 0 < len((await client.resolve("llama")).sources) <= 32
+
+
+async def raw(client: CoordinatorClient, method: str, *messages: bytes) -> grpc.aio.AioRpcError:
+    """The refusal that these bytes meet."""
+    streaming = method in ("Register", "Heartbeat")
+    channel: Any = client._channel
+
+    async def requests() -> AsyncIterator[bytes]:
+        for message in messages:
+            yield message
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        if method == "Heartbeat":
+            async for _ in channel.stream_stream(f"/mx.wire.v1.Coordinator/{method}")(requests()):
+                pass
+        elif streaming:
+            await channel.stream_unary(f"/mx.wire.v1.Coordinator/{method}")(requests())
+        elif method in ("Watch", "ListModels", "ListSources"):
+            async for _ in channel.unary_stream(f"/mx.wire.v1.Coordinator/{method}")(messages[0]):
+                pass
+        else:
+            await channel.unary_unary(f"/mx.wire.v1.Coordinator/{method}")(messages[0])
+    return caught.value
+
+
+METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods]
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_malformed_bytes_are_an_invalid_argument(method: str) -> None:
+    async with coordinator() as client:
+        error = await raw(client, method, b"\xff\xff\xff\xff")
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"malformed {method}Request" in (error.details() or "")
+        assert await client.list_models() == []
+
+
+def source_message(**options: Any) -> bytes:
+    record = make_record(DOCUMENTS, **options)
+    source = codec.source_to_wire(record, binding_secret=SECRET)
+    return pb.RegisterRequest(source=source).SerializeToString()
+
+
+async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
+    state = MemoryState()
+    pages = [
+        pb.RegisterRequest(page=page).SerializeToString()
+        for digest, data in by_digest(DOCUMENTS).items()
+        for page in wire_documents.pages(digest, data)
+    ]
+    wrong = pb.RegisterRequest.FromString(pages[0])
+    wrong.page.data = b"x" * len(wrong.page.data)
+    rows = next(codec.rows_to_wire(scattered_rows(2)))
+    outside = pb.RegisterRequest(rows=rows)
+    outside.rows.region_offset[1] = 1 << 44
+    scattered = source_message(rows=scattered_rows(2), held=((0, 1),))
+    attempts: list[list[bytes]] = [
+        [],
+        pages,
+        [source_message()],
+        [source_message(), *pages[:3]],
+        [source_message(), wrong.SerializeToString(), *pages[1:]],
+        [source_message(), *pages, pages[0]],
+        [source_message(), *pages, source_message()],
+        [source_message(name="a@b"), *pages],
+        [scattered, *pages],
+        [scattered, *pages, outside.SerializeToString()],
+    ]
+    async with coordinator(state) as client:
+        for attempt in attempts:
+            error = await raw(client, "Register", *attempt)
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error.details()
+        assert await client.list_sources() == [] and await client.list_models() == []
+        assert await state.missing([document_digest(d) for d in DOCUMENTS])
+        good = [scattered, *pages, pb.RegisterRequest(rows=rows).SerializeToString()]
+        channel: Any = client._channel
+
+        async def requests() -> AsyncIterator[bytes]:
+            for message in good:
+                yield message
+
+        await channel.stream_unary("/mx.wire.v1.Coordinator/Register")(requests())
+        assert len(await client.list_sources()) == 1
+
+
+async def test_limits_are_said() -> None:
+    small = MemoryState(limits=Limits(models=1, sources=2), document_limit_bytes=1000)
+    async with coordinator(small) as client:
+        await register(client)
+        with pytest.raises(CoordinatorError, match="1 models"):
+            await register(client, name="other")
+        await register(client)
+        with pytest.raises(CoordinatorError, match="2 sources"):
+            await register(client)
+        big = make_documents("A", nbytes=600)
+        with pytest.raises(CoordinatorError, match="documents"):
+            await client.register(make_record(big, name="z"), by_digest(big), binding_secret=SECRET)
+        error = await raw(client, "Register", source_message(name="other"))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_documents_go_with_the_last_source() -> None:
+    state = MemoryState(grace_s=0.0)
+    async with coordinator(state, lease_s=5.0) as client:
+        record = await register(client)
+        refs = list(zip(record.ref.digests, record.ref.sizes, strict=True))
+        assert await client.fetch(refs) == by_digest(DOCUMENTS)
+        await client.deregister(record.source_id)
+        await state.tick()
+        with pytest.raises(UnknownModelError, match="not held"):
+            await client.fetch(refs)
+        with pytest.raises(UnknownModelError):
+            await client.resolve("llama")
+
+
+async def test_advertise() -> None:
+    async with coordinator() as client:
+        record = await register(client, held=())
+        await client.advertise(record.source_id, 1, [(0, 2), (3, 4)])
+        (source,) = (await client.resolve("llama")).sources
+        assert source.table.held == ((0, 2), (3, 4))
+        with pytest.raises(StaleGenerationError):
+            await client.advertise(record.source_id, 0, [(0, 4)])
+        with pytest.raises(PeerProtocolError, match="no region"):
+            await client.advertise(record.source_id, 1, [(0, 5)])
+        await client.advertise(record.source_id, 2, [])
+        (source,) = (await client.resolve("llama")).sources
+        assert (source.generation, source.table.held) == (2, ())
+        await client.deregister(record.source_id)
+        with pytest.raises(UnknownSourceError):
+            await client.advertise(record.source_id, 3, [])
+
+
+async def collect(updates: AsyncIterator[WatchUpdate], until: WatchKind) -> list[WatchUpdate]:
+    found = []
+    async for update in updates:
+        found.append(update)
+        if update.kind is until:
+            return found
+    raise AssertionError("the watch ended")
+
+
+async def test_a_watch_begins_with_what_there_is_and_coalesces() -> None:
+    async with coordinator() as client:
+        record = await register(client, held=())
+        await register(client, name="not watched")
+        async with aclosing(client.watch("llama")) as updates:
+            snapshot = await collect(updates, WatchKind.SNAPSHOT_END)
+            assert [(u.kind, u.record) for u in snapshot] == [
+                (WatchKind.UP, record),
+                (WatchKind.SNAPSHOT_END, None),
+            ]
+            for _ in range(100):
+                await client.advertise(record.source_id, 1, [(0, 1)])
+                await client.advertise(record.source_id, 1, [(0, 4)])
+            # Here for a moment only: nobody needs to hear of it.
+            fleeting = await register(client)
+            await client.deregister(fleeting.source_id)
+            await client.deregister(record.source_id)
+            rest = await collect(updates, WatchKind.GONE)
+        assert rest[-1].reason == "deregistered"
+        assert rest[-1].record is not None and rest[-1].record.source_id == record.source_id
+        layers = [u for u in rest if u.kind is WatchKind.LAYERS]
+        assert len(layers) < 100  # of 200
+
+
+async def test_draining_is_heard() -> None:
+    async with coordinator(lease_s=0.3) as client:
+        record = await register(client)
+        now = [record]
+        alive = asyncio.create_task(
+            client.keep_alive(lambda: now[0], by_digest(DOCUMENTS), binding_secret=SECRET)
+        )
+        try:
+            async with aclosing(client.watch()) as updates:
+                await collect(updates, WatchKind.SNAPSHOT_END)
+                now[0] = replace(record, state=SourceState.DRAINING)
+                assert (await anext(updates)).record == now[0]
+            assert (await client.resolve("llama")).sources == []
+        finally:
+            alive.cancel()
+            await asyncio.gather(alive, return_exceptions=True)
+
+
+async def test_health_and_reflection_answer() -> None:
+    async with coordinator() as client:
+        check: Any = health_pb2_grpc.HealthStub(client._channel)
+        for service in ("", "mx.wire.v1.Coordinator", "mx.wire.v1.Documents"):
+            answer = await check.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reflect: Any = reflection_pb2_grpc.ServerReflectionStub(client._channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for answer in reflect.ServerReflectionInfo(iter([request])):
+            names = {service.name for service in answer.list_services_response.service}
+            assert "mx.wire.v1.Coordinator" in names and "mx.wire.v1.Documents" in names
+
+
+async def test_names_are_checked_before_they_are_sent() -> None:
+    async with coordinator() as client:
+        for name in ("", "a\nb", "llama@zz"):
+            with pytest.raises(ConfigError):
+                await client.resolve(name)
+        with pytest.raises(UnknownModelError, match="nothing is registered"):
+            await client.resolve("llama")
+
+
+@pytest.mark.parametrize("spec", ["sqlite:/tmp/x.db", "redis://h", "what", ""])
+def test_states_that_are_not_there(spec: str) -> None:
+    with pytest.raises(ConfigError):
+        open_state(spec)
+
+
+def test_a_capacity_error_is_not_this_machines() -> None:
+    assert not issubclass(CoordinatorError, CapacityError) and issubclass(CapacityError, MxError)
+
+
+@pytest.mark.parametrize("answer", [b"\xff\xff", b"", pb.ResolveResponse().SerializeToString()])
+async def test_a_coordinator_that_answers_nonsense_is_an_error(answer: bytes) -> None:
+    async def resolve(request: bytes, context: Any) -> bytes:
+        return answer
+
+    server: Any = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(resolve)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("mx.wire.v1.Coordinator", {"Resolve": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = CoordinatorClient(f"127.0.0.1:{port}")
+    try:
+        with pytest.raises(CoordinatorError):
+            await client.resolve("llama")
+        with pytest.raises(CoordinatorError, match="is no mx coordinator"):
+            await client.list_models()
+    finally:
+        await client.close()
+        await server.stop(None)
