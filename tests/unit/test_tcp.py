@@ -284,10 +284,10 @@ def test_a_grant_has_only_so_many_connections(bench: Bench) -> None:
 def test_many_tiny_pieces_in_one_read(bench: Bench) -> None:
     source = bench.source(MIB)
     session = bench.open(source)
-    view = memoryview(bytearray(60_000))
+    view = memoryview(bytearray(5_000))
     pieces = [Piece(0, 7 * n % MIB, view[n : n + 1]) for n in range(len(view))]
     sink, too_many = bench.sink(), bench.sink()
-    session.read([Read("tiny", pieces, sink), Read("more", pieces + pieces, too_many)])
+    session.read([Read("tiny", pieces, sink), Read("more", pieces * 14, too_many)])
     bench.succeed(sink)
     expected = source.memories[0].expected
     assert view.tobytes() == bytes(expected[7 * n % MIB] for n in range(len(view)))

@@ -33,7 +33,8 @@ class Stream:
         self._sock = sock
         self._stall_timeout_s = stall_timeout_s
         self._tls = isinstance(sock, ssl.SSLSocket)
-        tick_s = stall_timeout_s / _TICKS
+        # Never nothing: to the kernel that would mean for ever.
+        tick_s = max(stall_timeout_s / _TICKS, 0.001)
         if self._tls:
             sock.settimeout(tick_s)
         else:

@@ -279,22 +279,36 @@ class ShmSession(LaneSession):
         assert self._source.stream is not None
         poll.register(self._source.stream.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._source.pidfd, select.POLLIN)
-        while (read := self._take(wait=True)) is not None:
-            failure: MxError | None = PeerLostError(f"{self._peer}: abandoned", peer=self._peer)
-            self._say_busy(1)
-            try:
-                self._copy(read, poll)
-                failure = None
-            except SourceError as error:
-                failure = error
-                if isinstance(error, PeerLostError):
-                    raise
-            finally:
-                self._say_busy(-1)
-                if failure is not None:
-                    self._fail(read, failure)
-            if failure is None:
-                read.sink.done()
+        busy = False
+        try:
+            while True:
+                read = self._take(wait=False)
+                if read is None:
+                    # The source is told at the end of a run of reads, not between them.
+                    busy = self._say_busy(busy, False)
+                    read = self._take(wait=True)
+                if read is None:
+                    return
+                busy = self._say_busy(busy, True)
+                self._complete(read, poll)
+        finally:
+            self._say_busy(busy, False)
+
+    def _complete(self, read: Read, poll: select.poll) -> None:
+        """Raises PeerLostError, having failed the read, where no other can succeed."""
+        failure: MxError | None = PeerLostError(f"{self._peer}: abandoned", peer=self._peer)
+        try:
+            self._copy(read, poll)
+            failure = None
+        except SourceError as error:
+            failure = error
+            if isinstance(error, PeerLostError):
+                raise
+        finally:
+            if failure is not None:
+                self._fail(read, failure)
+        if failure is None:
+            read.sink.done()
 
     def _copy(self, read: Read, poll: select.poll) -> None:
         self._check_bounds(read, self._sizes)
@@ -337,10 +351,14 @@ class ShmSession(LaneSession):
         if poll.poll(0):
             raise PeerLostError(f"{self._peer}: the source's process is gone", peer=self._peer)
 
-    def _say_busy(self, change: int) -> None:
+    def _say_busy(self, before: bool, now: bool) -> bool:
+        """Change what this lane adds to the session's being busy; tells the source if it must."""
+        if before == now:
+            return now
         assert self._source.stream is not None
         with self._busy_lock:
-            before = self._busy
-            self._busy += change
-            if not before or not self._busy:
-                self._source.stream.notify(BUSY if self._busy else IDLE)
+            self._busy += 1 if now else -1
+            # The first lane to begin, or the last to end.
+            if self._busy == now:
+                self._source.stream.notify(BUSY if now else IDLE)
+        return now
