@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from mx import codec
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
@@ -22,14 +21,12 @@ from mx.errors import (
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, dial, translating
+from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.v1 import coordinator_pb2_grpc
 
 _UPLOAD_TIMEOUT_S = 60.0  # a manifest of many tensors takes longer than a question
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 2.0
-
-_STUB: Any = coordinator_pb2_grpc.CoordinatorStub
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,8 @@ class CoordinatorClient:
         self.remote = Remote(Role.COORDINATOR, address)
         self._timeout_s = timeout_s
         self._channel = dial(address, tls=tls, insecure=insecure)
-        self._stub = _STUB(self._channel)
+        service = pb.DESCRIPTOR.services_by_name["Coordinator"]
+        self._stub = Stub(self._channel, service, self.remote)
         self._secrets: dict[str, bytes] = {}
         self._epochs: dict[str, str] = {}
 
@@ -223,6 +221,7 @@ class CoordinatorClient:
         beating: Callable[[], None],
     ) -> None:
         """Renew until something fails, which is raised."""
+        ended = f"the coordinator at {self.remote.address} ended the heartbeats"
         call = self._stub.Heartbeat()
         try:
             while True:
@@ -239,7 +238,7 @@ class CoordinatorClient:
                         await call.write(request)
                         answer = await call.read()
                 if not isinstance(answer, pb.HeartbeatResponse):
-                    raise CoordinatorError(f"{self.remote.address} ended the heartbeats")
+                    raise CoordinatorError(ended)
                 if answer.coordinator_epoch != self._epochs[record.source_id]:
                     raise UnknownSourceError("the coordinator restarted")
                 beating()
@@ -249,7 +248,7 @@ class CoordinatorClient:
                 f"the coordinator at {self.remote.address} did not answer in time"
             ) from error
         except asyncio.InvalidStateError as error:
-            raise CoordinatorError(f"{self.remote.address} ended the heartbeats") from error
+            raise CoordinatorError(ended) from error
         finally:
             call.cancel()
 
@@ -312,7 +311,7 @@ class CoordinatorClient:
                 [codec.source_from_wire(source) for source in answer.sources],
             )
 
-    async def watch(self, name: str = "", revision: str = "") -> AsyncIterator[WatchUpdate]:
+    async def watch(self, name: str = "", revision: str = "") -> AsyncGenerator[WatchUpdate, None]:
         """What there is (UP each, then SNAPSHOT_END), then what changes. "" watches everything.
 
         Close the iterator when done. Raises as the other calls do when the coordinator goes.

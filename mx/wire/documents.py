@@ -10,7 +10,8 @@ import grpc.aio
 from mx.core.digest import document_digest
 from mx.errors import CapacityError, DigestError, PeerProtocolError, UnknownModelError
 from mx.units import MIB, format_bytes
-from mx.wire.channel import Remote, translating
+from mx.wire.channel import Remote, Role, translating
+from mx.wire.rpc import Stub
 from mx.wire.v1 import common_pb2 as pb
 
 DOCUMENT_DIGEST_BYTES = 32
@@ -128,19 +129,16 @@ async def fetch(
     what `translate` makes of a failed RPC, UnknownModelError where the peer lacks one,
     PeerProtocolError or DigestError (both naming the peer) for a peer that lies.
     """
-    peer = who if isinstance(who, str) else who.address
+    remote = Remote(Role.SOURCE, who) if isinstance(who, str) else who
+    peer = remote.address
     assembler = Assembler(refs, who=peer)
     digests = assembler.missing
-    call: Any = channel.unary_stream(
-        "/mx.wire.v1.Documents/Fetch",
-        request_serializer=pb.FetchRequest.SerializeToString,
-        response_deserializer=pb.Page.FromString,
-    )
+    stub = Stub(channel, pb.DESCRIPTOR.services_by_name["Documents"], remote)
     for first in range(0, len(digests), _MAX_DIGESTS):
         request = pb.FetchRequest(digests=digests[first : first + _MAX_DIGESTS])
-        stream = call(request, timeout=timeout_s)
+        stream = stub.Fetch(request, timeout=timeout_s)
         try:
-            with translating(who):
+            with translating(remote):
                 async for page in stream:
                     assembler.add(page)
         finally:

@@ -11,20 +11,20 @@ import importlib
 import inspect
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from mx.errors import LocalError, MxError, PeerProtocolError
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, read_tls, require_protection, split_address
 from mx.wire.channel import KEEPALIVE_OPTIONS
+from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail
 
 _log = logging.getLogger(__name__)
@@ -72,32 +72,9 @@ class Listening:
         await self.server.stop(grace_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Stands for a request that did not parse: a deserialiser that raises means UNKNOWN."""
-
-    message: str
-
-    def __getattr__(self, name: str) -> Any:
-        # For handlers that read from the context rather than from the request iterator.
-        raise PeerProtocolError(self.message)
-
-
-def _parser(method: MethodDescriptor) -> Callable[[bytes], Message | _Malformed]:
-    request_class = GetMessageClass(method.input_type)
-
-    def parse(data: bytes) -> Message | _Malformed:
-        try:
-            return request_class.FromString(data)
-        except DecodeError:
-            return _Malformed(f"{method.full_name}: malformed {method.input_type.name}")
-
-    return parse
-
-
 def _checked(request: object) -> object:
-    if isinstance(request, _Malformed):
-        raise PeerProtocolError(request.message)
+    if isinstance(request, Malformed):
+        raise request.error()
     return request
 
 
@@ -123,6 +100,9 @@ async def _abort(context: Any, error: MxError) -> None:
 def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
     behaviour: Any = getattr(servicer, method.name)
     streams_in, streams_out = method.client_streaming, method.server_streaming
+
+    def malformed() -> MxError:
+        return PeerProtocolError(f"{method.full_name}: malformed {method.input_type.name}")
 
     def incoming(request: Any) -> Any:
         return _CheckedRequests(aiter(request)) if streams_in else _checked(request)
@@ -157,7 +137,7 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
     }[streams_in, streams_out]
     return maker(
         handler,
-        request_deserializer=_parser(method),
+        request_deserializer=parser(method.input_type, malformed),
         response_serializer=GetMessageClass(method.output_type).SerializeToString,
     )
 

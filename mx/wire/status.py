@@ -119,7 +119,7 @@ def _silent(remote: Remote, said: str) -> MxError:
     """Nobody (or nobody of ours) answers."""
     lowered = said.lower()
     if "http1.x" in lowered or "http2 frame" in lowered or "unexpected content" in lowered:
-        return _foreign(remote, said)
+        return foreign(remote, said)
     if "ssl" in lowered or "handshake" in lowered or "certificate" in lowered:
         hint = "check --tls-cert, --tls-key and --tls-ca on both sides"
         message = f"no secure connection to {remote.address}: {said}"
@@ -134,7 +134,8 @@ def _silent(remote: Remote, said: str) -> MxError:
     return PeerLostError(f"the source at {remote.address} is gone: {said}", peer=remote.address)
 
 
-def _foreign(remote: Remote, said: str) -> MxError:
+def foreign(remote: Remote, said: str) -> MxError:
+    """The error for somebody who answers, but not as an mx process does."""
     message = f"what answers at {remote.address} is no mx {remote.role.value}: {said}"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(message, hint="check the port, and --coordinator")
@@ -161,7 +162,7 @@ def translate(error: grpc.RpcError, *, who: Remote | str) -> MxError:
     if isinstance(who, str):
         who = Remote(Role.SOURCE, who)
     if not isinstance(error, grpc.aio.AioRpcError):
-        return _foreign(who, _first_line(str(error)))
+        return foreign(who, _first_line(str(error)))
     trailing: Any = error.trailing_metadata() or ()
     for key, value in trailing:
         if key == DETAIL_KEY and isinstance(value, bytes):
@@ -181,7 +182,7 @@ def translate(error: grpc.RpcError, *, who: Remote | str) -> MxError:
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return _refused(who, said)
         case grpc.StatusCode.UNIMPLEMENTED:
-            return _foreign(who, said)
+            return foreign(who, said)
         case _:
             message = f"the {who.role.value} at {who.address} failed: {code.name}: {said}"
             if who.role is Role.COORDINATOR:
@@ -199,4 +200,4 @@ def translating(who: Remote | str) -> Iterator[None]:
     except grpc.RpcError as error:
         raise translate(error, who=who) from error
     except DecodeError as error:
-        raise _foreign(who, "its answer is not the protocol's") from error
+        raise foreign(who, "its answer is not the protocol's") from error

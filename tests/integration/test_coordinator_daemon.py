@@ -174,6 +174,12 @@ async def test_signals_end_it_with_0_though_a_watch_is_open(number: signal.Signa
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+def test_it_imports_neither_torch_nor_numpy() -> None:
+    code = "import sys, mx.coordinator.daemon; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
+    with ended(python(code)) as process:
+        assert process.wait(30) == 0
+
+
 async def test_a_port_in_use_is_said() -> None:
     with daemon() as (_, address):
         port = address.rpartition(":")[2]

@@ -104,15 +104,15 @@ async def test_models_and_sources_are_listed() -> None:
 async def test_more_sources_than_one_message_holds() -> None:
     region = make_record(DOCUMENTS).table.regions[0]
     regions = tuple(replace(region, index=i, layers=(i, i + 1)) for i in range(4096))
-    async with coordinator() as client:
-        for _ in range(32):
+    async with coordinator(lease_s=60.0) as client:
+        for _ in range(16):
             record = make_record(DOCUMENTS)
             table = replace(record.table, regions=regions)
             await client.register(
                 replace(record, table=table), by_digest(DOCUMENTS), binding_secret=SECRET
             )
-        assert len(await client.list_sources()) == 32
-        assert 0 < len((await client.resolve("llama")).sources) <= 32
+        assert len(await client.list_sources()) == 16
+        assert 0 < len((await client.resolve("llama")).sources) <= 16
 
 
 async def raw(client: CoordinatorClient, method: str, *messages: bytes) -> grpc.aio.AioRpcError:

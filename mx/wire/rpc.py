@@ -1,0 +1,70 @@
+"""Messages that do not parse, on either side, as mx errors.
+
+gRPC turns a request that does not parse into UNKNOWN and an answer that does not into None, and
+logs a traceback for both. Here such a message becomes a `Malformed`, which raises at first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc.aio
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from mx.errors import MxError
+from mx.wire.status import Remote, foreign
+
+
+class Malformed:
+    """Stands for a message that did not parse: reading any field of it raises `error()`."""
+
+    def __init__(self, error: Callable[[], MxError]) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self.error()
+
+
+def parser(message: Descriptor, error: Callable[[], MxError]) -> Callable[[bytes], Any]:
+    """A deserialiser for messages of this type that never raises."""
+    message_class = GetMessageClass(message)
+
+    def parse(data: bytes) -> Any:
+        try:
+            return message_class.FromString(data)
+        except DecodeError:
+            return Malformed(error)
+
+    return parse
+
+
+class Stub:
+    """As the generated stubs, a callable per method; an answer that does not parse raises an
+    error naming `who` when it is used. For the life of `channel`, which it does not own."""
+
+    def __init__(self, channel: grpc.aio.Channel, service: ServiceDescriptor, who: Remote) -> None:
+        makers: dict[tuple[bool, bool], Any] = {
+            (False, False): channel.unary_unary,
+            (False, True): channel.unary_stream,
+            (True, False): channel.stream_unary,
+            (True, True): channel.stream_stream,
+        }
+        self._methods: dict[str, Any] = {}
+        for method in service.methods:
+            make = makers[method.client_streaming, method.server_streaming]
+            self._methods[method.name] = make(
+                f"/{service.full_name}/{method.name}",
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=parser(
+                    method.output_type, lambda: foreign(who, "its answer is not the protocol's")
+                ),
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._methods[name]
+        except KeyError:
+            raise AttributeError(name) from None

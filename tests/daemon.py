@@ -1,0 +1,63 @@
+"""A real coordinator process for tests, and a real process that registers and stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_DAEMON = """
+import sys
+from mx.coordinator.daemon import Options, run
+from mx.transport import TlsFiles
+listen, lease_s, *tls = sys.argv[1:]
+options = Options(listen=listen, lease_s=float(lease_s), tls=TlsFiles(*tls) if tls else None)
+sys.exit(run(options))
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """A child that runs `code` with this repository on its path; its stderr is piped."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """The child, killed and reaped afterwards whatever it does."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+@contextmanager
+def daemon(
+    listen: str = "127.0.0.1:0", *, lease_s: float = 1.0, tls: tuple[str, ...] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A coordinator daemon and the address that it says it listens on."""
+    with ended(python(_DAEMON, listen, str(lease_s), *tls)) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("mx-coordinator listening on "), line + process.stderr.read()
+        yield process, line.split()[-1]
+
+
+def terminate(process: subprocess.Popen[str]) -> int:
+    """SIGTERM, and the exit code."""
+    process.send_signal(signal.SIGTERM)
+    return process.wait(10)

@@ -1,0 +1,204 @@
+"""Anything at all on the coordinator's port: it refuses with a clear status, and lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mx import codec
+from mx.coordinator.daemon import Coordinator
+from mx.wire.client import CoordinatorClient
+from mx.wire.documents import pages
+from mx.wire.v1 import coordinator_pb2 as pb
+from tests.daemon import daemon, terminate
+from tests.records import by_digest, make_documents, make_record, scattered_rows
+
+pytestmark = pytest.mark.integration
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000040000000000")
+DOCUMENTS = make_documents("A")
+SECRET = b"s" * 32
+SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return (
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    )
+
+
+frames = st.builds(
+    frame,
+    st.integers(0, 11),
+    st.integers(0, 255),
+    st.sampled_from([0, 1, 3, 0x7FFFFFFF]),
+    st.binary(max_size=64),
+)
+noise = st.binary(max_size=300) | st.lists(frames, max_size=8).map(
+    lambda parts: PREFACE + b"".join(parts)
+)
+
+
+def test_raw_bytes() -> None:
+    with daemon() as (process, address):
+        host, _, port = address.rpartition(":")
+
+        @settings(max_examples=150)
+        @given(noise, st.booleans())
+        def attack(data: bytes, hang_up: bool) -> None:
+            with (
+                contextlib.suppress(ConnectionError, TimeoutError),
+                socket.create_connection((host, int(port)), timeout=5) as connection,
+            ):
+                connection.sendall(data)
+                if hang_up:
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.settimeout(0.02)
+                    connection.recv(4096)
+
+        attack()
+
+        async def still_there() -> None:
+            client = CoordinatorClient(address)
+            try:
+                assert await client.list_models() == []
+            finally:
+                await client.close()
+
+        asyncio.run(still_there())
+        assert terminate(process) == 0
+
+
+def valid_requests() -> dict[str, list[bytes]]:
+    """A well-formed exchange for every method."""
+    record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1),))
+    source_id = record.source_id
+    digests = list(record.ref.digests)
+    registration = [
+        pb.RegisterRequest(source=codec.source_to_wire(record, binding_secret=SECRET)),
+        *(
+            pb.RegisterRequest(page=page)
+            for digest, data in by_digest(DOCUMENTS).items()
+            for page in pages(digest, data)
+        ),
+        *(pb.RegisterRequest(rows=rows) for rows in codec.rows_to_wire(record.table.rows)),
+    ]
+    requests: dict[str, list[Any]] = {
+        "Register": registration,
+        "Missing": [pb.MissingRequest(digests=digests)],
+        "Heartbeat": [
+            pb.HeartbeatRequest(
+                source_id=source_id,
+                binding_secret=SECRET,
+                state=pb.SOURCE_STATE_SERVING,
+                gb_per_s=1.5,
+            )
+        ]
+        * 2,
+        "Advertise": [
+            pb.AdvertiseRequest(
+                source_id=source_id,
+                generation=1,
+                held=codec.ranges_to_wire([(0, 3)]),
+                binding_secret=SECRET,
+            )
+        ],
+        "Deregister": [pb.DeregisterRequest(source_id=source_id, binding_secret=SECRET)],
+        "Resolve": [pb.ResolveRequest(name="llama@" + digests[0].hex()[:16], revision="main")],
+        "ListModels": [pb.ListModelsRequest()],
+        "ListSources": [pb.ListSourcesRequest(name="llama")],
+    }
+    return {
+        method: [message.SerializeToString() for message in messages]
+        for method, messages in requests.items()
+    }
+
+
+REQUESTS = valid_requests()
+#: Nothing that a client can send is our fault.
+NEVER = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+async def call(channel: Any, method: str, messages: list[bytes]) -> grpc.StatusCode:
+    descriptor = SERVICE.methods_by_name[method]
+    path = f"/{SERVICE.full_name}/{method}"
+
+    async def stream() -> AsyncIterator[bytes]:
+        for message in messages:
+            yield message
+
+    request: Any = stream() if descriptor.client_streaming else messages[0]
+    kinds = (descriptor.client_streaming, descriptor.server_streaming)
+    make = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }[kinds]
+    try:
+        answer = make(path)(request, timeout=10)
+        if descriptor.server_streaming:
+            async for _ in answer:
+                pass
+        else:
+            await answer
+    except grpc.aio.AioRpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return grpc.StatusCode.OK
+
+
+@st.composite
+def mangled(draw: st.DrawFn) -> tuple[str, list[bytes]]:
+    """A good exchange with bytes changed, cut off or repeated, or messages swapped about."""
+    method = draw(st.sampled_from(sorted(REQUESTS)))
+    messages = [bytearray(message) for message in REQUESTS[method]]
+    for _ in range(draw(st.integers(0, 4))):
+        message = draw(st.sampled_from(messages))
+        if message:
+            message[draw(st.integers(0, len(message) - 1))] = draw(st.integers(0, 255))
+    if draw(st.booleans()):
+        message = draw(st.sampled_from(messages))
+        del message[draw(st.integers(0, len(message))) :]
+    if len(messages) > 1 and draw(st.booleans()):
+        messages = draw(st.permutations(messages))[: draw(st.integers(1, len(messages)))]
+    return method, [bytes(message) for message in messages]
+
+
+def test_mangled_requests() -> None:
+    async def start() -> tuple[Coordinator, CoordinatorClient]:
+        coordinator = Coordinator()
+        return coordinator, CoordinatorClient(await coordinator.start("127.0.0.1:0"))
+
+    with asyncio.Runner() as runner:
+        coordinator, client = runner.run(start())
+
+        @settings(max_examples=300)
+        @given(mangled())
+        def attack(exchange: tuple[str, list[bytes]]) -> None:
+            assert runner.run(call(client._channel, *exchange)) not in NEVER
+
+        async def stop() -> None:
+            await client.close()
+            await coordinator.stop()
+
+        try:
+            attack()
+            assert runner.run(call(client._channel, "Register", REQUESTS["Register"])) in (
+                grpc.StatusCode.OK,
+                grpc.StatusCode.FAILED_PRECONDITION,  # a mangled one raised the generation
+                grpc.StatusCode.PERMISSION_DENIED,  # or took the source id with another secret
+                grpc.StatusCode.ALREADY_EXISTS,
+            )
+            runner.run(client.list_models())
+        finally:
+            runner.run(stop())
