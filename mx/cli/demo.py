@@ -30,9 +30,9 @@ MEMCPY_ROUNDS = 3
 
 #: What is shown, and how to ask `mx pull` and `mx.pull` for it.
 WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("attach (shared, no copy)", (), {}),
-    ("shm (copy)", ("--no-attach", "--transport", "shm"), {"attach": False, "transport": "shm"}),
-    ("tcp (loopback)", ("--transport", "tcp"), {"transport": "tcp"}),
+    ("attach, no copy", (), {}),
+    ("copy by shm", ("--no-attach", "--transport", "shm"), {"attach": False, "transport": "shm"}),
+    ("tcp on loopback", ("--transport", "tcp"), {"transport": "tcp"}),
 )
 
 
@@ -106,12 +106,13 @@ def demo(
             rows += _show(example, folder, address, console)
         if as_json:
             outcome.emit({"pulls": [row.to_json() for row in rows]})
-        else:
-            console.print(_table(rows))
+        for name in dict.fromkeys(row.model for row in rows):
+            console.print()
+            console.print(_table([row for row in rows if row.model == name]))
     for row in rows:
         if not row.verdict.same:
             raise IntegrityError(f"{row.model}, {row.way}: weights differ: {row.verdict.how}")
-    console.print("[green]Every pulled model computes exactly what the one on disk does.[/]")
+    console.print("\n[green]Every pulled model computes exactly what the one on disk does.[/]")
 
 
 def _command(verb: str, arguments: list[str], folder: Path, *, shown: bool = False) -> Child:
@@ -180,7 +181,7 @@ def _memcpy(nbytes: int) -> Memcpy:
     """Copies between two anonymous maps with huge pages, the target fresh or warm: medians."""
 
     def new() -> mmap.mmap:
-        memory = mmap.mmap(-1, nbytes)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
@@ -200,36 +201,31 @@ def _memcpy(nbytes: int) -> Memcpy:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(title="what moved, and how", title_justify="left")
-    table.add_column("model")
+    """What one model's pulls did; `rows` are of the same model."""
+    memcpy = rows[0].memcpy
+    table = Table(
+        title=f"{rows[0].model}: {format_bytes(rows[0].report['bytes'])}",
+        caption=f"memcpy, one thread: {memcpy.fresh_gb_per_s:.2f} GB/s into fresh memory (1 x), "
+        f"{memcpy.warm_gb_per_s:.2f} into warm memory\nsame: {rows[0].verdict.how}",
+        title_justify="left",
+        caption_justify="left",
+    )
     table.add_column("path")
-    for name in ("bytes", "first layer", "all layers", "GB/s", "x memcpy", "verified by"):
+    for name in ("first layer", "all layers", "GB/s", "x memcpy"):
         table.add_column(name, justify="right")
-    table.add_column("same output?")
-    previous = ""
+    table.add_column("verified")
+    table.add_column("same")
     for row in rows:
         report = row.report
-        if row.model != previous:
-            table.add_section()
-            fresh, warm = row.memcpy.fresh_gb_per_s, row.memcpy.warm_gb_per_s
-            table.add_row(
-                row.model, "memcpy, one thread, fresh target", "", "", "", f"{fresh:.2f}", "1"
-            )
-            table.add_row("", "the same, warm target", "", "", "", f"{warm:.2f}",
-                          f"{warm / fresh:.2f}")  # fmt: skip
-            previous = row.model
         # Nothing is copied to attach: a rate of it would say nothing.
-        moved = "" if row.way.startswith("attach") else f"{report['gb_per_s']:.2f}"
-        ratio = f"{report['gb_per_s'] / row.memcpy.fresh_gb_per_s:.2f}" if moved else ""
+        attached = row.way.startswith("attach")
         table.add_row(
-            "",
             row.way,
-            format_bytes(report["bytes"]),
             format_seconds(report["first_layer_s"]),
             format_seconds(report["seconds"]),
-            moved,
-            ratio,
+            "" if attached else f"{report['gb_per_s']:.2f}",
+            "" if attached else f"{report['gb_per_s'] / memcpy.fresh_gb_per_s:.2f}",
             str(report["verified"]),
-            ("[green]yes[/]: " if row.verdict.same else "[red]no[/]: ") + row.verdict.how,
+            "[green]yes[/]" if row.verdict.same else "[red]no[/]",
         )
     return table

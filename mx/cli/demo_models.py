@@ -49,32 +49,37 @@ def random_llama(folder: Path) -> Example | None:
     """A Llama of about 1 GB with random weights, written by transformers; None without it."""
     if importlib.util.find_spec("transformers") is None:
         return None
+    import numpy
     import torch
     import transformers
 
     _quiet(transformers)
     config = transformers.LlamaConfig(
         vocab_size=32000,
-        hidden_size=1536,
-        intermediate_size=4096,
-        num_hidden_layers=16,
-        num_attention_heads=12,
-        num_key_value_heads=12,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=17,
+        num_attention_heads=16,
+        num_key_value_heads=8,
         tie_word_embeddings=False,
-        dtype="bfloat16",
+        dtype="float32",
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(7)
+    bits = numpy.random.PCG64(7)
     weights = {}
     for name, parameter in model.state_dict().items():
-        # Norms start at one, as they do in models; the rest small enough for finite outputs.
-        scale = 0.0 if "norm" in name else 0.02
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale
-        weights[name] = (noise + float("norm" in name)).to(torch.bfloat16)
+        if "norm" in name:
+            weights[name] = torch.ones(parameter.shape)
+            continue
+        raw = bits.random_raw(-(-parameter.numel() // 2)).view(numpy.uint32)[: parameter.numel()]
+        # Sign, mantissa and the exponent's last bit are random: 2**-7 <= |w| < 2**-5.
+        raw &= 0x80FFFFFF
+        raw |= 0x3C000000
+        weights[name] = torch.from_numpy(raw).view(torch.float32).reshape(parameter.shape)
     path = folder / "llama"
     model.save_pretrained(path, state_dict=weights, max_shard_size="512MB")
-    return Example("llama", path, "a Llama of 0.55 billion random parameters in bfloat16")
+    return Example("llama", path, "a Llama of 0.27 billion random parameters")
 
 
 class Reference:
@@ -85,7 +90,9 @@ class Reference:
         self._kind = _model_class(path)
         self._output: torch.Tensor | None = None
         if self._kind is not None:
-            self._output = self._forward(self._kind.from_pretrained(path))
+            model = self._kind.from_pretrained(path, dtype="auto")
+            self._dtype = model.dtype
+            self._output = self._forward(model)
 
     def compare(self, weights: Mapping[str, torch.Tensor]) -> Verdict:
         """Load `weights` and compute; where the architecture is unknown, compare the tensors."""
@@ -94,7 +101,9 @@ class Reference:
         if self._kind is None or self._output is None:
             return _compare_tensors(self._path, weights)
         config = self._kind.config_class.from_pretrained(self._path)
-        model = self._kind.from_pretrained(None, config=config, state_dict=dict(weights))
+        model = self._kind.from_pretrained(
+            None, config=config, state_dict=dict(weights), dtype=self._dtype
+        )
         same = torch.equal(self._forward(model), self._output)
         return Verdict(same, f"{self._kind.__name__}'s output, bit for bit")
 

@@ -50,7 +50,7 @@ def follow(pull: Pull) -> PullReport:
     def frame() -> Group:
         return render(pull.progress(), time.monotonic() - start, rows=notes.height - 6)
 
-    with Live(get_renderable=frame, console=notes, refresh_per_second=12):
+    with Live(get_renderable=frame, console=notes, refresh_per_second=8):
         return pull.wait()
 
 

@@ -130,10 +130,13 @@ def pull(
 
 
 def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
+    # Nothing is copied to attach: a rate of it would say nothing.
+    attached = all(path.attached for path in report.paths)
+    rate = "" if attached else f" ({report.gb_per_s:.2f} GB/s)"
     lines = [
-        f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)} "
-        f"({report.gb_per_s:.2f} GB/s), {report.layers} layers, the first after "
-        f"{format_seconds(report.first_layer_s)}, verified by {report.verified}"
+        f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)}{rate}, "
+        f"{report.layers} layers, the first after {format_seconds(report.first_layer_s)}, "
+        f"verified by {report.verified}"
     ]
     for path in report.paths:
         how = "attached, no copy" if path.attached else format_bytes(path.bytes)
