@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +21,20 @@ from mx.storage.safetensors import Checkpoint, open_checkpoint
 
 def tiny(kind: str) -> nn.Module:
     """A randomly initialised model of the named architecture, small enough for any test."""
-    import transformers as t
-
+    # Its configurations are typed field by field; these are put together from parts.
+    t: Any = importlib.import_module("transformers")
+    t.utils.logging.disable_progress_bar()  # it would leave a thread behind
     wide = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
     text = wide | {"vocab_size": 96, "intermediate_size": 48, "max_position_embeddings": 64}
     # bos, eos and pad must be inside the tiny vocabulary.
     text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     torch.manual_seed(0)
+    model = _build(t, kind, wide, text)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _build(t: Any, kind: str, wide: dict[str, int], text: dict[str, int]) -> Any:
     match kind:
         case "llama":
             return t.LlamaForCausalLM(t.LlamaConfig(**text, tie_word_embeddings=False))

@@ -26,7 +26,7 @@ def views(data: bytes = DATA) -> list[memoryview]:
 def test_by_its_definition() -> None:
     first, second, third = views()
     border = 2 * BLOCK_BYTES - SEGMENTS[2].offset
-    blocks = [bytes(first) + bytes(second), third[:border], third[border:]]
+    blocks = [bytes(first) + bytes(second), bytes(third[:border]), bytes(third[border:])]
     digest = xxh3_128_digest(b"".join(xxh3_128_digest(block) for block in blocks))
     assert chunk_digest(SEGMENTS, views()) == digest
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,9 +74,8 @@ def test_older_vit_names() -> None:
 
 
 def test_diffusers_unet_goes_down_through_the_middle_and_up() -> None:
-    from diffusers import UNet2DConditionModel
-
-    model = UNet2DConditionModel(
+    diffusers: Any = importlib.import_module("diffusers")
+    model = diffusers.UNet2DConditionModel(
         block_out_channels=(4, 8),
         norm_num_groups=2,
         layers_per_block=1,
@@ -93,9 +94,8 @@ def test_diffusers_unet_goes_down_through_the_middle_and_up() -> None:
 
 
 def test_diffusers_dit() -> None:
-    from diffusers import DiTTransformer2DModel
-
-    model = DiTTransformer2DModel(
+    diffusers: Any = importlib.import_module("diffusers")
+    model = diffusers.DiTTransformer2DModel(
         num_layers=2, num_attention_heads=2, attention_head_dim=4, sample_size=8,
         norm_num_groups=2, num_embeds_ada_norm=8,
     )  # fmt: skip
