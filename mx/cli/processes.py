@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mx import errors
 from mx.errors import LocalError
 
 STOP_GRACE_S = 15.0
@@ -65,9 +66,13 @@ class Child:
             answer = json.loads(lines[0])
         except ValueError:
             answer = None
-        if not isinstance(answer, dict) or "error" in answer:
-            said = answer["error"]["message"] if isinstance(answer, dict) else lines[0].strip()
-            raise LocalError(f"the {self.name} failed: {said or 'no reason given'}{self._tail()}")
+        if not isinstance(answer, dict):
+            said = lines[0].strip() or "it printed nothing"
+            raise LocalError(f"the {self.name} failed: {said}{self._tail()}")
+        if "error" in answer:
+            error = answer["error"]
+            kind = getattr(errors, error["type"], LocalError)
+            raise kind(f"{self.name}: {error['message']}", hint=error["hint"])
         return answer
 
     def wait(self, timeout_s: float) -> int:

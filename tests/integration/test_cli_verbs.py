@@ -1,0 +1,147 @@
+"""The verbs as people and scripts see them: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Command, Run, serve
+
+pytestmark = pytest.mark.integration
+
+PULL_KEYS = {
+    "model",
+    "manifest",
+    "bytes",
+    "seconds",
+    "gb_per_s",
+    "first_layer_s",
+    "layers",
+    "verified",
+    "paths",
+    "retries",
+    "fallback",
+}
+
+
+def finished(run: Run, *arguments: str) -> Command:
+    command = run(*arguments)
+    command.wait(60)
+    return command
+
+
+def test_what_is_served_is_listed_and_pulled(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    at = ("--coordinator", coordinator)
+    source = serve(run, checkpoint, "small", coordinator)
+    served = json.loads(source.out)
+    assert served["coordinator"] == coordinator
+    assert served["embedded"] is False
+
+    listed = finished(run, "models", *at, "--json").json()["models"]
+    assert [entry["model"] for entry in listed] == ["small"]
+    assert listed[0]["manifest"] == served["manifest"]
+    assert listed[0]["layers"] == served["layers"]
+    # As the source's memory has it: with the padding between layers.
+    assert 0 <= listed[0]["bytes"] - served["bytes"] < 8192 * served["layers"]
+    (entry,) = finished(run, "sources", "small", *at, "--json").json()["sources"]
+    assert entry["endpoint"] == served["endpoint"]
+    assert entry["pid"] == source.process.pid
+    assert entry["layers_held"] == served["layers"]
+    assert set(entry["transports"]) == {"shm", "tcp"}
+    assert finished(run, "sources", "other", *at, "--json").json()["sources"] == []
+
+    tables = finished(run, "models", *at).out + finished(run, "sources", *at).out
+    assert "small" in tables
+    assert served["endpoint"] in tables
+
+    trace = tmp_path / "trace.jsonl"
+    pull = finished(run, "pull", "small", *at, "--transport", "tcp", "--json",
+                    "--trace", str(trace))  # fmt: skip
+    assert pull.process.returncode == 0
+    report = pull.json()
+    assert set(report) >= PULL_KEYS
+    assert report["bytes"] == served["bytes"]
+    assert {path["transport"] for path in report["paths"]} == {"tcp"}
+    assert trace.exists()
+
+
+def test_the_summary_for_people_says_what_was_kept(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    at = ("--coordinator", coordinator)
+    serve(run, checkpoint, "small", coordinator)
+    plain = finished(run, "pull", "small", *at)
+    assert "nothing was kept" in plain.out
+    assert "attached, no copy" in plain.out
+    assert "GB/s" not in plain.out
+    out = tmp_path / "out"
+    written = finished(run, "pull", "small", *at, "--no-attach", "--out", str(out))
+    assert f"written to {out}" in written.out
+    assert "GB/s" in written.out
+    assert list(out.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_serve_and_hold_end_as_they_are_asked(
+    run: Run, coordinator: str, checkpoint: Path, number: int, code: int
+) -> None:
+    at = ("--coordinator", coordinator)
+    source = serve(run, checkpoint, "small", coordinator)
+    relay = run("pull", "small", *at, "--hold", "--json")
+    relay.until(lambda: "holding" in relay.err, "a relay")
+    roles = {s["role"] for s in finished(run, "sources", *at, "--json").json()["sources"]}
+    assert roles == {"origin", "relay"}
+    for command in (relay, source):
+        command.signal(number)
+        assert command.wait() == code
+        assert "Traceback" not in command.err
+    assert finished(run, "sources", *at, "--json").json()["sources"] == []
+
+
+def test_demo_with_a_checkpoint_of_ones_own(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    command = run("demo", "--checkpoint", str(checkpoint), "--json",
+                  env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
+    result = command.json(55)
+    assert command.wait() == 0
+    assert [row["way"].split()[0] for row in result["pulls"]] == ["attach,", "copy", "tcp"]
+    assert [row["same"] for row in result["pulls"]] == [True] * 3
+    assert {path["transport"] for path in result["pulls"][2]["pull"]["paths"]} == {"tcp"}
+    assert all(row["memcpy_fresh_gb_per_s"] > 0 for row in result["pulls"])
+    assert "byte for byte" in command.err
+    assert list(tmp_path.glob("mx-demo-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_demo_leaves_nothing(
+    run: Run, large_checkpoint: Path, tmp_path: Path, number: int
+) -> None:
+    command = run("demo", "--checkpoint", str(large_checkpoint),
+                  env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
+    command.until(lambda: "target" in command.out, "the first pull")
+    command.signal(number)
+    assert command.wait(50) == 128 + number
+    assert "Traceback" not in command.err
+    assert list(tmp_path.glob("mx-demo-*")) == []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            said = (process / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        assert str(large_checkpoint).encode() not in said
+
+
+def test_a_failing_demo_says_why(run: Run, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    command = finished(run, "demo", "--checkpoint", str(torn), "--json")
+    error = command.json()["error"]
+    assert "torn" in error["message"]
+    assert error["type"] == "CheckpointError"
+    assert command.process.returncode == error["exit_code"] == 4
+    assert "Traceback" not in command.err
