@@ -19,7 +19,7 @@ from mx.storage.reader import Filled, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 
 
-def tiny(kind: str) -> nn.Module:
+def tiny(kind: str) -> Any:
     """A randomly initialised model of the named architecture, small enough for any test."""
     # Its configurations are typed field by field; these are put together from parts.
     t: Any = importlib.import_module("transformers")

@@ -31,11 +31,12 @@ class Staging:
         try:
             self._make_parents()
             self._lock()
-            for entry in os.scandir(self.folder):  # of a run that was killed
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
+            with os.scandir(self.folder) as leftovers:  # of a run that was killed
+                for entry in leftovers:
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.unlink(entry.path)
         except OSError as error:
             self.discard()
             raise write_error(error, Path(error.filename or self.folder)) from error
@@ -119,7 +120,7 @@ def _check_free(out: Path) -> None:
             hint=f"name a folder in it: --out {out}/NAME",
         )
     if out.is_dir():
-        if any(os.scandir(out)):
+        if os.listdir(out):
             raise ConfigError(f"{out} is not empty", hint="remove it, or name another --out")
     elif out.exists():
         raise ConfigError(f"{out} is a file", hint="name a folder that is not there yet")
