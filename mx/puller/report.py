@@ -131,7 +131,7 @@ def final_error(
     model: str, layout: Layout, layers_ready: int, bytes_done: int, causes: Sequence[MxError]
 ) -> MxError:
     """What a pull that ran out of sources fails with: how far it came, and each cause once."""
-    said = "; ".join(dict.fromkeys(str(cause) for cause in causes)) or "no source was left"
+    said = "; ".join(dict.fromkeys(cause.message for cause in causes)) or "no source was left"
     far = (
         f"pull of {model} stopped after {layers_ready} of {len(layout.layers)} layers, "
         f"{format_bytes(bytes_done)} of {format_bytes(layout.payload_nbytes)}: {said}"
