@@ -40,14 +40,15 @@ $(PY):
 	$(call make_venv,.venv)
 
 $(READY): pyproject.toml constraints.txt | $(PY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@echo ".venv: installing what constraints.txt pins (minutes the first time, torch is large)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
 
 .venv-proto/bin/python:
 	$(call make_venv,.venv-proto)
 
 $(PROTO_READY): | .venv-proto/bin/python
-	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check '$(GRPCIO_TOOLS)'
+	@.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check '$(GRPCIO_TOOLS)'
 	@touch $@
 
 demo: $(READY)

@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 import hypothesis
 import pytest
+import tqdm
 
 SETTLE_S = 5.0
 
@@ -96,8 +97,11 @@ def _children() -> Iterator[int]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _grpc_globals() -> None:
-    """gRPC's core opens its pollers on first use and keeps them: have that before any test."""
+def _globals_of_libraries() -> None:
+    """What libraries make on first use and keep, made before any test: gRPC's pollers, and the
+    lock of tqdm, which transformers shows its progress with (and whose monitor is a thread)."""
+    tqdm.tqdm.monitor_interval = 0
+    tqdm.tqdm.get_lock()
 
     async def once() -> None:
         server = grpc.aio.server()
@@ -111,7 +115,9 @@ def _grpc_globals() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(_grpc_globals: None, request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_left_behind(
+    _globals_of_libraries: None, request: pytest.FixtureRequest
+) -> Iterator[None]:
     """Fails a test after which something is still there that was not there before it."""
     before = Holdings.now()
     yield

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -209,8 +210,10 @@ def _table(rows: list[Row]) -> Table:
         f"{memcpy.warm_gb_per_s:.2f} into warm memory\nsame: {rows[0].verdict.how}",
         title_justify="left",
         caption_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
     )
-    table.add_column("path")
+    table.add_column("path", no_wrap=True)
     for name in ("first layer", "all layers", "GB/s", "x memcpy"):
         table.add_column(name, justify="right")
     table.add_column("verified")

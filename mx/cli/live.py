@@ -70,7 +70,7 @@ def _follow_plainly(pull: Pull) -> PullReport:
 def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int, int, int, int]]:
     """At most `rows` groups of neighbouring layers: (label, done bytes, bytes, ready, layers)."""
     rows = max(1, min(rows, MAX_ROWS, len(layers)))
-    size = -(-len(layers) // rows)
+    size = max(1, -(-len(layers) // rows))
     groups = []
     for begin in range(0, len(layers), size):
         group = layers[begin : begin + size]
