@@ -15,7 +15,7 @@ from mx.errors import MxError
 from mx.puller.engine import Engine, Lane
 from mx.transport import Read
 
-READS = 5000
+READS = 4000
 
 
 class _AtOnce:
@@ -73,7 +73,8 @@ def _manifest() -> Manifest:
     from mx.core.digest import chunk_digest
 
     specs = [
-        manifests.TensorSpec(f"model.layers.{index}.weight", "U8", (256,)) for index in range(READS)
+        manifests.TensorSpec(f"model.layers.{index}.mlp.weight", "U8", (256,))
+        for index in range(READS)
     ]
     layout = manifests.plan_layout(specs)
     zeros = memoryview(bytes(256))
@@ -88,7 +89,7 @@ def _manifest() -> Manifest:
 
 
 def _zero_digests(layout: object) -> dict[str, bytes]:
-    return {f"model.layers.{index}.weight": bytes(32) for index in range(READS)}
+    return {f"model.layers.{index}.mlp.weight": bytes(32) for index in range(READS)}
 
 
 def microseconds_per_read() -> float:

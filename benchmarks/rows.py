@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -28,8 +29,6 @@ def _pull(cluster: Cluster, model: str = MODEL, **options: object) -> PullReport
 
 
 def _filled_memfd(nbytes: int) -> int:
-    import os
-
     fd = os.memfd_create("mx-bench", os.MFD_CLOEXEC)
     os.ftruncate(fd, nbytes)
     with mmap.mmap(fd, nbytes) as mapping:
@@ -43,7 +42,7 @@ def attach_row(cluster: Cluster) -> list[harness.Row]:
     """Ready by attaching, at the checkpoint's size and at 100 GB (a sparse memfd)."""
     rows = []
     small = [_pull(cluster).seconds for _ in range(harness.ROUNDS + 1)][1:]
-    rows.append(_milliseconds("attach, 2 GB: ready", small, 60))
+    rows.append(_milliseconds("attach, 2.6 GB: ready", small, 60))
     with sparse_source(100 * 10**9, cluster.coordinator, "bench-sparse"):
         large = []
         for _ in range(harness.ROUNDS + 1):
@@ -98,6 +97,7 @@ def copy_rows(cluster: Cluster, nbytes: int) -> list[harness.Row]:
         )
     finally:
         reused.close()
+        os.close(fd)
     return [
         _ratio("shm copy, verified, fresh / memcpy", fresh, "memcpy", 0.95, nbytes),
         _ratio("shm copy, verified, reused / memcpy", again, "memcpy", 0.9, nbytes),
@@ -125,6 +125,7 @@ def tcp_row(cluster: Cluster, nbytes: int) -> harness.Row:
         )
     finally:
         sockets.close()
+        os.close(fd)
     (renamed,) = [{("raw: " + n if n != "mx" else n): t for n, t in samples.items()}]
     return _ratio("tcp, verified / raw sockets that hash", renamed, "raw", 0.95, nbytes)
 

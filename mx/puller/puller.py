@@ -175,6 +175,9 @@ class Puller:
             if way.source.source_id in self._given_up:
                 continue
             self.phase = "connecting"
+            if not way.attach and self.arena is None:
+                # Now, so that its first pages are populated while the source is asked.
+                self.arena = self._new_arena(manifest.layout.arena_nbytes)
             try:
                 link = await self._links.open(way, manifest.layout.arena_nbytes)
             except SourceError as error:
@@ -209,6 +212,9 @@ class Puller:
         if self._engine is None:
             self._engine = Engine(manifest, self.arena.view, self)
             self._engine.start()
+        # What is not populated by now is faulted by the threads that write there: beside them,
+        # a populating thread only takes their cores and memory bandwidth.
+        self.arena.settle()
         self._lost.clear()
         now_s = time.monotonic()
         self.state.first_read_s = self.state.first_read_s or now_s
@@ -222,7 +228,7 @@ class Puller:
                 raise ConfigError(f"the model needs {nbytes} bytes, `into` has {into.nbytes}")
             return BorrowedArena(into[:nbytes])
         if self.options.hold:
-            return MemfdArena(nbytes, name=f"pull:{self.key}", populate_threads=1)
+            return MemfdArena(nbytes, name=f"pull:{self.key}")
         return HostArena(nbytes)
 
     async def _attach(self, manifest: Manifest, link: Link) -> bool:
