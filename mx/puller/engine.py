@@ -172,11 +172,20 @@ class Engine:
             lane.session.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until no session touches the arena any more."""
+        """Wait until no session touches the arena any more, and let go of it.
+
+        Without that the arena would live until the garbage collector finds the cycle that the
+        engine is in with its listener and its sinks: gigabytes, for who knows how long.
+        """
         deadline_s = time.monotonic() + timeout_s
-        return all(
+        joined = all(
             [lane.session.join(max(0.0, deadline_s - time.monotonic())) for lane in self.lanes]
         )
+        if joined:
+            with self._lock:
+                self._in_flight.clear()
+                self._arena = memoryview(b"")
+        return joined
 
     # -- from the sinks, on the transports' threads ------------------------------------------
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import signal
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,16 +55,16 @@ def test_a_pull_gives_the_bytes_on_disk(
 ) -> None:
     serve(run, checkpoint, "m", coordinator)
     with api.pull("m", coordinator=coordinator, **options) as pull:  # type: ignore[arg-type]
-        report = pull.wait(30).to_json()
+        report = pull.wait(30)
         tensors = pull.state_dict()
     assert same(tensors, load_file(checkpoint))
-    (path,) = report["paths"]  # type: ignore[misc]
-    assert path["transport"] == transport
-    assert report["verified"] == verified
-    assert report["bytes"] == path["bytes"] == sum(t.nbytes for t in tensors.values())
-    assert report["layers"] == 10
-    assert report["retries"] == 0
-    assert report["fallback"] is None
+    (path,) = report.paths
+    assert path.transport + ("-attach" if path.attached else "") == transport
+    assert report.verified == verified
+    assert report.bytes == path.bytes == sum(t.nbytes for t in tensors.values())
+    assert report.layers == 10
+    assert report.retries == 0
+    assert report.fallback is None
 
 
 @pytest.mark.parametrize("options", [{}, {"attach": False}, {"transport": "tcp"}, {"hold": True}])
@@ -204,7 +206,7 @@ def test_state_dicts_and_modules_are_served_with_their_ties(coordinator: str) ->
     with api.serve(module, model="tied", coordinator=coordinator):
         module.embed.weight.data.zero_()  # a snapshot was taken
         for options in ({}, {"attach": False}, {"transport": "tcp"}):
-            with api.pull("tied", coordinator=coordinator, **options) as pull:  # type: ignore[arg-type]
+            with api.pull("tied", coordinator=coordinator, **options) as pull:
                 tensors = pull.state_dict()
             assert same(tensors, expected)
             assert tensors["embed.weight"].data_ptr() == tensors["head.weight"].data_ptr()
@@ -270,3 +272,24 @@ def test_closing_early_leaves_nothing(run: Run, coordinator: str, large_checkpoi
     # The source is as good as before.
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
         assert json.dumps(pull.wait(30).to_json())
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_memory_goes_with_the_last_who_refers_to_it(
+    run: Run, coordinator: str, checkpoint: Path, transport: str
+) -> None:
+    """At once, not whenever the garbage collector comes by."""
+    serve(run, checkpoint, "m", coordinator)
+    gc.disable()
+    try:
+        with api.pull("m", coordinator=coordinator, transport=transport, attach=False) as pull:
+            pull.wait(30)
+            mapping = weakref.ref(pull.buffer().obj)
+            tensors = pull.state_dict()
+        kept = tensors.pop("model.norm.weight").clone(), tensors
+        assert mapping() is not None
+        tensors.clear()
+        assert mapping() is None
+        assert kept[0].nbytes
+    finally:
+        gc.enable()
