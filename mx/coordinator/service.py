@@ -11,7 +11,7 @@ from mx.coordinator.state import StateStore
 from mx.coordinator.watchers import INTERVAL_S, Watcher
 from mx.core.membership import Change, ChangeKind, Listed
 from mx.errors import CapacityError, ClosedError, PeerProtocolError
-from mx.wire.documents import Assembler
+from mx.wire.documents import Assembler, pages
 from mx.wire.v1 import coordinator_pb2 as pb
 
 MAX_WATCHERS = 4096
@@ -20,6 +20,8 @@ _MAX_RESOLVED = 256
 _MAX_MISSING = 4096
 #: Answers with many sources stay well below the default message limit of 4 MiB.
 _ANSWER_BYTES = 2 << 20
+#: A manifest this small is sent along with the answer to Resolve; each document is one page.
+_INLINE_BYTES = 1 << 20
 
 _EVENT_KINDS = {
     ChangeKind.UP: pb.WatchEvent.KIND_SOURCE_UP,
@@ -156,6 +158,11 @@ class CoordinatorServicer:
             if nbytes > _ANSWER_BYTES and response.sources:
                 break
             response.sources.append(source)
+        if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:
+            for digest in dict.fromkeys(found.ref.digests):
+                data = self._state.document(digest)
+                if data is not None:
+                    response.documents.extend(pages(digest, data))
         return response
 
     async def ListModels(

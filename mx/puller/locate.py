@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-import grpc
 import grpc.aio
 
 from mx import codec
@@ -17,9 +16,8 @@ from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, Role, dial, translating
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import fetch
-from mx.wire.v1 import peer_pb2, peer_pb2_grpc
-
-MIN_IDENTITY_DIGITS = 8
+from mx.wire.rpc import Stub
+from mx.wire.v1 import peer_pb2
 
 
 class Where(Protocol):
@@ -45,11 +43,13 @@ class Where(Protocol):
 
 @dataclass(frozen=True)
 class Located:
-    """What was found. `sources` all hold the manifest of `ref`."""
+    """What was found. `sources` all hold the manifest of `ref`; `inlined` are those of its
+    documents that came along."""
 
     key: ModelKey
     ref: ManifestRef
     sources: tuple[SourceRecord, ...]
+    inlined: Mapping[bytes, bytes] = field(default_factory=dict)
 
 
 class Locator:
@@ -74,14 +74,14 @@ class Locator:
         found = await self._client.resolve(
             self._where.name, self._where.revision, self._where.variant
         )
-        return Located(found.model, found.ref, tuple(found.sources))
+        return Located(found.model, found.ref, tuple(found.sources), found.documents)
 
     async def _ask_peer(self, address: str) -> Located:
         where = self._where
         name, _, pin = where.name.partition("@")
         remote = Remote(Role.SOURCE, address)
-        stub_class: Any = peer_pb2_grpc.PeerStub
-        stub = stub_class(self._channel(address))
+        service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
+        stub = Stub(self._channel(address), service, remote)
         with translating(remote):
             response = await stub.Describe(
                 peer_pb2.DescribeRequest(name=name), timeout=where.connect_timeout_s
@@ -103,8 +103,12 @@ class Locator:
 
     async def documents(self, located: Located) -> dict[bytes, bytes]:
         """The manifest's four documents: from the coordinator, else from any source."""
-        refs = list(zip(located.ref.digests, located.ref.sizes, strict=True))
-        return await self._fetch(refs, located.sources, ask_coordinator=True)
+        sizes = dict(zip(located.ref.digests, located.ref.sizes, strict=True))
+        refs = [(digest, size) for digest, size in sizes.items() if digest not in located.inlined]
+        if not refs:
+            return dict(located.inlined)
+        found = await self._fetch(refs, located.sources, ask_coordinator=True)
+        return {**located.inlined, **found}
 
     async def side_files(self, manifest: Manifest, located: Located) -> dict[str, bytes]:
         """The side files' bytes by path; only sources hold them."""

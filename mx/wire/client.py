@@ -40,11 +40,16 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What to pull, and from whom: origins first. No sources: known, but nobody serves it now."""
+    """What to pull, and from whom: origins first. No sources: known, but nobody serves it now.
+
+    `documents` are those of the manifest that came along, verified: all of a small one, none of
+    a large one.
+    """
 
     model: ModelKey
     ref: ManifestRef
     sources: list[SourceRecord]
+    documents: dict[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +247,8 @@ class CoordinatorClient:
                 if answer.coordinator_epoch != self._epochs[record.source_id]:
                     raise UnknownSourceError("the coordinator restarted")
                 beating()
-                await asyncio.sleep(min(max(answer.lease_s, 0.3), 3600.0) / 3)
+                # This way round NaN is the least that is waited.
+                await asyncio.sleep(min(max(0.3, answer.lease_s), 3600.0) / 3)
         except TimeoutError as error:
             raise CoordinatorError(
                 f"the coordinator at {self.remote.address} did not answer in time"
@@ -302,13 +308,22 @@ class CoordinatorClient:
         codec.check_model_key(
             ModelKey(name.partition("@")[0], revision or "main", variant or "checkpoint")
         )
-        request = pb.ResolveRequest(name=name, revision=revision, variant=variant)
+        request = pb.ResolveRequest(
+            name=name, revision=revision, variant=variant, inline_documents=True
+        )
         with self._reading():
             answer = await self._stub.Resolve(request, timeout=self._timeout_s)
+            ref = codec.ref_from_wire(answer.manifest)
+            inlined = wire_documents.Assembler(
+                list(zip(ref.digests, ref.sizes, strict=True)), who=self.remote.address
+            )
+            for page in answer.documents:
+                inlined.add(page)
             return Resolution(
                 codec.key_from_wire(answer.model),
-                codec.ref_from_wire(answer.manifest),
+                ref,
                 [codec.source_from_wire(source) for source in answer.sources],
+                inlined.documents,
             )
 
     async def watch(self, name: str = "", revision: str = "") -> AsyncGenerator[WatchUpdate, None]:

@@ -138,24 +138,28 @@ class DeregisterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ResolveRequest(_message.Message):
-    __slots__ = ("name", "revision", "variant")
+    __slots__ = ("name", "revision", "variant", "inline_documents")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VARIANT_FIELD_NUMBER: _ClassVar[int]
+    INLINE_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     variant: str
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ...) -> None: ...
+    inline_documents: bool
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., inline_documents: bool = ...) -> None: ...
 
 class ResolveResponse(_message.Message):
-    __slots__ = ("model", "manifest", "sources")
+    __slots__ = ("model", "manifest", "sources", "documents")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     sources: _containers.RepeatedCompositeFieldContainer[Source]
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ...) -> None: ...
+    documents: _containers.RepeatedCompositeFieldContainer[_common_pb2.Page]
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("name", "revision")
