@@ -9,13 +9,9 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Row:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], float]], rounds: int = ROUNDS
+    contestants: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
     """Run each contestant once per round, in turn. Each returns its own seconds."""
     for run in contestants.values():
@@ -67,13 +63,6 @@ def best(samples: Mapping[str, list[float]], prefix: str) -> tuple[str, float]:
     found = {n: statistics.median(t) for n, t in samples.items() if n.startswith(prefix)}
     name = min(found, key=lambda n: found[n])
     return name, found[name]
-
-
-@contextmanager
-def timed(into: list[float]) -> Iterator[None]:
-    start_s = time.perf_counter()
-    yield
-    into.append(time.perf_counter() - start_s)
 
 
 def machine() -> str:

@@ -8,8 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.processes import Cluster, pss_nbytes
 from mx import api
+
+from .processes import Cluster, pss_nbytes
 
 _TARGET = """
 import sys

@@ -5,20 +5,20 @@ from __future__ import annotations
 import mmap
 import os
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import harness
-from benchmarks.checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
-from benchmarks.memory import source_overhead_nbytes, target_overhead_nbytes
-from benchmarks.processes import Cluster
-from benchmarks.references import memcpy
-from benchmarks.references.sockets import RawSockets
-from benchmarks.sparse import sparse_source
 from mx import api
 from mx.puller.report import PullReport
 from mx.units import MIB
+
+from . import harness
+from .checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
+from .memory import source_overhead_nbytes, target_overhead_nbytes
+from .processes import Cluster
+from .references import memcpy
+from .references.sockets import RawSockets
+from .sparse import sparse_source
 
 MODEL = "bench"
 
@@ -38,14 +38,14 @@ def _filled_memfd(nbytes: int) -> int:
     return fd
 
 
-def attach_row(cluster: Cluster) -> list[harness.Row]:
+def attach_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
     """Ready by attaching, at the checkpoint's size and at 100 GB (a sparse memfd)."""
     rows = []
-    small = [_pull(cluster).seconds for _ in range(harness.ROUNDS + 1)][1:]
+    small = [_pull(cluster).seconds for _ in range(rounds + 1)][1:]
     rows.append(_milliseconds("attach, 2.6 GB: ready", small, 60))
     with sparse_source(100 * 10**9, cluster.coordinator, "bench-sparse"):
         large = []
-        for _ in range(harness.ROUNDS + 1):
+        for _ in range(rounds + 1):
             with api.pull("bench-sparse", coordinator=cluster.coordinator) as pull:
                 report = pull.wait(60)
                 view = pull.buffer()
@@ -73,7 +73,7 @@ def _ratio(
     return harness.Row(work, round(value, 3), "x", f">= {bar:g} x", value >= bar, detail, samples)
 
 
-def copy_rows(cluster: Cluster, nbytes: int) -> list[harness.Row]:
+def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
     """Verified copies through shared memory against one thread's memcpy, which does not hash."""
     fd = _filled_memfd(nbytes)
     reused = memcpy.Reused(fd, nbytes)
@@ -87,13 +87,15 @@ def copy_rows(cluster: Cluster, nbytes: int) -> list[harness.Row]:
                 "mx": lambda: _pull(cluster, attach=False, transport="shm").seconds,
                 "memcpy, populated": lambda: memcpy.fresh(fd, nbytes, populate=True),
                 "memcpy, faulting": lambda: memcpy.fresh(fd, nbytes, populate=False),
-            }
+            },
+            rounds,
         )
         again = harness.interleave(
             {
                 "mx": lambda: _pull(cluster, attach=False, transport="shm", into=view).seconds,
                 "memcpy": reused.copy,
-            }
+            },
+            rounds,
         )
     finally:
         reused.close()
@@ -111,7 +113,7 @@ def _arena_nbytes(cluster: Cluster) -> int:
         return pull.manifest.layout.arena_nbytes
 
 
-def tcp_row(cluster: Cluster, nbytes: int) -> harness.Row:
+def tcp_row(cluster: Cluster, nbytes: int, rounds: int) -> harness.Row:
     fd = _filled_memfd(nbytes)
     sockets = RawSockets(fd, nbytes)
     try:
@@ -121,7 +123,8 @@ def tcp_row(cluster: Cluster, nbytes: int) -> harness.Row:
                 "1 raw socket": lambda: sockets.receive(1),
                 "2 raw sockets": lambda: sockets.receive(2),
                 "4 raw sockets": lambda: sockets.receive(4),
-            }
+            },
+            rounds,
         )
     finally:
         sockets.close()
@@ -130,10 +133,10 @@ def tcp_row(cluster: Cluster, nbytes: int) -> harness.Row:
     return _ratio("tcp, verified / raw sockets that hash", renamed, "raw", 0.95, nbytes)
 
 
-def first_layer_row(cluster: Cluster) -> harness.Row:
+def first_layer_row(cluster: Cluster, rounds: int) -> harness.Row:
     """When layer 0 was ready, over its share of the transfer."""
     over, allowed = [], []
-    for _ in range(harness.ROUNDS + 1):
+    for _ in range(rounds + 1):
         with api.pull(MODEL, coordinator=cluster.coordinator, transport="tcp") as pull:
             report = pull.wait(120)
             assert pull.manifest is not None
@@ -151,23 +154,21 @@ def first_layer_row(cluster: Cluster) -> harness.Row:
     )
 
 
-def control_rows(cluster: Cluster, folder: Path) -> list[harness.Row]:
+def control_rows(cluster: Cluster, folder: Path, rounds: int) -> list[harness.Row]:
     """From the call to the first read, by number of tensors."""
     rows = []
     for count, bar_ms in ((723, 50), (50_000, 300)):
         model = f"bench-{count}"
         cluster.serve(many_tensors_checkpoint(folder, count), model)
-        times = [
-            _pull(cluster, model, transport="tcp").control_s for _ in range(harness.ROUNDS + 1)
-        ][1:]
+        times = [_pull(cluster, model, transport="tcp").control_s for _ in range(rounds + 1)][1:]
         rows.append(_milliseconds(f"control work, {count:,} tensors", times, bar_ms))
     return rows
 
 
-def read_cost_row() -> harness.Row:
-    from benchmarks.read_cost import microseconds_per_read
+def read_cost_row(rounds: int) -> harness.Row:
+    from .read_cost import microseconds_per_read
 
-    values = [microseconds_per_read() for _ in range(harness.ROUNDS + 1)][1:]
+    values = [microseconds_per_read() for _ in range(rounds + 1)][1:]
     value = statistics.median(values)
     return harness.Row(
         "control cost in the target, per read",
@@ -200,9 +201,15 @@ def memory_rows(cluster: Cluster, checkpoint: Path) -> list[harness.Row]:
     return rows
 
 
-def run(folder: Path, say: Callable[[str], None]) -> list[harness.Row]:
-    """Every row. `folder` keeps the checkpoints between runs."""
-    say("writing checkpoints")
+#: What `run` can measure, in its order.
+NAMES = ("attach", "copy", "tcp", "first", "control", "read", "memory")
+
+
+def run(
+    folder: Path, say: Callable[[str], None], only: Sequence[str] | None, rounds: int
+) -> list[harness.Row]:
+    """The rows named in `only` (None: all). `folder` keeps the checkpoints between runs."""
+    say(f"writing checkpoints to {folder}")
     checkpoint = two_gigabyte_checkpoint(folder)
     cluster = Cluster()
     rows: list[harness.Row] = []
@@ -210,19 +217,19 @@ def run(folder: Path, say: Callable[[str], None]) -> list[harness.Row]:
         say("loading the source")
         cluster.serve(checkpoint, MODEL)
         nbytes = _pull(cluster).bytes
-        for name, measure in (
-            ("attach", lambda: attach_row(cluster)),
-            ("copy", lambda: copy_rows(cluster, nbytes)),
-            ("tcp", lambda: [tcp_row(cluster, nbytes)]),
-            ("first layer", lambda: [first_layer_row(cluster)]),
-            ("control", lambda: control_rows(cluster, folder)),
-            ("read cost", lambda: [read_cost_row()]),
-            ("memory", lambda: memory_rows(cluster, checkpoint)),
-        ):
-            say(f"measuring: {name}")
-            start_s = time.monotonic()
-            rows += measure()
-            say(f"  {name} took {time.monotonic() - start_s:.0f} s")
+        measures: dict[str, Callable[[], list[harness.Row]]] = {
+            "attach": lambda: attach_rows(cluster, rounds),
+            "copy": lambda: copy_rows(cluster, nbytes, rounds),
+            "tcp": lambda: [tcp_row(cluster, nbytes, rounds)],
+            "first": lambda: [first_layer_row(cluster, rounds)],
+            "control": lambda: control_rows(cluster, folder, rounds),
+            "read": lambda: [read_cost_row(rounds)],
+            "memory": lambda: memory_rows(cluster, checkpoint),
+        }
+        for name in NAMES:
+            if only is None or name in only:
+                say(f"measuring: {name}")
+                rows += measures[name]()
     finally:
         cluster.close()
     return rows

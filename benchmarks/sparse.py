@@ -10,12 +10,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.checkpoints import llama_shapes
 from mx import api, config, registry, runtime
 from mx.core import manifest as manifests
 from mx.core.types import CHUNK_BYTES, ChunkGrid, Chunking, ModelKey, Packaging
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel
+
+from .checkpoints import llama_shapes
 
 
 class SparseArena(MemfdArena):
