@@ -68,6 +68,9 @@ class _Listener:
     def failed(self, causes: Sequence[MxError]) -> None:
         self.error = causes
 
+    def broken(self, error: MxError) -> None:
+        self.error = (error,)
+
 
 def _manifest() -> Manifest:
     from mx.core.digest import chunk_digest

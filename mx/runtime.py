@@ -7,12 +7,31 @@ its first user and stops with the last, so that a process that embeds mx is left
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from mx.errors import ConfigError
+
 T = TypeVar("T")
+
+
+async def uncut(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to its end, even if the caller is cancelled meanwhile; only then does the
+    cancellation go on. For a thread's work, which cannot be cut, and for giving things back."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # asked for, so that nobody complains that it was not
+        raise
+
 
 _lock = threading.Lock()
 _current: LoopThread | None = None
@@ -46,7 +65,13 @@ class LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine to its end and return its result. On a KeyboardInterrupt it is
-        cancelled."""
+        cancelled. Raises ConfigError on the loop's own thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise ConfigError(
+                "a blocking call of mx was made in a callback of mx",
+                hint="make it on a thread of your own",
+            )
         future = self.submit(coroutine)
         try:
             return future.result(timeout_s)

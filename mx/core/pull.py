@@ -5,7 +5,9 @@ there are and how deep each wants to be; and decides what is read next, from who
 layer, or everything, is ready. Its caller executes the commands and reports what came of them,
 in any order. Chunks are handed out lowest first, so that early layers are ready early.
 
-A chunk that fails goes back and is tried elsewhere if there is an elsewhere. A chunk whose digest
+A chunk that fails goes back and is tried elsewhere if there is an elsewhere. So does one whose
+lane is lost, but not before its read has ended: until then that lane's transport may still write
+where the chunk lies, and would do so beneath the next one's verified bytes. A chunk whose digest
 is wrong is not asked of the same source again while another holds it; a source that sends wrong
 bytes `MAX_CORRUPT` times is out. The pull fails when chunks are missing, no lane is left that
 may be asked for them, and the caller has said that no further lane will come (`no_more_lanes`).
@@ -75,6 +77,7 @@ class PullMachine:
         self._grid = grid
         self._missing = list(range(len(grid)))  # a heap: ascending is one
         self._lanes: dict[int, _Lane] = {}
+        self._lost: dict[int, _Lane] = {}  # those of which reads are yet to end
         self._refused: dict[int, set[int]] = {}  # chunk -> lanes that sent it wrong
         self._attempts: dict[int, int] = {}
         self._landed = bytearray(len(grid))
@@ -121,20 +124,20 @@ class PullMachine:
     ) -> list[Command]:
         """A session is open; it wants `depth` chunks outstanding. `holds` says of a layer index
         whether its source has that layer (None: all of them)."""
-        if lane in self._lanes:
+        if lane in self._lanes or lane in self._lost:
             raise ValueError(f"lane {lane} is there already")
         self._lanes[lane] = _Lane(max(1, depth), holds)
         return self._assign()
 
     def lane_lost(self, lane: int, error: MxError) -> list[Command]:
-        """The session or its source is gone. What it still reports is ignored."""
+        """The session or its source is gone: nothing more is asked of it. How each of its reads
+        ends is still to be reported; those that failed then go back."""
         gone = self._lanes.pop(lane, None)
         if gone is None or self._ended:
             return []
         self._causes.append(error)
-        for chunk in gone.in_flight:
-            self.retries += 1
-            heapq.heappush(self._missing, chunk)
+        if gone.in_flight:
+            self._lost[lane] = gone
         return self._assign() + self._check_hopeless()
 
     def no_more_lanes(self) -> list[Command]:
@@ -153,15 +156,17 @@ class PullMachine:
         """All bytes landed and the digest holds."""
         if not self._take_back(lane, chunk):
             return []
-        return self._land(chunk) + self._assign()
+        return self._land(chunk) + self._assign() + self._check_hopeless()
 
     def chunk_failed(self, lane: int, chunk: int, error: MxError) -> list[Command]:
         """The read failed but the session may live. A wrong digest is a `DigestError`."""
         if not self._take_back(lane, chunk):
             return []
         self.retries += 1
-        self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
         heapq.heappush(self._missing, chunk)
+        if lane not in self._lanes:
+            return self._assign() + self._check_hopeless()
+        self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
         commands: list[Command] = []
         if isinstance(error, DigestError):
             self._refused.setdefault(chunk, set()).add(lane)
@@ -178,10 +183,12 @@ class PullMachine:
         return commands + self._assign() + self._check_hopeless()
 
     def _take_back(self, lane: int, chunk: int) -> bool:
-        state = self._lanes.get(lane)
+        state = self._lanes.get(lane) or self._lost.get(lane)
         if state is None or self._ended or chunk not in state.in_flight:
             return False
         state.in_flight.discard(chunk)
+        if not state.in_flight:
+            self._lost.pop(lane, None)
         return True
 
     def _land(self, chunk: int) -> list[Command]:
@@ -229,7 +236,7 @@ class PullMachine:
     def _check_hopeless(self) -> list[Command]:
         if self._ended or self._expecting:
             return []
-        if any(state.in_flight for state in self._lanes.values()):
+        if self._lost or any(state.in_flight for state in self._lanes.values()):
             return []
         # Nothing is in flight: whatever could be assigned has been. Chunks are left over.
         if self._missing and not any(

@@ -25,6 +25,7 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
+from mx.puller.report import Telling
 from mx.transport import Piece, Read, Session
 
 #: Errors of a read after which its session is given up: the peer, not the chunk, is the problem.
@@ -51,6 +52,7 @@ class Listener(Protocol):
     def lane_lost(self, lane: int, error: MxError) -> None: ...
     def complete(self) -> None: ...
     def failed(self, causes: Sequence[MxError]) -> None: ...
+    def broken(self, error: MxError) -> None: ...
 
 
 @dataclass(slots=True)
@@ -85,10 +87,12 @@ class _ChunkSink:
         self.landed_nbytes = nbytes
 
     def done(self) -> None:
-        self.engine.chunk_done(self)
+        with self.engine.telling:
+            self.engine.chunk_done(self)
 
     def failed(self, error: MxError) -> None:
-        self.engine.chunk_failed(self, error)
+        with self.engine.telling:
+            self.engine.chunk_failed(self, error)
 
 
 class Engine:
@@ -100,6 +104,7 @@ class Engine:
         self._grid = manifest.grid
         self._arena = arena
         self._listener = listener
+        self.telling = Telling(listener.broken)
         self._lock = threading.Lock()
         self._machine = PullMachine(self._grid)
         self._lanes: dict[int, Lane] = {}
@@ -145,7 +150,7 @@ class Engine:
         return number
 
     def lane_lost(self, number: int, error: MxError) -> None:
-        """Give a lane up; its chunks go back."""
+        """Give a lane up; its chunks go back as its reads end."""
         with self._lock:
             lane = self._lanes[number]
             if lane.lost:
@@ -161,13 +166,11 @@ class Engine:
             commands = self._machine.no_more_lanes()
         self._run(commands)
 
-    def abort(self, cause: MxError) -> None:
-        with self._lock:
-            commands = self._machine.abort(cause)
-        self._run(commands)
-
     def close(self) -> None:
-        """Close every session; outstanding reads are aborted."""
+        """Close every session; outstanding reads are aborted, and the listener hears of no
+        outcome any more."""
+        with self._lock:
+            self._machine.abort(ClosedError("the pull was closed"))
         for lane in self.lanes:
             lane.session.close()
 
@@ -193,7 +196,9 @@ class Engine:
         lane = self._lanes[sink.lane]
         # Lease first, then generation, then digest: bytes read past a lease prove nothing.
         error = lane.lease.check()
-        if error is None and sink.hasher.digest() != self._manifest.chunking.digest(sink.chunk):
+        if error is not None:
+            self.lane_lost(sink.lane, error)
+        elif sink.hasher.digest() != self._manifest.chunking.digest(sink.chunk):
             error = DigestError(
                 f"{self._tag(sink.chunk)} from {lane.peer} does not match its digest",
                 peer=lane.peer,
@@ -212,13 +217,10 @@ class Engine:
         self._run(commands)
 
     def chunk_failed(self, sink: _ChunkSink, error: MxError) -> None:
-        with self._lock:
-            if self._in_flight.get(sink.chunk) is sink:
-                del self._in_flight[sink.chunk]
         if isinstance(error, _LANE_ERRORS):
             self.lane_lost(sink.lane, error)
-            return
         with self._lock:
+            self._in_flight.pop(sink.chunk, None)
             commands = self._machine.chunk_failed(sink.lane, sink.chunk, error)
         self._run(commands)
 
@@ -229,7 +231,7 @@ class Engine:
         layer = self._manifest.layout.layers[chunk.layer]
         return f"chunk {chunk_index} (layer {layer.name}, {chunk.nbytes} bytes at {chunk.offset})"
 
-    def _read(self, lane: int, chunk_index: int) -> Read:
+    def _read(self, lane: int, chunk_index: int) -> tuple[_ChunkSink, Read]:
         chunk = self._grid[chunk_index]
         segments = self._grid.segments(chunk)
         views = [self._arena[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
@@ -241,26 +243,30 @@ class Engine:
             Piece(0, segment.arena_offset, view)
             for segment, view in zip(segments, views, strict=True)
         ]
-        return Read(f"chunk {chunk_index}", pieces, sink)
+        return sink, Read(f"chunk {chunk_index}", pieces, sink)
 
     def _run(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
                 case Assign(lane, chunks):
-                    reads = [self._read(lane, chunk) for chunk in chunks]
-                    self.reads_issued += len(reads)
-                    try:
-                        self._lanes[lane].session.read(reads)
-                    except MxError as error:
-                        self.lane_lost(lane, error)
+                    self._assign(lane, chunks)
                 case LayerReady(layer):
                     self._listener.layer_ready(layer)
                 case DropLane(lane, reason):
-                    dropped = self._lanes[lane]
-                    dropped.lost = True
-                    dropped.session.close()
-                    self._listener.lane_lost(lane, reason)
+                    self.lane_lost(lane, reason)
                 case Complete():
                     self._listener.complete()
                 case Fail(causes):
                     self._listener.failed(causes)
+
+    def _assign(self, lane: int, chunks: Sequence[int]) -> None:
+        sinks, reads = zip(*(self._read(lane, chunk) for chunk in chunks), strict=True)
+        self.reads_issued += len(reads)
+        try:
+            self._lanes[lane].session.read(reads)
+        except MxError as error:
+            # Its traceback holds on to the reads, and they to the arena.
+            refused = error.with_traceback(None)
+            self.lane_lost(lane, refused)
+            for sink in sinks:
+                self.chunk_failed(sink, refused)

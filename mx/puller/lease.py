@@ -7,6 +7,7 @@ the request that was answered, the source from when it answered, so that the rea
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import grpc.aio
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.errors import (
+    ClosedError,
     MxError,
     PeerLostError,
     PeerProtocolError,
@@ -26,7 +28,11 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.wire.channel import Remote, Role, translate
-from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from mx.wire.rpc import Malformed, Stub
+from mx.wire.v1 import peer_pb2
+
+#: A source may promise more, but is asked this often whether it is still there.
+_MAX_LEASE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,10 @@ class Lease:
         source: SourceRecord,
         on_lost: Callable[[MxError], None],
     ) -> None:
-        stub: Any = peer_pb2_grpc.PeerStub
-        self._stub = stub(channel)
         self._source = source
         self._remote = Remote(Role.SOURCE, source.endpoint)
+        service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
+        self._stub = Stub(channel, service, self._remote)
         self._on_lost = on_lost
         self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
@@ -79,14 +85,14 @@ class Lease:
                     f"{self.peer} holds generation {event.stale.generation} by now",
                     peer=self.peer,
                 )
-            if event.WhichOneof("event") != "granted" or event.granted.lease_s <= 0:
+            if event.WhichOneof("event") != "granted":
                 raise PeerProtocolError(f"{self.peer} answered without a grant", peer=self.peer)
-        except MxError:
+            self._lease_s = self._believed_s(event.granted.lease_s)
+        except BaseException:
             await self.close()
             raise
         granted = event.granted
-        self._lease_s = granted.lease_s
-        self._valid_until_s = sent_at_s + granted.lease_s
+        self._valid_until_s = sent_at_s + self._lease_s
         self._renewer = asyncio.create_task(self._renew(), name="mx-lease")
         return Granted(
             granted.grant_id,
@@ -109,7 +115,11 @@ class Lease:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(request)
-                return await self._next()
+                while True:
+                    event = await self._next()
+                    # Draining tells that no new grants are given: what runs may finish.
+                    if event.WhichOneof("event") != "draining":
+                        return event
         except TimeoutError:
             raise PeerTimeoutError(
                 f"{self.peer} stopped answering (stopped, overloaded or cut off)",
@@ -122,6 +132,8 @@ class Lease:
 
     async def _next(self) -> Any:
         event = await self._call.read()
+        if isinstance(event, Malformed):
+            raise event.error()
         if not isinstance(event, peer_pb2.OpenEvent):
             raise await self._ending()
         return event
@@ -135,18 +147,19 @@ class Lease:
                 await asyncio.sleep(self._lease_s / 4)
                 sent_at_s = time.monotonic()
                 event = await self._ask(request, self._lease_s * 0.4)
-                # Draining tells that no new grants are given: what runs may finish.
-                while event.WhichOneof("event") == "draining":
-                    event = await self._next()
                 if event.WhichOneof("event") != "renewed":
                     raise StaleGenerationError(
                         f"{self.peer} changed its memory during the pull", peer=self.peer
                     )
-                self._valid_until_s = sent_at_s + event.renewed.lease_s
-        except grpc.aio.AioRpcError as error:
-            self._lose(translate(error, who=self._remote))
+                self._lease_s = self._believed_s(event.renewed.lease_s)
+                self._valid_until_s = sent_at_s + self._lease_s
         except MxError as error:
             self._lose(error)
+
+    def _believed_s(self, lease_s: float) -> float:
+        if not 0 < lease_s < math.inf:  # NaN is not either
+            raise PeerProtocolError(f"{self.peer} gave a lease of {lease_s} s", peer=self.peer)
+        return min(lease_s, _MAX_LEASE_S)
 
     async def _ending(self) -> MxError:
         """Why the stream ended."""
@@ -163,7 +176,9 @@ class Lease:
             self._on_lost(error)
 
     async def close(self) -> None:
-        """End the stream; the source withdraws the grant. Idempotent."""
+        """End the stream; the source withdraws the grant. Idempotent. What is read from now on
+        is not believed."""
+        self._error = self._error or ClosedError(f"the lease on {self.peer} was given back")
         if self._renewer is not None:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)

@@ -1,33 +1,65 @@
-"""The connections of one pull: a lease per source, a session per way."""
+"""The connections of one pull: the ways there are, a lease per source, a session per way."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
 
-from mx.core.planner import Way
+from mx.core.planner import Plan, Way, plan
 from mx.core.topology import Place
-from mx.errors import MxError, PeerProtocolError
+from mx.core.types import SourceRecord
+from mx.errors import MxError, PeerProtocolError, SourceError
 from mx.puller.lease import Granted, Lease
 from mx.puller.options import PullOptions
-from mx.transport import Grant, Session, Transport
+from mx.runtime import uncut
+from mx.transport import Grant, Session, Transport, Unavailable
 from mx.wire.channel import dial
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Link:
-    """An open session and the lease that it stands on."""
+    """An open session and the lease that it stands on. Both are the `Links`' that opened it."""
 
     way: Way
     lease: Lease
     session: Session
 
 
+def plan_ways(
+    options: PullOptions,
+    place: Place,
+    transports: Mapping[str, Transport],
+    sources: Sequence[SourceRecord],
+) -> Plan:
+    """What the transports say of each source, ranked."""
+
+    def reach(name: str, there: Place) -> tuple[float, bool, str] | str:
+        transport = transports[name]
+        viable = transport.probe()
+        if isinstance(viable, Unavailable):
+            return viable.reason
+        path = transport.reach(place, there)
+        if path is None:
+            return "it does not reach from here to there"
+        return path.gb_per_s, path.attach, path.detail
+
+    return plan(
+        sources,
+        sorted(transports),
+        reach,
+        forced=options.transport,
+        attach=options.attach and not options.hold and options.into is None,
+    )
+
+
 class Links:
-    """Opens links on the loop and closes whatever was opened."""
+    """Opens links on the loop, and closes whatever was opened."""
 
     def __init__(
         self,
@@ -42,6 +74,7 @@ class Links:
         self._on_lease_lost = on_lease_lost
         self._channels: list[grpc.aio.Channel] = []
         self._leases: list[Lease] = []
+        self._sessions: list[Session] = []
 
     async def open(self, way: Way, need_nbytes: int) -> Link:
         """A grant from the way's source, and a session on it. `need_nbytes` is what its region
@@ -51,33 +84,35 @@ class Links:
         lease = Lease(channel, way.source, self._on_lease_lost)
         self._leases.append(lease)
         granted = await lease.open(self._place, [way.transport], self._options.connect_timeout_s)
-        return Link(way, lease, await self._session(way, granted, need_nbytes))
+        try:
+            return Link(way, lease, await self._session(way, granted, need_nbytes))
+        except BaseException:
+            await lease.close()  # now: a source that drains would wait for it
+            raise
 
     async def _session(self, way: Way, granted: Granted, need_nbytes: int) -> Session:
-        """Connecting blocks, so it has a thread; a cancelled pull waits for it, to close it."""
         transport = self._transports[way.transport]
-        opening = asyncio.ensure_future(
-            asyncio.to_thread(transport.open, self._grant(way, granted, need_nbytes))
-        )
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            await asyncio.wait((opening,))
-            if opening.exception() is None:
-                opening.result().close()
-                await asyncio.to_thread(opening.result().join, self._options.stall_timeout_s)
-            raise
+        grant = self._grant(way, granted, need_nbytes)
+
+        def connect() -> Session:
+            session = transport.open(grant)
+            self._sessions.append(session)
+            return session
+
+        # It blocks, so it has a thread; a cancelled pull waits for it, to close what it opens.
+        return await uncut(asyncio.to_thread(connect))
 
     def _grant(self, way: Way, granted: Granted, need_nbytes: int) -> Grant:
         peer = way.source.endpoint
         ticket = granted.tickets.get(way.transport)
         if ticket is None:
             raise PeerProtocolError(f"{peer} gave no ticket for {way.transport}", peer=peer)
-        if not granted.region_nbytes or granted.region_nbytes[0] < need_nbytes:
+        if granted.generation != way.source.generation:
+            raise PeerProtocolError(f"{peer} granted another generation than asked", peer=peer)
+        offered = granted.region_nbytes[0] if granted.region_nbytes else 0
+        if offered < need_nbytes:
             raise PeerProtocolError(
-                f"{peer} offers regions of {list(granted.region_nbytes)} bytes for a model that "
-                f"takes {need_nbytes}",
-                peer=peer,
+                f"{peer} offers {offered} bytes for a model that takes {need_nbytes}", peer=peer
             )
         return Grant(
             grant_id=granted.grant_id,
@@ -90,8 +125,30 @@ class Links:
             streams=self._options.streams,
         )
 
+    async def attach(self, link: Link, nbytes: int) -> memoryview:
+        """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
+        with the link still good, where it can only be copied; SourceError; LocalError."""
+        try:
+            view = await uncut(asyncio.to_thread(link.session.attach, 0))
+            if view.nbytes < nbytes:
+                raise PeerProtocolError(
+                    f"{link.lease.peer} holds {view.nbytes} bytes of a model that takes {nbytes}",
+                    peer=link.lease.peer,
+                )
+        except SourceError:
+            link.session.close()
+            await link.lease.close()
+            raise
+        return view[:nbytes]
+
     async def close(self) -> None:
-        """End every lease. Sessions are their users' to close, before."""
+        """Close every session and wait for its end, then end the leases they stood on."""
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            session.close()
+        for session in sessions:
+            if not await asyncio.to_thread(session.join, 2 * self._options.stall_timeout_s):
+                log.warning("a session has not ended: %r", session)
         leases, self._leases = self._leases, []
         channels, self._channels = self._channels, []
         for lease in leases:

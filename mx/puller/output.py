@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mx.core.types import Manifest
 from mx.errors import MxError
+from mx.puller.report import Telling
 from mx.storage.writer import CheckpointWriter
 
 
@@ -30,11 +31,8 @@ class Output:
             self._futures.append(self._pool.submit(self._write, layer, view))
 
     def _write(self, layer: int, view: memoryview) -> None:
-        try:
+        with Telling(self._on_error):
             self._writer.write_layer(layer, view)
-        except MxError as error:
-            self._on_error(error)
-            raise
 
     def finish(self, side_files: dict[str, bytes]) -> None:
         """Wait for the writes, add the side files, commit. Raises OutputError or CapacityError."""

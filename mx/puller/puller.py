@@ -7,42 +7,42 @@ source after the other until one works, and again when one is lost. The bytes ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mx import discovery
 from mx.core import manifest as manifests
-from mx.core.planner import Plan, plan
-from mx.core.topology import Place
+from mx.core.planner import Plan, Way
 from mx.core.types import Manifest, ModelKey
 from mx.errors import (
-    ClosedError,
+    CheckpointError,
     ConfigError,
+    LocalError,
     MxError,
     NoSourceError,
     NotAllowedError,
-    SourceError,
 )
-from mx.memory.arena import Arena, BorrowedArena, HostArena, MemfdArena
+from mx.memory.arena import Arena, BorrowedArena
+from mx.puller.delivery import Delivery
 from mx.puller.engine import Engine, Lane
-from mx.puller.links import Link, Links
-from mx.puller.locate import Located, Locator
+from mx.puller.links import Link, Links, plan_ways
+from mx.puller.locate import Locator
+from mx.puller.memory import new_arena
 from mx.puller.options import PullOptions
-from mx.puller.output import Output
 from mx.puller.report import (
-    LayerEvent,
     PathReport,
     Progress,
     PullReport,
     VerifiedBy,
     final_error,
     progress_of,
+    unexpected,
 )
 from mx.puller.state import PullState
-from mx.puller.verify import Verifier
+from mx.runtime import uncut
 from mx.storage.load import load_checkpoint
-from mx.transport import Path as TransportPath
-from mx.transport import Transport, Unavailable
+from mx.transport import Transport
 
 
 class Puller:
@@ -58,56 +58,57 @@ class Puller:
         self.arena: Arena | None = None
         self.phase = "resolving"
         self._transports = transports
-        self._place = discovery.here()
+        # Without addresses it would look like a machine that nothing can be routed to.
+        self._place = discovery.here(addresses=tuple(discovery.interface_addresses().values()))
+        self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
         self._locator: Locator | None = None
         self._links = Links(options, self._place, transports, self._lease_lost)
-        self._given_up: set[str] = set()
-        self._output: Output | None = None
-        self._verifier: Verifier | None = None
+        self._delivery: Delivery | None = None
         self._causes: list[MxError] = []
-        self._lost = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._disk_done = 0
-        self._attached: PathReport | None = None
-        self._side_files: dict[str, bytes] = {}
+        self._disk_done = (0, 0)
         self._closed = False
+        # Written on the loop only; `_changed` is set with each change.
+        self._lost: set[int] = set()
+        self._ended = False
+        self._failure: MxError | None = None
+        self._changed = asyncio.Event()
 
     # -- asked from any thread ------------------------------------------------------------------
 
     def progress(self) -> Progress:
-        manifest = self.manifest
+        manifest, engine = self.manifest, self._engine
         if manifest is None:
-            return Progress(bytes_done=self._disk_done, phase=self.phase)
-        layout = manifest.layout
-        done = None if self._engine is None else self._engine.progress()[1]
-        return progress_of(layout, done, self.state.is_ready, self.phase)
+            return Progress(*self._disk_done, phase=self.phase)
+        done = None if engine is None else engine.progress()[1]
+        return progress_of(manifest.layout, done, self.state.is_ready, self.phase)
 
     # -- the run --------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """To the end; the outcome is in `state`. Never raises an MxError."""
+        """To the end; the outcome, whatever it is, is in `state`. Raises only if cancelled."""
         try:
             try:
                 if self.options.disk is not None and not self.options.fall_back_to_disk:
-                    report = await self._from_disk(None)
+                    report = await self._from_disk(fallback=False)
                 else:
                     report = await self._from_peers_or_disk()
-                if self._output is not None:
-                    self.phase = "writing"
-                    await asyncio.to_thread(self._output.finish, self._side_files)
             finally:
-                await self._release_network()
+                await uncut(self._release_network())
+            if self.options.out is not None and self._delivery is not None:
+                self.phase = "writing"
+                await asyncio.to_thread(self._delivery.finish)
+            if self._failure is not None:
+                raise self._failure
             self.phase = "complete"
             self.state.finished(report)
-        except MxError as error:
-            await self._discard()
-            self.state.failed(error)
-        except asyncio.CancelledError:
-            await self._discard()
-            self.state.failed(ClosedError("the pull was closed before it was complete"))
-            raise
+        except BaseException as error:  # nobody may be left waiting for a pull that is over
+            try:
+                await uncut(self._discard())
+            finally:
+                self.state.failed(unexpected(error))
+            if not isinstance(error, Exception):
+                raise
 
     async def _from_peers_or_disk(self) -> PullReport:
         try:
@@ -115,81 +116,72 @@ class Puller:
         except MxError as error:
             if not self.options.fall_back_to_disk or self.options.disk is None:
                 raise
-            if self.state.layers_ready or isinstance(error, ClosedError):
+            if self.state.layers_ready:
                 raise  # layers were handed out already: their memory cannot be swapped
-            await self._release_network()
-            self._release_arena()
-            return await self._from_disk(str(error))
+            if isinstance(error, LocalError) or (isinstance(error, ConfigError) and self.manifest):
+                raise  # it would be no better from disk
+            await uncut(self._start_over())
+            return await self._from_disk(fallback=True)
+
+    async def _start_over(self) -> None:
+        await self._release_network()
+        await self._discard()
+        self.manifest = self._engine = self._failure = None
+        self._ended = False
 
     async def _from_peers(self) -> PullReport:
-        options = self.options
-        self._locator = Locator(options)
+        self._locator = Locator(self.options)
         located = await self._locator.locate()
         self.key = located.key
-        manifest = await self._fetch_manifest(located)
+        documents = await self._locator.documents(located)
+        # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
+        manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
-        ways = self._plan(located)
+        ways = plan_ways(self.options, self._place, self._transports, located.sources)
         if not ways.ways:
             raise NoSourceError(
                 f"no source of {self.key} can be reached from here: "
                 + ("; ".join(ways.explain()) or "none is registered"),
                 hint="start one with mx serve, or name one with --from peer=HOST:PORT",
             )
-        if options.out is not None:
-            self._output = Output(options.out, manifest, self._abort_from_thread)
-            self._side_files = await self._locator.side_files(manifest, located)
-        if options.strong:
-            self._verifier = Verifier(manifest)
-        await self._read(manifest, ways)
-        return self._make_report(manifest, None)
+        self._delivery = self._new_delivery(manifest, strong=self.options.strong)
+        if self.options.out is not None:
+            self._delivery.side_files = await self._locator.side_files(manifest, located)
+        return await self._read(manifest, ways)
 
-    async def _fetch_manifest(self, located: Located) -> Manifest:
-        assert self._locator is not None
-        documents = await self._locator.documents(located)
-        # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
-        return await asyncio.to_thread(manifests.decode, located.ref, documents)
-
-    def _plan(self, located: Located) -> Plan:
-        def reach(name: str, there: Place) -> tuple[float, bool, str] | str:
-            transport = self._transports[name]
-            viable = transport.probe()
-            if isinstance(viable, Unavailable):
-                return viable.reason
-            path: TransportPath | None = transport.reach(self._place, there)
-            if path is None:
-                return "it does not reach from here to there"
-            return path.gb_per_s, path.attach, path.detail
-
-        return plan(
-            located.sources,
-            sorted(self._transports),
-            reach,
-            forced=self.options.transport,
-            attach=self.options.attach and not self.options.hold and self.options.into is None,
+    def _new_delivery(self, manifest: Manifest, *, strong: bool) -> Delivery:
+        return Delivery(
+            manifest,
+            self.state,
+            strong=strong,
+            out=self.options.out,
+            on_last=lambda: self._on_loop(self._end),
+            on_error=self.broken,
         )
 
-    async def _read(self, manifest: Manifest, ways: Plan) -> None:
-        """Open way after way until the pull has ended. Raises what it failed with."""
+    async def _read(self, manifest: Manifest, ways: Plan) -> PullReport:
+        """Use way after way until the pull has ended. Raises what it failed with."""
+        given_up: set[str] = set()
         for way in ways.ways:
-            if way.source.source_id in self._given_up:
+            if way.source.source_id in given_up:
                 continue
-            self.phase = "connecting"
-            if not way.attach and self.arena is None:
-                # Now, so that its first pages are populated while the source is asked.
-                self.arena = self._new_arena(manifest.layout.arena_nbytes)
             try:
-                link = await self._links.open(way, manifest.layout.arena_nbytes)
-            except SourceError as error:
+                link, attached = await self._open(manifest, way)
+            except (LocalError, ConfigError):
+                raise
+            except MxError as error:  # the source's doing, whatever it says
                 self._causes.append(error)
                 continue
-            if way.attach and self._engine is None and await self._attach(manifest, link):
-                return
-            await self._add_lane(manifest, link)
+            if attached is not None:
+                return await self._deliver_attached(manifest, link, attached)
+            lane = self._add_lane(manifest, link)
             self.phase = "reading"
-            if await self._until_lost_or_ended():
+            await self._until_ended(or_lost=lane)
+            if self._ended:
                 break
-            self._given_up.add(way.source.source_id)
+            given_up.add(way.source.source_id)
+            await link.lease.close()  # else its source would wait for us, if it drains
         if self._engine is None:
             raise NoSourceError(
                 f"no source of {self.key} could be opened: "
@@ -197,130 +189,121 @@ class Puller:
                 hint="mx sources shows who is registered",
             )
         self._engine.no_more_lanes()
-        await self._ended.wait()
-        if self.state.error is not None:
-            raise self.state.error
+        await self._until_ended()
+        if self._failure is not None:
+            raise self._failure
+        paths = [
+            PathReport(lane.transport, lane.peer, lane.nbytes, lane.last_at_s - lane.opened_at_s)
+            for lane in self._engine.lanes
+            if lane.nbytes
+        ]
+        by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
+        return self._report(manifest, paths, by)
 
-    async def _add_lane(self, manifest: Manifest, link: Link) -> None:
+    async def _open(self, manifest: Manifest, way: Way) -> tuple[Link, memoryview | None]:
+        """A link; and the source's memory, if the way allows to map it and nothing was read yet.
+        Raises what its source does wrong, LocalError and ConfigError."""
+        self.phase = "connecting"
+        attach = way.attach and self._engine is None
+        if not attach and self.arena is None:
+            # Now, so that its first pages are populated while the source is asked.
+            self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
+        link = await self._links.open(way, manifest.layout.arena_nbytes)
+        if not attach:
+            return link, None
         try:
-            if self.arena is None:
-                self.arena = await asyncio.to_thread(self._new_arena, manifest.layout.arena_nbytes)
-        except BaseException:
-            link.session.close()
-            await asyncio.to_thread(link.session.join, self.options.stall_timeout_s)
-            raise
-        if self._engine is None:
-            self._engine = Engine(manifest, self.arena.view, self)
-            self._engine.start()
-        # What is not populated by now is faulted by the threads that write there: beside them,
-        # a populating thread only takes their cores and memory bandwidth.
-        self.arena.settle()
-        self._lost.clear()
-        now_s = time.monotonic()
-        self.state.first_read_s = self.state.first_read_s or now_s
-        endpoint = link.way.source.endpoint
-        self._engine.add_lane(Lane(link.way.transport, endpoint, link.session, link.lease, now_s))
-
-    def _new_arena(self, nbytes: int) -> Arena:
-        into = self.options.into
-        if into is not None:
-            if into.nbytes < nbytes:
-                raise ConfigError(f"the model needs {nbytes} bytes, `into` has {into.nbytes}")
-            return BorrowedArena(into[:nbytes])
-        if self.options.hold:
-            return MemfdArena(nbytes, name=f"pull:{self.key}")
-        return HostArena(nbytes)
-
-    async def _attach(self, manifest: Manifest, link: Link) -> bool:
-        """Map the source's sealed memory; the map outlives session, lease and source. False,
-        with the session left open, where it can only be copied."""
-        try:
-            view = await asyncio.to_thread(link.session.attach, 0)
+            return link, await self._links.attach(link, manifest.layout.arena_nbytes)
         except NotAllowedError as error:
             self._causes.append(error)
-            return False
-        except BaseException:
-            link.session.close()
-            raise
+            return link, None  # it can be copied still
+
+    async def _deliver_attached(
+        self, manifest: Manifest, link: Link, view: memoryview
+    ) -> PullReport:
+        """The map outlives session, lease and source."""
+        assert self._delivery is not None
         link.session.close()
+        self._release_arena()
         self.arena = BorrowedArena(view)
-        by = VerifiedBy.SOURCE
         self.state.first_read_s = time.monotonic()
         for index in range(len(manifest.layout.layers)):
-            if self._verifier is not None:
-                by = VerifiedBy.STRONG
-                await asyncio.to_thread(self._verifier.check_all, view, index)
-            self._announce(index, by)
-        self._attached = PathReport(
+            if self.options.strong:
+                await uncut(asyncio.to_thread(self._delivery.attached, view, index))
+            else:
+                self._delivery.attached(view, index)
+        path = PathReport(
             link.way.transport,
             link.way.source.endpoint,
             manifest.layout.payload_nbytes,
             self.state.last_layer_s(),
             attached=True,
         )
-        await asyncio.to_thread(link.session.join, self.options.stall_timeout_s)
-        return True
+        by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.SOURCE
+        return self._report(manifest, [path], by)
 
-    async def _until_lost_or_ended(self) -> bool:
-        """True when the pull has ended, False when the lane was lost before."""
-        ended = asyncio.create_task(self._ended.wait())
-        lost = asyncio.create_task(self._lost.wait())
-        try:
-            await asyncio.wait((ended, lost), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (ended, lost):
-                task.cancel()
-            await asyncio.gather(ended, lost, return_exceptions=True)
-        return self._ended.is_set()
+    def _add_lane(self, manifest: Manifest, link: Link) -> int:
+        if self.arena is None:
+            self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
+        if self._engine is None:
+            self._engine = Engine(manifest, self.arena.view, self)
+            self._engine.start()
+        # What is not populated by now is faulted by the threads that write there: beside them,
+        # a populating thread only takes their cores and memory bandwidth.
+        self.arena.settle()
+        now_s = time.monotonic()
+        self.state.first_read_s = self.state.first_read_s or now_s
+        endpoint = link.way.source.endpoint
+        lane = Lane(link.way.transport, endpoint, link.session, link.lease, now_s)
+        return self._engine.add_lane(lane)
 
-    async def _from_disk(self, fallback: str | None) -> PullReport:
+    async def _from_disk(self, *, fallback: bool) -> PullReport:
         path = self.options.disk
         assert path is not None
         self.phase = "reading disk"
 
-        def tell(done: int, _: int) -> None:
-            self._disk_done = done
+        def tell(done: int, total: int) -> None:
+            self._disk_done = (done, total)
 
-        manifest, self.arena = await asyncio.to_thread(
-            load_checkpoint,
-            path,
-            self._new_arena,
-            chunk_nbytes=self.options.chunk_nbytes,
-            threads=2,
-            progress=tell,
-            cancelled=lambda: self._closed,
+        # Uncut: no thread may write to `into` any more once the pull is closed.
+        manifest, arena = await uncut(
+            asyncio.to_thread(
+                load_checkpoint,
+                path,
+                lambda nbytes: new_arena(self.options, nbytes),
+                chunk_nbytes=self.options.chunk_nbytes,
+                threads=2,
+                progress=tell,
+                cancelled=lambda: self._closed,
+            )
         )
+        self.arena = arena
+        identity, pin = manifest.ref.identity.hex(), self.options.name.partition("@")[2]
+        if fallback and not identity.startswith(pin.lower()):
+            raise CheckpointError(f"{path} holds {identity}, not the {pin} that was asked for")
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
-        if self.options.out is not None:
-            self._output = Output(self.options.out, manifest, self._abort_from_thread)
-            self._side_files = {
-                side.path: manifest.documents[side.digest] for side in manifest.packaging.side_files
-            }
+        self._delivery = self._new_delivery(manifest, strong=False)
+        self._delivery.side_files = {
+            side.path: manifest.documents[side.digest] for side in manifest.packaging.side_files
+        }
         for index in range(len(manifest.layout.layers)):
-            self._announce(index, VerifiedBy.DIGEST)
-        report = self._make_report(manifest, fallback if fallback is None else "disk")
-        report.paths = [
-            PathReport("disk", str(path), manifest.layout.payload_nbytes, report.seconds)
-        ]
+            self._delivery.announce(arena.view, index, VerifiedBy.DIGEST)
+        nbytes, seconds = manifest.layout.payload_nbytes, self.state.last_layer_s()
+        # Its identity was computed from these very bytes: `strong` has nothing to add.
+        by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
+        report = self._report(manifest, [PathReport("disk", str(path), nbytes, seconds)], by)
+        report.fallback = "disk" if fallback else None
         return report
 
     # -- the engine's listener: on any thread -----------------------------------------------------
 
     def layer_ready(self, layer: int) -> None:
-        if self._verifier is None:
-            self._announce(layer, VerifiedBy.DIGEST)
-            return
-        assert self.arena is not None
-        self._verifier.submit(
-            self.arena.view,
-            layer,
-            lambda: self._announce(layer, VerifiedBy.STRONG),
-            self._abort_from_thread,
-        )
+        arena, delivery = self.arena, self._delivery
+        assert arena is not None and delivery is not None
+        delivery.landed(arena.view, layer)
 
     def lane_lost(self, lane: int, error: MxError) -> None:
-        self._call_on_loop(self._lost.set)
+        self._on_loop(lambda: self._lost.add(lane))
 
     def complete(self) -> None:
         pass  # the last layer's announcement ends the pull; strong checks may still run
@@ -328,7 +311,7 @@ class Puller:
     def failed(self, causes: Sequence[MxError]) -> None:
         manifest, engine = self.manifest, self._engine
         assert manifest is not None and engine is not None
-        self.state.failed(
+        self.broken(
             final_error(
                 str(self.key),
                 manifest.layout,
@@ -337,53 +320,40 @@ class Puller:
                 [*self._causes, *causes],
             )
         )
-        self._call_on_loop(self._ended.set)
 
-    def _announce(self, layer: int, by: VerifiedBy) -> None:
-        manifest, arena = self.manifest, self.arena
-        assert manifest is not None and arena is not None
-        place = manifest.layout.layers[layer]
-        if self._output is not None:
-            start = place.arena_offset
-            self._output.layer_ready(layer, arena.view[start : start + place.nbytes])
-        at_s = time.monotonic() - self.state.started_s
-        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s)
-        if self.state.layer_ready(event):
-            self._call_on_loop(self._ended.set)
+    def broken(self, error: MxError) -> None:
+        self._on_loop(lambda: self._end(error))
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def _on_loop(self, change: Callable[[], None]) -> None:
+        def apply() -> None:
+            change()
+            self._changed.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            self._loop.call_soon_threadsafe(apply)
+
+    def _end(self, error: MxError | None = None) -> None:
+        self._failure = self._failure or error
+        self._ended = True
+
+    async def _until_ended(self, or_lost: int | None = None) -> None:
+        while not self._ended and or_lost not in self._lost:
+            self._changed.clear()
+            await self._changed.wait()
 
     def _lease_lost(self, error: MxError) -> None:
-        """On the loop. The engine's sinks see it too; this is for a pull that only waits."""
-        engine = self._engine
-        if engine is None:
+        """The engine's sinks see it too; this is for a pull that only waits."""
+        if self._engine is None:
             return
-        for number, lane in enumerate(engine.lanes):
+        for number, lane in enumerate(self._engine.lanes):
             if lane.lease.check() is not None:
-                engine.lane_lost(number, error)
-
-    def _abort_from_thread(self, error: MxError) -> None:
-        self.state.failed(error)
-        if self._engine is not None:
-            self._engine.abort(error)
-        self._call_on_loop(self._ended.set)
-
-    def _call_on_loop(self, function: Callable[[], None]) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
+                self._engine.lane_lost(number, error)
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _make_report(self, manifest: Manifest, fallback: str | None) -> PullReport:
-        engine = self._engine
-        paths = [
-            PathReport(lane.transport, lane.peer, lane.nbytes, lane.last_at_s - lane.opened_at_s)
-            for lane in (engine.lanes if engine else [])
-            if lane.nbytes
-        ]
-        if self._attached is not None:
-            paths = [self._attached]
-        verified = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
-        if self._attached is not None and not self.options.strong:
-            verified = VerifiedBy.SOURCE
+    def _report(self, manifest: Manifest, paths: list[PathReport], by: VerifiedBy) -> PullReport:
         return PullReport(
             model=str(self.key),
             manifest=manifest.ref.identity.hex(),
@@ -391,10 +361,9 @@ class Puller:
             seconds=self.state.last_layer_s(),
             first_layer_s=self.state.first_layer_s(),
             layers=len(manifest.layout.layers),
-            verified=verified.value,
+            verified=by.value,
             paths=paths,
-            retries=engine.retries if engine else 0,
-            fallback=fallback,
+            retries=self._engine.retries if self._engine else 0,
             control_s=max(0.0, self.state.first_read_s - self.state.started_s),
         )
 
@@ -402,8 +371,8 @@ class Puller:
         if self._engine is not None:
             self._engine.close()
             await asyncio.to_thread(self._engine.join, 2 * self.options.stall_timeout_s)
-        if self._verifier is not None:
-            await asyncio.to_thread(self._verifier.close)
+        if self._delivery is not None:
+            await asyncio.to_thread(self._delivery.settle)
         await self._links.close()
         if self._locator is not None:
             await self._locator.close()
@@ -412,9 +381,9 @@ class Puller:
 
     async def _discard(self) -> None:
         """After a failure: nothing half-done stays, on disk or in memory."""
-        if self._output is not None:
-            output, self._output = self._output, None
-            await asyncio.to_thread(output.abort)
+        if self._delivery is not None:
+            delivery, self._delivery = self._delivery, None
+            await asyncio.to_thread(delivery.abort)
         self._release_arena()
 
     def _release_arena(self) -> None:

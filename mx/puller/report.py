@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from mx.core.types import Layout
-from mx.errors import DigestError, IncompleteError, MxError
+from mx.errors import ClosedError, DigestError, IncompleteError, LocalError, MxError
 from mx.units import format_bytes
 
 
@@ -41,7 +43,8 @@ class LayerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A snapshot. Before the manifest is known all numbers are 0 and `layers` is empty."""
+    """A snapshot. Before the manifest is known there are no layers, and bytes only of what is
+    read from disk."""
 
     bytes_done: int = 0
     bytes_total: int = 0
@@ -125,6 +128,46 @@ def progress_of(
         tuple(layers),
         phase,
     )
+
+
+def unexpected(error: BaseException) -> MxError:
+    """Any error as one of mx's, the original as its cause: whoever waits for a pull is to hear
+    of whatever ended it."""
+    if isinstance(error, MxError):
+        return error
+    found: MxError
+    if isinstance(error, asyncio.CancelledError):
+        found = ClosedError("the pull was closed before it was complete")
+    elif isinstance(error, OSError | MemoryError):
+        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
+    else:
+        found = LocalError(
+            f"unexpected {type(error).__name__}: {error}",
+            hint="if it comes from no code of yours, it is a defect: please report the traceback",
+        )
+    found.__cause__ = error
+    return found
+
+
+class Telling:
+    """Inside it, whatever is raised is told as one of mx's errors, and not raised: for work on
+    threads that others own, where an error would else be lost and the pull wait for ever."""
+
+    def __init__(self, tell: Callable[[MxError], None]) -> None:
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is not None:
+            self._tell(unexpected(error))
+        return True
 
 
 def final_error(

@@ -10,6 +10,7 @@ from blake3 import blake3
 from mx.core.digest import chunk_digest
 from mx.core.types import Manifest
 from mx.errors import DigestError, MxError
+from mx.puller.report import Telling
 
 
 def check_chunks(manifest: Manifest, arena: memoryview, layer: int) -> None:
@@ -67,11 +68,8 @@ class Verifier:
         on_error: Callable[[MxError], None],
     ) -> None:
         def check() -> None:
-            try:
+            with Telling(on_error):
                 check_identity(self._manifest, arena, self._tensors[layer])
-            except MxError as error:
-                on_error(error)
-            else:
                 on_ready()
 
         self._pool.submit(check)

@@ -20,7 +20,7 @@ from mx.core.pull import (
     PullMachine,
 )
 from mx.core.types import ChunkGrid, Layer, Layout
-from mx.errors import DigestError, PeerLostError, PeerProtocolError
+from mx.errors import ClosedError, DigestError, PeerLostError, PeerProtocolError
 from mx.units import MIB, align_up
 
 
@@ -43,6 +43,7 @@ class Driver:
         self.done: set[int] = set()
         self.ready: list[int] = []
         self.dropped: list[int] = []
+        self.lost: set[int] = set()
         self.completed = 0
         self.failed: Fail | None = None
         self.n_chunks = n_chunks
@@ -54,7 +55,7 @@ class Driver:
                     for chunk in chunks:
                         assert chunk not in self.in_flight, "read twice at once"
                         assert chunk not in self.done, "read again"
-                        assert lane not in self.dropped
+                        assert lane not in self.lost
                         self.in_flight[chunk] = lane
                 case LayerReady(layer):
                     assert layer not in self.ready
@@ -63,14 +64,11 @@ class Driver:
                     self.completed += 1
                     assert len(self.done) == self.n_chunks
                 case DropLane(lane, _):
-                    self.lose(lane)
+                    self.lost.add(lane)
                     self.dropped.append(lane)
                 case Fail():
                     assert self.failed is None
                     self.failed = command
-
-    def lose(self, lane: int) -> None:
-        self.in_flight = {c: n for c, n in self.in_flight.items() if n != lane}
 
     def verified(self, chunk: int) -> None:
         lane = self.in_flight.pop(chunk)
@@ -103,8 +101,11 @@ def test_every_chunk_lands_once_whatever_happens(
         chunk = rng.choice(sorted(driver.in_flight))
         lane = driver.in_flight[chunk]
         event = rng.random()
-        if event < 0.7 or lane == survivor:
+        if event < 0.5 or lane == survivor:
             driver.verified(chunk)
+        elif lane in driver.lost:
+            driver.in_flight.pop(chunk)
+            driver.take(machine.chunk_failed(lane, chunk, ClosedError("closed")))
         elif event < 0.8:
             driver.in_flight.pop(chunk)
             driver.take(machine.chunk_failed(lane, chunk, PeerProtocolError("no")))
@@ -114,13 +115,11 @@ def test_every_chunk_lands_once_whatever_happens(
             driver.take(machine.chunk_failed(lane, chunk, DigestError("wrong")))
             assert (lies[lane] >= MAX_CORRUPT) == (lane in driver.dropped)
         else:
-            driver.lose(lane)
-            alive.discard(lane)
+            # Its reads end one by one: until then nobody else may be asked for those chunks.
+            driver.lost.add(lane)
             driver.take(machine.lane_lost(lane, PeerLostError("gone")))
-            # What a lost lane still says changes nothing.
-            assert machine.chunk_verified(lane, chunk) == []
             assert machine.lane_lost(lane, PeerLostError("gone")) == []
-        for number in alive - set(driver.dropped):
+        for number in alive:
             held = [c for c, n in driver.in_flight.items() if n == number]
             assert len(held) <= depths[number]
     assert driver.failed is None
@@ -178,10 +177,33 @@ def test_loss_of_the_last_lane_waits_while_another_may_come() -> None:
     machine.add_lane(0, 2)
     gone = PeerLostError("gone")
     assert machine.lane_lost(0, gone) == []
-    assert not machine.ended
-    assert machine.add_lane(1, 2) == [Assign(1, (0, 1))]
+    assert machine.add_lane(1, 2) == []  # the lost lane may still write where the chunks lie
+    assert machine.chunk_failed(0, 1, gone) == [Assign(1, (1,))]
+    assert machine.chunk_failed(0, 0, gone) == [Assign(1, (0,))]
     machine.no_more_lanes()
-    assert machine.lane_lost(1, gone) == [Fail((gone, gone))]
+    assert machine.lane_lost(1, gone) == []
+    assert machine.chunk_verified(1, 0) == []
+    assert machine.chunk_failed(1, 1, gone) == [Fail((gone, gone))]
+    assert machine.retries == 3
+
+
+def test_the_last_read_of_a_lost_lane_may_complete_the_pull() -> None:
+    machine = PullMachine(grid_of([1]))
+    machine.start()
+    machine.add_lane(0, 1)
+    machine.no_more_lanes()
+    assert machine.lane_lost(0, PeerLostError("gone")) == []
+    assert machine.chunk_verified(0, 0) == [LayerReady(0), Complete()]
+
+
+def test_what_is_left_when_a_lost_lane_has_ended_is_not_waited_for() -> None:
+    machine = PullMachine(grid_of([2]))
+    machine.start()
+    machine.add_lane(0, 1)
+    machine.no_more_lanes()
+    gone = PeerLostError("gone")
+    assert machine.lane_lost(0, gone) == []
+    assert machine.chunk_verified(0, 0) == [Fail((gone,))]
 
 
 def test_a_read_that_keeps_failing_ends_its_lane() -> None:

@@ -1,0 +1,91 @@
+"""What becomes of a layer whose bytes have landed: checked once more, written, announced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mx.core.types import Manifest
+from mx.errors import MxError
+from mx.puller.output import Output
+from mx.puller.report import LayerEvent, Telling, VerifiedBy
+from mx.puller.state import PullState
+from mx.puller.verify import Verifier
+
+
+class Delivery:
+    """One pull's. Layers come on any thread, as do the calls of `on_last` (every layer was
+    announced) and `on_error`; neither may block.
+
+    With `out`, raises what `CheckpointWriter` raises, and wants `finish` or `abort`; with
+    `strong`, wants `settle`.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        state: PullState,
+        *,
+        strong: bool,
+        out: Path | None,
+        on_last: Callable[[], None],
+        on_error: Callable[[MxError], None],
+    ) -> None:
+        self.side_files: dict[str, bytes] = {}
+        self._manifest = manifest
+        self._state = state
+        self._on_last = on_last
+        self._on_error = on_error
+        self._verifier = Verifier(manifest) if strong else None
+        self._output = None if out is None else Output(out, manifest, on_error)
+
+    def landed(self, arena: memoryview, layer: int) -> None:
+        """Every chunk of the layer is there and was verified by its digest."""
+        if self._verifier is None:
+            self.announce(arena, layer, VerifiedBy.DIGEST)
+            return
+        self._verifier.submit(
+            arena,
+            layer,
+            lambda: self.announce(arena, layer, VerifiedBy.STRONG),
+            self._on_error,
+        )
+
+    def attached(self, arena: memoryview, layer: int) -> None:
+        """The source's sealed memory was mapped. Blocks, with `strong` for a look at every byte:
+        raises DigestError."""
+        if self._verifier is None:
+            self.announce(arena, layer, VerifiedBy.SOURCE)
+            return
+        self._verifier.check_all(arena, layer)
+        self.announce(arena, layer, VerifiedBy.STRONG)
+
+    def announce(self, arena: memoryview, layer: int, by: VerifiedBy) -> None:
+        place = self._manifest.layout.layers[layer]
+        if self._output is not None:
+            start = place.arena_offset
+            self._output.layer_ready(layer, arena[start : start + place.nbytes])
+        at_s = time.monotonic() - self._state.started_s
+        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s)
+        with Telling(self._on_error):  # of what a callback raises
+            if self._state.layer_ready(event):
+                self._on_last()
+
+    # -- the end; these block --------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for the checks that run, drop those that don't yet."""
+        if self._verifier is not None:
+            self._verifier.close()
+
+    def finish(self) -> None:
+        """Wait until everything is written, and commit it. Raises OutputError, CapacityError."""
+        if self._output is not None:
+            self._output.finish(self.side_files)
+
+    def abort(self) -> None:
+        """Settle, and remove what was written."""
+        self.settle()
+        if self._output is not None:
+            self._output.abort()
