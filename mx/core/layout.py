@@ -224,8 +224,11 @@ def _check_aliases(
             raise ManifestError(f"alias {alias.name!r} has another dtype than its target")
         kind_nbytes((alias.dtype, alias.shape))
         bits = DTYPE_BITS[alias.dtype]
-        if len(alias.stride) != len(alias.shape) or (alias.stride and min(alias.stride) < 0):
+        strides = alias.stride
+        if len(strides) != len(alias.shape) or not all(0 <= s <= MAX_ARENA_BYTES for s in strides):
             raise ManifestError(f"alias {alias.name!r} has strides that do not fit its shape")
+        if bits < 8 and tuple(strides) != contiguous_strides(alias.shape):
+            raise ManifestError(f"alias {alias.name!r} takes packed elements apart")
         if alias.offset_bytes < 0 or (alias.offset_bytes * 8) % max(bits, 8):
             raise ManifestError(f"alias {alias.name!r} starts inside an element")
         last = sum((d - 1) * s for d, s in zip(alias.shape, alias.stride, strict=True))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from mx.core.layout import kind_nbytes
 from mx.core.types import DTYPE_BITS, Alias, Layout, Tensor
 
 #: safetensors' names for what torch has too; anything else is handed out as bytes.
@@ -48,7 +49,11 @@ def tensor_view(arena: memoryview, layout: Layout, tensor: Tensor) -> torch.Tens
 
 
 def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
-    """A tied tensor: the target's own storage under another shape, stride or offset."""
+    """A tied tensor: the target's own storage under another shape, stride or offset. Of sub-byte
+    dtypes, as of their targets, the packed bytes."""
+    if DTYPE_BITS[alias.dtype] < 8:
+        end = alias.offset_bytes + kind_nbytes((alias.dtype, alias.shape))
+        return target[alias.offset_bytes : end]
     element_nbytes = target.element_size()
     return target.as_strided(
         alias.shape, alias.stride, target.storage_offset() + alias.offset_bytes // element_nbytes

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from mx.core.manifest import TensorSpec
 from mx.core.types import Alias
@@ -21,6 +22,18 @@ def _span_nbytes(tensor: torch.Tensor) -> int:
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return int((last + 1) * tensor.element_size())
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a view of memory that holds its very values: a conjugated or negated view
+    does not, nor does a subclass that computes or keeps them elsewhere."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor):
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__}, whose values are not in its own memory",
+            hint="make a plain tensor of it, or serve the checkpoint's folder",
+        )
+    _dtype_name(name, tensor)
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
@@ -39,9 +52,11 @@ def describe(
 ) -> tuple[list[TensorSpec], list[Alias], dict[str, memoryview]]:
     """(specs, aliases, bytes by name) of a mapping of CPU tensors or a `torch.nn.Module`.
 
-    Tensors that lie within another one's memory become aliases of it. The byte views refer to
-    the tensors' own memory (to a copy where one is not contiguous) and keep it alive; nothing
-    is copied otherwise. Raises ConfigError for what cannot be served.
+    Tensors that lie within a contiguous one's memory and have its dtype become aliases of it.
+    The byte views refer to the tensors' own memory (to a copy where one is not contiguous, or is
+    a conjugated or negated view) and keep it alive; nothing is copied otherwise.
+
+    Raises ConfigError for what cannot be served.
     """
     if isinstance(what, torch.nn.Module):
         what = what.state_dict()
@@ -52,7 +67,7 @@ def describe(
             f"cannot serve a {type(what).__name__}",
             hint="give a path, a state dict of tensors, or a torch.nn.Module",
         )
-    tensors: dict[str, torch.Tensor] = {name: t.detach() for name, t in what.items()}
+    tensors: dict[str, torch.Tensor] = {name: _plain(name, t) for name, t in what.items()}
     specs: list[TensorSpec] = []
     aliases: list[Alias] = []
     views: dict[str, memoryview] = {}

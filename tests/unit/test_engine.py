@@ -1,0 +1,185 @@
+"""The engine against sessions that end their reads when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mx.core import manifest as manifests
+from mx.core.digest import chunk_digest
+from mx.core.types import ChunkGrid, Chunking, Manifest, Packaging
+from mx.errors import ClosedError, DigestError, LocalError, MxError, PeerLostError
+from mx.puller.engine import Engine, Lane
+from mx.transport import Read
+from mx.units import MIB
+
+BYTES = bytes(range(256)) * (3 * MIB // 256)
+
+
+def manifest_of_three_chunks() -> Manifest:
+    layout = manifests.plan_layout([manifests.TensorSpec("model.weight", "U8", (len(BYTES),))])
+    grid = ChunkGrid(layout, MIB)
+    digests = b"".join(
+        chunk_digest(
+            segments, [memoryview(BYTES)[s.offset : s.offset + s.nbytes] for s in segments]
+        )
+        for segments in map(grid.segments, grid)
+    )
+    return manifests.encode(
+        layout, Chunking(MIB, digests), Packaging(), {"model.weight": bytes(32)}
+    )
+
+
+class HeldSession:
+    """Keeps what it is asked until the test ends it; after `close`, refuses more."""
+
+    depth = 3
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.closed = False
+
+    def read(self, reads: Sequence[Read]) -> None:
+        if self.closed:
+            raise ClosedError("closed")
+        self.reads += reads
+
+    def land(self) -> None:
+        """Complete the first read with the right bytes."""
+        read = self.reads.pop(0)
+        for piece in read.pieces:
+            piece.view[:] = BYTES[piece.region_offset : piece.region_offset + len(piece.view)]
+        read.sink.landed(read.nbytes)
+        read.sink.done()
+
+    def fail(self, error: MxError) -> None:
+        self.reads.pop(0).sink.failed(error)
+
+    def attach(self, region: int) -> memoryview:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed = True
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        return not self.reads
+
+
+class Lease:
+    error: MxError | None = None
+
+    def check(self) -> MxError | None:
+        return self.error
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.ready: list[int] = []
+        self.lost: list[int] = []
+        self.causes: Sequence[MxError] = ()
+        self.broke: MxError | None = None
+        self.completed = 0
+        self.raises: BaseException | None = None
+
+    def layer_ready(self, layer: int) -> None:
+        self.ready.append(layer)
+        if self.raises is not None:
+            raise self.raises
+
+    def lane_lost(self, lane: int, error: MxError) -> None:
+        self.lost.append(lane)
+
+    def complete(self) -> None:
+        self.completed += 1
+
+    def failed(self, causes: Sequence[MxError]) -> None:
+        self.causes = causes
+
+    def broken(self, error: MxError) -> None:
+        self.broke = error
+
+
+class Setting:
+    def __init__(self) -> None:
+        self.manifest = manifest_of_three_chunks()
+        self.arena = bytearray(self.manifest.layout.arena_nbytes)
+        self.listener = Listener()
+        self.engine = Engine(self.manifest, memoryview(self.arena), self.listener)
+        self.engine.start()
+
+    def lane(self, lease: Lease | None = None) -> HeldSession:
+        session = HeldSession()
+        self.engine.add_lane(Lane("held", "peer", session, lease or Lease(), 0.0))
+        return session
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_a_chunk_is_read_by_one_session_at_a_time(setting: Setting) -> None:
+    """A session that was given up may still write: nobody else's bytes may lie there then."""
+    first = setting.lane()
+    assert len(first.reads) == 3
+    second = setting.lane()
+    setting.engine.lane_lost(0, PeerLostError("gone"))
+    assert first.closed
+    assert second.reads == []
+    first.land()  # what it had read by then is as good as any
+    assert second.reads == []
+    first.fail(ClosedError("closed"))
+    assert [read.tag for read in second.reads] == ["chunk 1"]
+    first.fail(ClosedError("closed"))
+    assert [read.tag for read in second.reads] == ["chunk 1", "chunk 2"]
+    second.land()
+    second.land()
+    assert setting.listener.completed == 1
+    assert setting.listener.lost == [0]
+    assert setting.arena[: len(BYTES)] == BYTES
+    assert setting.engine.progress() == (len(BYTES), [len(BYTES)])
+
+
+def test_a_session_that_refuses_reads_is_lost_and_holds_on_to_nothing(setting: Setting) -> None:
+    refusing = HeldSession()
+    refusing.closed = True
+    setting.engine.add_lane(Lane("held", "peer", refusing, Lease(), 0.0))
+    assert setting.listener.lost == [0]
+    good = setting.lane()
+    for _ in range(3):
+        good.land()
+    assert setting.listener.completed == 1
+    setting.engine.close()
+    assert setting.engine.join(1)
+    setting.arena.extend(b"nobody exports it")  # BufferError if a view is left
+
+
+def test_bytes_past_a_lease_are_not_believed_whatever_the_source_says(setting: Setting) -> None:
+    lease = Lease()
+    session = setting.lane(lease)
+    lease.error = DigestError("a source may claim this too")
+    session.land()
+    assert setting.listener.lost == [0]
+    assert setting.listener.ready == []
+    assert session.closed
+
+
+def test_what_nobody_foresaw_ends_the_pull(setting: Setting) -> None:
+    setting.listener.raises = KeyError("unforeseen")
+    session = setting.lane()
+    for _ in range(3):
+        session.land()
+    assert isinstance(setting.listener.broke, LocalError)
+    assert "unforeseen" in str(setting.listener.broke)
+    assert setting.listener.broke.__cause__ is setting.listener.raises
+
+
+def test_a_closed_engine_tells_no_outcome(setting: Setting) -> None:
+    session = setting.lane()
+    setting.engine.no_more_lanes()
+    setting.engine.close()
+    for _ in range(3):
+        session.fail(ClosedError("closed"))
+    assert setting.listener.causes == ()
+    assert setting.engine.join(1)
