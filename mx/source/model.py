@@ -29,12 +29,14 @@ from mx.transport import ExposedRegion
 
 @dataclass
 class HeldModel:
-    """What a source serves. The arena is sealed; `release` it when no exposure is left."""
+    """What a source serves. The arena is sealed; its server releases it when no exposure is left,
+    unless it is `borrowed` from someone who will."""
 
     key: ModelKey
     manifest: Manifest
     arena: Arena
     role: SourceRole = SourceRole.ORIGIN
+    borrowed: bool = False
     generation: int = 1
     source_id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
@@ -106,13 +108,13 @@ def hold_tensors(
     try:
         filled = fill_from_tensors(tensors, layout, arena.view, chunk_nbytes=chunk_nbytes)
         arena.seal()
+        manifest = manifests.encode(
+            layout,
+            Chunking(chunk_nbytes, filled.chunk_digests),
+            Packaging(),
+            filled.tensor_digests,
+        )
     except BaseException:
         arena.release()
         raise
-    manifest = manifests.encode(
-        layout,
-        Chunking(chunk_nbytes, filled.chunk_digests),
-        Packaging(),
-        filled.tensor_digests,
-    )
     return HeldModel(key, manifest, arena)

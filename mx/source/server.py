@@ -188,7 +188,8 @@ class SourceServer:
         models, self._servicer.models = self._servicer.models, {}
         for served in models.values():
             await asyncio.to_thread(self._withdraw, list(served.exposures.values()))
-            served.held.arena.release()
+            if not served.held.borrowed:
+                served.held.arena.release()
 
     def _withdraw(self, exposures: Sequence[Exposure]) -> None:
         for exposure in exposures:

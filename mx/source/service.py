@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -19,6 +20,9 @@ from mx.transport import Exposure
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+#: Events that one reader may leave unread before its renewals have to wait.
+_MAX_EVENTS = 16
 
 
 @dataclass
@@ -89,7 +93,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             return
         reader = codec.place_from_wire(request.place)
         grant_id = secrets.token_hex(16)
-        queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue()
+        queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue(_MAX_EVENTS)
         self._queues[grant_id] = queue
         pump: asyncio.Task[None] | None = None
         try:
@@ -118,15 +122,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 async with asyncio.timeout(self.leases.lease_s * 2):
                     if await anext(request_iterator, None) is None:
                         return
-                if not self.leases.renew(grant_id, self._clock()):
-                    return
-                queue.put_nowait(
-                    peer_pb2.OpenEvent(
-                        renewed=peer_pb2.Renewed(
-                            lease_s=self.leases.lease_s, generation=held.generation
-                        )
+                    if not self.leases.renew(grant_id, self._clock()):
+                        return
+                    renewed = peer_pb2.Renewed(
+                        lease_s=self.leases.lease_s, generation=held.generation
                     )
-                )
+                    await queue.put(peer_pb2.OpenEvent(renewed=renewed))
         except TimeoutError:
             log.info("reader %s did not renew its lease; withdrawn", reader.hostname)
         finally:
@@ -146,7 +147,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self._grace_s = grace_s
         event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
         for queue in self._queues.values():
-            queue.put_nowait(event)
+            with contextlib.suppress(asyncio.QueueFull):  # who does not read is not told
+                queue.put_nowait(event)
 
     async def expire_leases(self, interval_s: float = 0.5) -> None:
         """For ever: withdraw the tickets of leases that have ended."""

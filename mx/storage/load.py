@@ -50,14 +50,14 @@ def load_checkpoint(
             progress=None if progress is None else (lambda done: progress(done, total)),
             cancelled=cancelled,
         )
+        manifest = manifests.encode(
+            layout,
+            Chunking(chunk_nbytes, filled.chunk_digests),
+            checkpoint.packaging,
+            filled.tensor_digests,
+            checkpoint.side_documents,
+        )
     except BaseException:
         arena.release()
         raise
-    manifest = manifests.encode(
-        layout,
-        Chunking(chunk_nbytes, filled.chunk_digests),
-        checkpoint.packaging,
-        filled.tensor_digests,
-        checkpoint.side_documents,
-    )
     return manifest, arena
