@@ -7,7 +7,10 @@ stopped with the last. Nothing here needs an event loop of the caller's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +37,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEFAULT_REVISION = "main"
 DEFAULT_VARIANT = "checkpoint"
+
+
+@functools.cache
+def _transports() -> dict[str, Transport]:
+    """This process's transports: reading every distribution's metadata takes its time."""
+    return registry.transports()
 
 
 def _tls_of(settings: config.Settings) -> TlsFiles | None:
@@ -209,13 +218,14 @@ def serve(
     _require_cpu(device)
     settings = settings or config.load()
     key = ModelKey(model, revision, variant)
-    transports = registry.transports()
+    transports = _transports()
     explicit = coordinator is not None or settings.is_set("coordinator")
     address = coordinator or settings.coordinator
     loop = runtime.acquire()
     try:
         server = loop.run(start_source(source_options(settings), transports))
         embedded: Coordinator | None = None
+        held: HeldModel | None = None
         try:
             embedded = loop.run(
                 _join_or_embed(address, explicit=explicit, embed=embed, settings=settings)
@@ -233,13 +243,11 @@ def serve(
                 from mx.memory.torch_source import describe
 
                 held = hold_tensors(*describe(what), key, chunk_nbytes=settings.chunk_bytes)
-            try:
-                loop.run(offer(server, held, address))
-            except BaseException:
-                held.arena.release()
-                raise
+            loop.run(offer(server, held, address))
         except BaseException:
             loop.run(server.close())
+            if held is not None:
+                held.arena.release()  # not before: exposures hand out its descriptor
             if embedded is not None:
                 loop.run(embedded.stop())
             raise
@@ -274,12 +282,16 @@ class Pull:
     """
 
     def __init__(
-        self, loop: runtime.LoopThread, options: PullOptions, settings: config.Settings
+        self,
+        loop: runtime.LoopThread,
+        options: PullOptions,
+        settings: config.Settings,
+        started_s: float,
     ) -> None:
         self._loop = loop
         self._options = options
         self._settings = settings
-        self._state = PullState()
+        self._state = PullState(started_s)
         self._puller, self._task = loop.run(self._begin(options))
         self._view: memoryview | None = None
         self._held: Source | None = None
@@ -287,7 +299,7 @@ class Pull:
         self._lock = threading.Lock()
 
     async def _begin(self, options: PullOptions) -> tuple[Puller, asyncio.Task[None]]:
-        puller = Puller(options, registry.transports(), self._state)
+        puller = Puller(options, _transports(), self._state)
         return puller, asyncio.create_task(puller.run(), name="mx-pull")
 
     # -- layers -----------------------------------------------------------------------------------
@@ -310,8 +322,9 @@ class Pull:
         return self.layers_async()
 
     def on_layer(self, callback: Callable[[LayerEvent], None]) -> None:
-        """Call `callback` as each layer becomes ready (those that are, at once), in the order
-        in which they do, on the thread that verified it."""
+        """Call `callback` as each layer becomes ready (those that are, at once, on this thread),
+        in the order in which they do, one call at a time, on a thread of mx's: it must be short
+        and must not close the pull. What it raises there is what the pull fails with."""
         self._state.on_layer(callback)
 
     # -- the end ----------------------------------------------------------------------------------
@@ -353,12 +366,12 @@ class Pull:
     # -- tensors ----------------------------------------------------------------------------------
 
     def _arena_view(self) -> tuple[Manifest, memoryview]:
-        arena, manifest = self._puller.arena, self._puller.manifest
         if self._state.error is not None:
             raise self._state.error
-        if self._closed or arena is None or manifest is None:
-            raise ClosedError("the pull has no tensors: it was closed, or has not begun")
         with self._lock:
+            arena, manifest = self._puller.arena, self._puller.manifest
+            if self._closed or arena is None or manifest is None:
+                raise ClosedError("the pull has no tensors: it was closed, or has not begun")
             if self._view is None:
                 self._view = arena.private_view()
             return manifest, self._view
@@ -376,33 +389,44 @@ class Pull:
         return state_dict(view, manifest.layout)
 
     def layer_state_dict(self, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors of one layer, as soon as it is ready; ties into other layers left out."""
+        """The tensors of one layer, as soon as it is ready, and all that are tied to them: each
+        belongs to the first layer that needs it. With `out`, do not write to them before the
+        pull's end: what is written to disk is read from them.
+
+        Raises IndexError where there is no such layer.
+        """
         from mx.memory.tensors import state_dict
 
-        if self._state.wait_layer(layer) is None:
+        if layer < 0 or self._state.wait_layer(layer) is None:
             raise IndexError(f"there is no layer {layer}")
         manifest, view = self._arena_view()
-        names = [tensor.name for tensor in manifest.layout.tensors if tensor.layer == layer]
-        return state_dict(view, manifest.layout, names)
+        names = {tensor.name for tensor in manifest.layout.tensors if tensor.layer == layer}
+        ties = {alias.name for alias in manifest.layout.aliases if alias.target in names}
+        return state_dict(view, manifest.layout, names | ties)
 
     # -- staying ----------------------------------------------------------------------------------
 
     def hold(self) -> Source:
         """Become a source of what was pulled (asked for with `hold=True`); waits for the end.
 
-        The source lives until it, or this pull, is closed.
+        The source lives until it, or this pull, is closed; this pull's tensors stay if it is.
+        Raises ConfigError without `hold=True`, ClosedError, and as `serve` does.
         """
         self.wait()
-        arena, manifest = self._puller.arena, self._puller.manifest
-        if self._held is not None:
+        with self._lock:
+            if self._held is None:
+                self._held = self._begin_to_hold()
             return self._held
+
+    def _begin_to_hold(self) -> Source:
+        arena, manifest = self._puller.arena, self._puller.manifest
         if not isinstance(arena, MemfdArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
         arena.seal()
-        held = HeldModel(self.model, manifest, arena, SourceRole.RELAY)
+        held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
         loop = runtime.acquire()
         try:
-            server = loop.run(start_source(source_options(self._settings), registry.transports()))
+            server = loop.run(start_source(source_options(self._settings), _transports()))
             try:
                 loop.run(offer(server, held, self._options.coordinator))
             except BaseException:
@@ -411,8 +435,7 @@ class Pull:
         except BaseException:
             runtime.release(loop)
             raise
-        self._held = Source(loop, server, held, self._options.coordinator or "", None)
-        return self._held
+        return Source(loop, server, held, self._options.coordinator or "", None)
 
     def close(self) -> None:
         """Stop if it still runs, and give up this object's hold on the memory. Idempotent."""
@@ -420,13 +443,17 @@ class Pull:
             if self._closed:
                 return
             self._closed = True
-        if self._held is not None:
-            self._held.close()
-        self._loop.run(self._stop())
+        with contextlib.ExitStack() as ends:  # each is tried, the last one first
+            ends.callback(runtime.release, self._loop)
+            ends.callback(self._let_go)
+            ends.callback(lambda: self._loop.run(self._stop()))
+            if self._held is not None:
+                ends.callback(self._held.close)
+
+    def _let_go(self) -> None:
         self._view = None
         if self._puller.arena is not None:
             self._puller.arena.release()
-        runtime.release(self._loop)
 
     async def _stop(self) -> None:
         self._puller.close()
@@ -489,6 +516,16 @@ def _pull_options(
     )
 
 
+def _writable_bytes(into: object) -> memoryview:
+    try:
+        view = memoryview(into)  # type: ignore[arg-type]
+        if not view.readonly:
+            return view.cast("B")
+    except TypeError as error:
+        raise ConfigError(f"`into` is not a contiguous buffer: {error}") from error
+    raise ConfigError("`into` is read-only")
+
+
 def pull(
     model: str,
     *,
@@ -512,7 +549,7 @@ def pull(
     folder to write a checkpoint to; `hold` keeps the memory in a form that others can read and
     allows `Pull.hold`. `transport` forces one by name. `verify="strong"` also compares every
     tensor with the model's identity. `attach=False` copies even where memory could be shared.
-    `into` is a writable buffer to fill instead of new memory (at least
+    `into` is a writable, contiguous buffer to fill instead of new memory (at least
     `manifest.layout.arena_nbytes` long); it is the caller's, who keeps it until the pull is
     closed.
 
@@ -520,11 +557,12 @@ def pull(
     waits: CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
     CapacityError, OutputError.
     """
+    started_s = time.monotonic()
     _require_cpu(device)
     settings = settings or config.load()
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"verify={verify!r} is not understood", hint="it is chunks or strong")
-    known = registry.transports()
+    known = _transports()
     if transport is not None and transport not in known:
         raise ConfigError(
             f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
@@ -541,11 +579,11 @@ def pull(
         transport=transport,
         strong=verify == "strong",
         attach=attach,
-        into=into,
+        into=None if into is None else _writable_bytes(into),
     )
     loop = runtime.acquire()
     try:
-        return Pull(loop, options, settings)
+        return Pull(loop, options, settings, started_s)
     except BaseException:
         runtime.release(loop)
         raise

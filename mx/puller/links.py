@@ -75,24 +75,45 @@ class Links:
         self._channels: list[grpc.aio.Channel] = []
         self._leases: list[Lease] = []
         self._sessions: list[Session] = []
+        self._begun: dict[tuple[str, str], asyncio.Task[tuple[Link, int]]] = {}
+
+    def begin(self, way: Way) -> None:
+        """Start connecting ahead of `open`, while the manifest is still on its way."""
+        key = (way.source.source_id, way.transport)
+        self._begun[key] = asyncio.create_task(self._connect(way), name="mx-link")
 
     async def open(self, way: Way, need_nbytes: int) -> Link:
         """A grant from the way's source, and a session on it. `need_nbytes` is what its region
         must hold. Raises SourceError, or LocalError where this side can't."""
+        begun = self._begun.pop((way.source.source_id, way.transport), None)
+        link, offered_nbytes = await (begun if begun is not None else self._connect(way))
+        if offered_nbytes < need_nbytes:
+            peer = link.lease.peer
+            link.session.close()
+            await link.lease.close()
+            raise PeerProtocolError(
+                f"{peer} offers {offered_nbytes} bytes for a model that takes {need_nbytes}",
+                peer=peer,
+            )
+        return link
+
+    async def _connect(self, way: Way) -> tuple[Link, int]:
+        """The link, and how many bytes its region holds."""
         channel = dial(way.source.endpoint, tls=self._options.tls, insecure=self._options.insecure)
         self._channels.append(channel)
         lease = Lease(channel, way.source, self._on_lease_lost)
         self._leases.append(lease)
         granted = await lease.open(self._place, [way.transport], self._options.connect_timeout_s)
         try:
-            return Link(way, lease, await self._session(way, granted, need_nbytes))
+            link = Link(way, lease, await self._session(way, granted))
         except BaseException:
             await lease.close()  # now: a source that drains would wait for it
             raise
+        return link, granted.region_nbytes[0] if granted.region_nbytes else 0
 
-    async def _session(self, way: Way, granted: Granted, need_nbytes: int) -> Session:
+    async def _session(self, way: Way, granted: Granted) -> Session:
         transport = self._transports[way.transport]
-        grant = self._grant(way, granted, need_nbytes)
+        grant = self._grant(way, granted)
 
         def connect() -> Session:
             session = transport.open(grant)
@@ -102,18 +123,13 @@ class Links:
         # It blocks, so it has a thread; a cancelled pull waits for it, to close what it opens.
         return await uncut(asyncio.to_thread(connect))
 
-    def _grant(self, way: Way, granted: Granted, need_nbytes: int) -> Grant:
+    def _grant(self, way: Way, granted: Granted) -> Grant:
         peer = way.source.endpoint
         ticket = granted.tickets.get(way.transport)
         if ticket is None:
             raise PeerProtocolError(f"{peer} gave no ticket for {way.transport}", peer=peer)
         if granted.generation != way.source.generation:
             raise PeerProtocolError(f"{peer} granted another generation than asked", peer=peer)
-        offered = granted.region_nbytes[0] if granted.region_nbytes else 0
-        if offered < need_nbytes:
-            raise PeerProtocolError(
-                f"{peer} offers {offered} bytes for a model that takes {need_nbytes}", peer=peer
-            )
         return Grant(
             grant_id=granted.grant_id,
             ticket=ticket,
@@ -143,6 +159,10 @@ class Links:
 
     async def close(self) -> None:
         """Close every session and wait for its end, then end the leases they stood on."""
+        begun, self._begun = list(self._begun.values()), {}
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
         sessions, self._sessions = self._sessions, []
         for session in sessions:
             session.close()

@@ -133,12 +133,14 @@ class Puller:
         self._locator = Locator(self.options)
         located = await self._locator.locate()
         self.key = located.key
+        ways = plan_ways(self.options, self._place, self._transports, located.sources)
+        if ways.ways:
+            self._links.begin(ways.ways[0])
         documents = await self._locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
         manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
-        ways = plan_ways(self.options, self._place, self._transports, located.sources)
         if not ways.ways:
             raise NoSourceError(
                 f"no source of {self.key} can be reached from here: "

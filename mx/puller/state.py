@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mx.errors import MxError
@@ -15,17 +18,26 @@ T = TypeVar("T")
 Callback = Callable[[LayerEvent], None]
 
 
+@dataclass(slots=True)
+class _Subscriber:
+    """A callback and what it has not been told yet."""
+
+    callback: Callback
+    queue: deque[LayerEvent] = field(default_factory=deque)
+    busy: bool = False
+
+
 class PullState:
     """Thread-safe. Events come in the order in which layers become ready; `event(i)` is the
-    i-th layer's."""
+    i-th layer's. `started_s` (monotonic) is when the pull was called for."""
 
-    def __init__(self) -> None:
-        self.started_s = time.monotonic()
+    def __init__(self, started_s: float) -> None:
+        self.started_s = started_s
         self.first_read_s = 0.0
         self._condition = threading.Condition()
         self._events: dict[int, LayerEvent] = {}
         self._n_layers: int | None = None
-        self._callbacks: list[Callback] = []
+        self._subscribers: list[_Subscriber] = []
         self._wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._error: MxError | None = None
         self._report: PullReport | None = None
@@ -38,21 +50,24 @@ class PullState:
             self._wake()
 
     def layer_ready(self, event: LayerEvent) -> bool:
-        """Record and announce. True if it was the last one."""
+        """Record and announce. True if it was the last one. Raises what a callback raises."""
         with self._condition:
             if event.index in self._events:
                 return False
             self._events[event.index] = event
-            callbacks = list(self._callbacks)
+            for subscriber in self._subscribers:
+                subscriber.queue.append(event)
+            subscribers = list(self._subscribers)
             last = len(self._events) == self._n_layers
             self._wake()
-        for callback in callbacks:
-            callback(event)
+        for subscriber in subscribers:
+            self._tell(subscriber)
         return last
 
     def finished(self, report: PullReport) -> None:
         with self._condition:
-            self._report = report
+            if self._error is None:
+                self._report = report
             self._wake()
 
     def failed(self, error: MxError) -> None:
@@ -91,13 +106,28 @@ class PullState:
         return max((event.at_s for event in self._events.values()), default=0.0)
 
     def on_layer(self, callback: Callback) -> None:
-        """Call `callback` for each layer, those that are ready already first. It runs on the
-        thread that verified the layer: keep it short."""
+        """Call `callback` for each layer in the order of readiness, those that are ready already
+        at once, on this thread; then on the threads that verify, one call at a time: keep it
+        short. What it raises there fails the pull."""
+        subscriber = _Subscriber(callback)
         with self._condition:
-            self._callbacks.append(callback)
-            past = list(self._events.values())
-        for event in past:
-            callback(event)
+            subscriber.queue.extend(self._events.values())
+            self._subscribers.append(subscriber)
+        self._tell(subscriber)
+
+    def _tell(self, subscriber: _Subscriber) -> None:
+        while True:
+            with self._condition:
+                # A thread that is at it sees to what has come meanwhile.
+                if subscriber.busy or not subscriber.queue:
+                    return
+                subscriber.busy = True
+                event = subscriber.queue.popleft()
+            try:
+                subscriber.callback(event)
+            finally:
+                with self._condition:
+                    subscriber.busy = False
 
     def _layer(self, index: int) -> LayerEvent | None:
         """The event, or None at the end; raises LookupError while neither is known."""
@@ -164,5 +194,5 @@ class PullState:
     def _wake(self) -> None:
         self._condition.notify_all()
         for loop, event in self._wakers:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # its loop was closed while it waited
                 loop.call_soon_threadsafe(event.set)
