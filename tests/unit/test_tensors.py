@@ -82,8 +82,8 @@ def test_overlapping_expanded_and_strided_tensors_keep_their_values() -> None:
         arena[start : start + tensor.nbytes] = views[tensor.name]
     found = state_dict(arena, layout)
     assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor), name
+    for name, expected in tensors.items():
+        assert torch.equal(found[name], expected), name
 
 
 class Elsewhere(torch.Tensor):
@@ -96,7 +96,7 @@ class Elsewhere(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         raise NotImplementedError(func)
 
 

@@ -1,0 +1,261 @@
+"""However a pull, or a hold, ends: with the right error, at once, and with nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mx import api, runtime
+from mx.core.topology import Place
+from mx.errors import (
+    CheckpointError,
+    ConfigError,
+    CoordinatorError,
+    LocalError,
+    PeerProtocolError,
+    PeerTimeoutError,
+)
+from mx.puller.lease import Lease
+from mx.puller.locate import Locator
+from mx.puller.options import PullOptions
+from mx.wire.channel import dial
+from mx.wire.server import Service, listen
+from mx.wire.v1 import common_pb2, peer_pb2
+from tests.integration.conftest import Run, error_of, free_port, serve
+from tests.integration.lying import held_model, offering
+from tests.records import make_documents, make_record
+
+pytestmark = pytest.mark.integration
+
+
+def flip_everything(view: memoryview) -> None:
+    array = np.frombuffer(view, np.uint8)
+    np.bitwise_not(array, out=array)
+
+
+def test_disk_takes_over_though_the_first_attempt_had_begun_to_write(
+    coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with (
+        offering(held_model("m", corrupt=flip_everything), coordinator),
+        api.pull(
+            "m", coordinator=coordinator, source=f"auto={checkpoint}", attach=False, out=out
+        ) as pull,
+    ):
+        assert pull.wait(30).fallback == "disk"
+        assert pull.progress().layers_ready == 10
+    assert (out / "model.safetensors").read_bytes() == checkpoint.read_bytes()
+
+
+def test_a_pinned_identity_is_not_replaced_by_what_the_disk_holds(
+    coordinator: str, checkpoint: Path
+) -> None:
+    wanted = f"auto={checkpoint}"
+    with api.pull("m@0123456789abcdef", coordinator=coordinator, source=wanted) as pull:
+        error = error_of(pull)
+    assert isinstance(error, CheckpointError)
+    assert "0123456789abcdef" in str(error)
+
+
+def test_disk_does_not_help_against_errors_of_our_own(
+    run: Run, coordinator: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    serve(run, checkpoint, "m", coordinator)
+    (tmp_path / "taken").write_text("in use")
+    options = {"coordinator": coordinator, "source": f"auto={tmp_path / 'nowhere'}"}
+    with api.pull("m", out=tmp_path / "taken", **options) as pull:  # type: ignore[arg-type]
+        error = error_of(pull)
+    assert isinstance(error, ConfigError)
+    assert "taken" in str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"attach": False}, {"verify": "strong", "attach": False}])
+def test_a_callback_that_raises_fails_the_pull(
+    coordinator: str, options: dict[str, object]
+) -> None:
+    def refuse(event: api.LayerEvent) -> None:
+        if event.index == 11:
+            raise KeyError("mine")
+
+    with (
+        offering(held_model("m"), coordinator),
+        api.pull("m", coordinator=coordinator, **options) as pull,  # type: ignore[arg-type]
+    ):
+        try:
+            pull.on_layer(refuse)
+        except KeyError:
+            return  # the layers were there already: it was raised here
+        error = error_of(pull)
+    assert isinstance(error, LocalError)
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_a_blocking_call_in_a_callback_is_an_error_not_a_deadlock(coordinator: str) -> None:
+    loop = runtime.acquire()
+
+    async def block() -> None:
+        loop.run(asyncio.sleep(0))
+
+    try:
+        with pytest.raises(ConfigError, match="callback"):
+            loop.run(block())
+    finally:
+        runtime.release(loop)
+
+
+def test_what_is_held_is_lost_neither_with_its_source_nor_with_its_failure(
+    run: Run, coordinator: str, checkpoint: Path
+) -> None:
+    serve(run, checkpoint, "m", coordinator)
+    expected = load_file(checkpoint)
+    listed = api.list_sources("m", coordinator=coordinator)
+    nobody = f"127.0.0.1:{free_port()}"
+    peer = f"peer={listed[0].record.endpoint}"
+    with api.pull("m", source=peer, coordinator=nobody, hold=True) as pull:
+        pull.wait(30)
+        with pytest.raises(CoordinatorError):
+            pull.hold()
+        assert torch.equal(pull.state_dict()["model.norm.weight"], expected["model.norm.weight"])
+    with api.pull("m", coordinator=coordinator, hold=True) as pull:
+        source = pull.hold()
+        assert pull.hold() is source
+        source.close()
+        assert torch.equal(pull.state_dict()["model.norm.weight"], expected["model.norm.weight"])
+
+
+def test_a_layer_comes_with_what_is_tied_to_it(coordinator: str) -> None:
+    tied = torch.arange(64.0).reshape(8, 8)
+    tensors = {
+        "model.embed_tokens.weight": tied,
+        "model.layers.0.mlp.weight": torch.ones(3),
+        "lm_head.weight": tied,
+    }
+    with (
+        api.serve(tensors, model="m", coordinator=coordinator),
+        api.pull("m", coordinator=coordinator) as pull,
+    ):
+        found = [set(pull.layer_state_dict(event.index)) for event in pull.layers()]
+        assert set().union(*found) == tensors.keys()
+        assert sum(map(len, found)) == len(tensors)
+        assert {"model.embed_tokens.weight", "lm_head.weight"} <= found[0]
+        for index in (-1, len(found)):
+            with pytest.raises(IndexError):
+                pull.layer_state_dict(index)
+
+
+def test_into_may_be_any_writable_buffer_and_nothing_else(
+    run: Run, coordinator: str, checkpoint: Path
+) -> None:
+    serve(run, checkpoint, "m", coordinator)
+    room: Any = np.zeros(32 << 20, np.uint8).view(np.float32)
+    with api.pull("m", coordinator=coordinator, into=room) as pull:
+        assert pull.wait(30).layers == 10
+        filled = pull.state_dict()["model.norm.weight"].view(torch.uint8).clone()
+    assert torch.equal(filled, load_file(checkpoint)["model.norm.weight"].view(torch.uint8))
+    wrong: Any
+    for wrong in (bytes(10), room[::2], 10):
+        with pytest.raises(ConfigError, match="into"):
+            api.pull("m", coordinator=coordinator, into=wrong)
+
+
+# -- sources that answer nonsense -----------------------------------------------------------------
+
+
+class OddPeer:
+    """Answers `Open` with the events it was made with, then stays silent."""
+
+    def __init__(self, *events: peer_pb2.OpenEvent, forever: peer_pb2.OpenEvent | None = None):
+        self._events = events
+        self._forever = forever
+
+    async def Describe(self, request: Any, context: Any) -> Any:
+        return peer_pb2.DescribeResponse()
+
+    async def Table(self, request: Any, context: Any) -> AsyncIterator[common_pb2.TableRows]:
+        yield common_pb2.TableRows()
+
+    async def Open(self, requests: Any, context: Any) -> None:
+        for event in self._events:
+            await context.write(event)
+        reading = asyncio.create_task(self._read(requests))
+        while self._forever is not None and not reading.done():
+            await context.write(self._forever)
+            await asyncio.sleep(0.01)
+        await reading
+
+    @staticmethod
+    async def _read(requests: Any) -> None:
+        async for _ in requests:
+            pass
+
+
+def granted(lease_s: float) -> peer_pb2.OpenEvent:
+    return peer_pb2.OpenEvent(granted=peer_pb2.Granted(grant_id="g", lease_s=lease_s))
+
+
+async def lease_on(peer: OddPeer, use: Callable[[Lease], Any]) -> None:
+    service = Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], peer)
+    listening = await listen("127.0.0.1:0", [service])
+    address = f"127.0.0.1:{listening.port}"
+    channel = dial(address)
+    source = make_record(make_documents("a"), endpoint=address)
+    lease = Lease(channel, source, lambda error: None)
+    try:
+        await use(lease)
+    finally:
+        await lease.close()
+        assert lease.check() is not None  # what is read after it is not believed
+        await channel.close(None)
+        await listening.stop(0)
+
+
+@pytest.mark.parametrize("lease_s", [math.nan, math.inf, 0.0, -1.0])
+def test_a_lease_that_is_no_length_is_refused(lease_s: float) -> None:
+    async def use(lease: Lease) -> None:
+        with pytest.raises(PeerProtocolError, match="lease"):
+            await lease.open(Place(), ["tcp"], 5.0)
+
+    asyncio.run(lease_on(OddPeer(granted(lease_s)), use))
+
+
+def test_a_source_that_only_ever_drains_is_given_up() -> None:
+    draining = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=1.0))
+
+    async def use(lease: Lease) -> None:
+        with pytest.raises(PeerTimeoutError):
+            await lease.open(Place(), ["tcp"], 0.3)
+
+    asyncio.run(lease_on(OddPeer(forever=draining), use))
+
+
+def test_a_description_that_does_not_parse_is_the_peers_error() -> None:
+    async def check() -> None:
+        async def garbage(request: bytes, context: Any) -> bytes:
+            return b"\xff\xff\xff garbage"
+
+        server = grpc.aio.server()
+        handlers = {"Describe": grpc.unary_unary_rpc_method_handler(garbage)}
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("mx.wire.v1.Peer", handlers),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        locator = Locator(PullOptions("m", peer=f"127.0.0.1:{port}"))
+        try:
+            with pytest.raises(PeerProtocolError):
+                await locator.locate()
+        finally:
+            await locator.close()
+            await server.stop(0)
+
+    asyncio.run(check())

@@ -1,0 +1,93 @@
+"""Where a pull stands, as each kind of waiter hears it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from mx.errors import ClosedError
+from mx.puller.report import LayerEvent, PullReport
+from mx.puller.state import PullState
+
+
+def event(index: int) -> LayerEvent:
+    return LayerEvent(index, f"layer.{index}", 1, "digest", 0.0)
+
+
+def report() -> PullReport:
+    return PullReport("m", "00", 1, 1.0, 1.0, 1, "digest")
+
+
+def test_a_callback_hears_each_layer_once_in_order_never_twice_at_a_time() -> None:
+    state = PullState(0.0)
+    state.planned(4)
+    state.layer_ready(event(2))
+    heard: list[int] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(told: LayerEvent) -> None:
+        if told.index == 0:
+            entered.set()
+            assert go_on.wait(10)
+        heard.append(told.index)
+
+    state.on_layer(slow)
+    assert heard == [2]
+    first = threading.Thread(target=state.layer_ready, args=(event(0),))
+    first.start()
+    assert entered.wait(10)
+    # While one thread is in the callback, others leave their events to it.
+    assert not state.layer_ready(event(3))
+    assert state.layer_ready(event(1))
+    assert heard == [2]
+    go_on.set()
+    first.join()
+    assert heard == [2, 0, 3, 1]
+    assert not state.layer_ready(event(1))
+    assert heard == [2, 0, 3, 1]
+
+
+def test_what_a_callback_raises_reaches_who_announces_and_who_registers() -> None:
+    state = PullState(0.0)
+    state.planned(2)
+
+    def refuse(told: LayerEvent) -> None:
+        raise RuntimeError(told.name)
+
+    state.on_layer(refuse)
+    with pytest.raises(RuntimeError, match=r"layer\.0"):
+        state.layer_ready(event(0))
+    assert state.is_ready(0)
+    with pytest.raises(RuntimeError, match=r"layer\.0"):
+        state.on_layer(refuse)
+    with pytest.raises(RuntimeError, match=r"layer\.1"):  # it was not left busy
+        state.layer_ready(event(1))
+
+
+def test_the_first_outcome_counts() -> None:
+    state = PullState(0.0)
+    state.failed(ClosedError("first"))
+    state.finished(report())
+    state.failed(ClosedError("second"))
+    assert state.report is None
+    with pytest.raises(ClosedError, match="first"):
+        state.wait_end(0)
+    state = PullState(0.0)
+    state.finished(report())
+    state.failed(ClosedError("late"))
+    assert state.error is None
+    assert state.wait_end(0).model == "m"
+
+
+def test_a_waiter_whose_loop_was_closed_hinders_nobody() -> None:
+    state = PullState(0.0)
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(state.wait_end_async())
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting.get_coro().close()  # as if it had been dropped
+    loop.close()
+    state._wakers.add((loop, asyncio.Event()))
+    state.finished(report())
+    assert state.ended
