@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mx import config, registry, runtime
+from mx import config, registry, runtime, trace
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.errors import ClosedError, ConfigError, CoordinatorError, MxError
 from mx.memory.arena import MemfdArena
@@ -231,14 +231,16 @@ def serve(
                 _join_or_embed(address, explicit=explicit, embed=embed, settings=settings)
             )
             if isinstance(what, str | Path):
-                held = hold_checkpoint(
-                    Path(what),
-                    key,
-                    chunk_nbytes=settings.chunk_bytes,
-                    threads=2,
-                    progress=on_progress,
-                    cancelled=cancelled,
-                )
+                with trace.span("serve.load", path=str(what)) as span:
+                    held = hold_checkpoint(
+                        Path(what),
+                        key,
+                        chunk_nbytes=settings.chunk_bytes,
+                        threads=2,
+                        progress=on_progress,
+                        cancelled=cancelled,
+                    )
+                    span.set(nbytes=held.manifest.layout.payload_nbytes)
             else:
                 from mx.memory.torch_source import describe
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from mx import trace
 from mx.core.planner import Plan, Way, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
@@ -80,13 +81,13 @@ class Links:
     def begin(self, way: Way) -> None:
         """Start connecting ahead of `open`, while the manifest is still on its way."""
         key = (way.source.source_id, way.transport)
-        self._begun[key] = asyncio.create_task(self._connect(way), name="mx-link")
+        self._begun[key] = asyncio.create_task(self._traced(way), name="mx-link")
 
     async def open(self, way: Way, need_nbytes: int) -> Link:
         """A grant from the way's source, and a session on it. `need_nbytes` is what its region
         must hold. Raises SourceError, or LocalError where this side can't."""
         begun = self._begun.pop((way.source.source_id, way.transport), None)
-        link, offered_nbytes = await (begun if begun is not None else self._connect(way))
+        link, offered_nbytes = await (begun if begun is not None else self._traced(way))
         if offered_nbytes < need_nbytes:
             peer = link.lease.peer
             link.session.close()
@@ -96,6 +97,10 @@ class Links:
                 peer=peer,
             )
         return link
+
+    async def _traced(self, way: Way) -> tuple[Link, int]:
+        with trace.span("pull.connect", source=way.source.endpoint, transport=way.transport):
+            return await self._connect(way)
 
     async def _connect(self, way: Way) -> tuple[Link, int]:
         """The link, and how many bytes its region holds."""

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mx import discovery
+from mx import discovery, trace
 from mx.core import manifest as manifests
 from mx.core.planner import Plan, Way
 from mx.core.types import Manifest, ModelKey
@@ -131,14 +131,17 @@ class Puller:
 
     async def _from_peers(self) -> PullReport:
         self._locator = Locator(self.options)
-        located = await self._locator.locate()
+        with trace.span("pull.locate", model=self.options.name) as span:
+            located = await self._locator.locate()
+            span.set(sources=len(located.sources))
         self.key = located.key
         ways = plan_ways(self.options, self._place, self._transports, located.sources)
         if ways.ways:
             self._links.begin(ways.ways[0])
-        documents = await self._locator.documents(located)
-        # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
-        manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
+        with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
+            documents = await self._locator.documents(located)
+            # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
+            manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
         if not ways.ways:
@@ -150,7 +153,10 @@ class Puller:
         self._delivery = self._new_delivery(manifest, strong=self.options.strong)
         if self.options.out is not None:
             self._delivery.side_files = await self._locator.side_files(manifest, located)
-        return await self._read(manifest, ways)
+        with trace.span("pull.read", nbytes=manifest.layout.payload_nbytes) as span:
+            report = await self._read(manifest, ways)
+            span.set(retries=report.retries, paths=len(report.paths))
+        return report
 
     def _new_delivery(self, manifest: Manifest, *, strong: bool) -> Delivery:
         return Delivery(

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mx import discovery
+from mx import discovery, trace
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import LocalError, MxError
 from mx.source.model import HeldModel
@@ -90,7 +90,8 @@ class SourceServer:
 
     async def offer(self, held: HeldModel) -> None:
         """Expose a model; from now on the Peer service describes it and grants reads."""
-        served = Served(held, await asyncio.to_thread(self._expose, held))
+        with trace.span("serve.expose", model=str(held.key)):
+            served = Served(held, await asyncio.to_thread(self._expose, held))
         self._servicer.models[held.source_id] = served
 
     def _expose(self, held: HeldModel) -> dict[str, Exposure]:
@@ -128,11 +129,12 @@ class SourceServer:
             timeout_s=self.options.connect_timeout_s,
         )
         for served in self._servicer.models.values():
-            await self._client.register(
-                self._record(served),
-                served.held.manifest.documents,
-                binding_secret=self._binding_secret,
-            )
+            with trace.span("serve.register", model=str(served.held.key)):
+                await self._client.register(
+                    self._record(served),
+                    served.held.manifest.documents,
+                    binding_secret=self._binding_secret,
+                )
             self._tasks.append(asyncio.create_task(self._keep_alive(served), name="mx-keep-alive"))
         self.registered = True
 

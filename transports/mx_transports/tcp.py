@@ -84,6 +84,9 @@ class TcpTransport:
                 # Spread over the source's addresses, but any that answers will do.
                 order = addresses[lane % len(addresses) :] + addresses[: lane % len(addresses)]
                 streams.append(_connect_any(order, addresses, ticket, grant, tls))
+            # Only now, so that the source admits all of them while the first is waited for.
+            for stream in streams:
+                _greet(stream, grant)
         except BaseException:
             for stream in streams:
                 stream.close()
@@ -149,29 +152,43 @@ def _connect(
             sock = tls.wrap_socket(sock)
         stream = Stream(sock, grant.stall_timeout_s)
         stream.send_all([frames.PREAMBLE.pack(MAGIC, ticket.key, ticket.secret)])
-        hello = memoryview(bytearray(frames.HELLO.size))
-        stream.fill(hello)
-        magic, status = frames.HELLO.unpack(hello)
-        if magic != MAGIC:
-            raise PeerProtocolError(f"{where} does not speak mx's tcp", peer=grant.peer)
-        if status != frames.OK:
-            raise PeerRefusedError(
-                f"{where}: {frames.STATUS_TEXT.get(status, f'refused ({status})')}",
-                peer=grant.peer,
-            )
     except BaseException as error:
         if sock is not None:
             sock.close()
         if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
-            raise PeerRefusedError(
-                f"{where}: TLS failed: {error.reason or error}",
-                peer=grant.peer,
-                hint="both sides need TLS, and certificates of the same CA",
-            ) from error
+            raise _tls_failed(error, where, grant.peer) from error
         if isinstance(error, OSError):
             raise _translate(error, where, grant.peer) from error
         raise
     return stream
+
+
+def _greet(stream: Stream, grant: Grant) -> None:
+    """Read what the source says to our preamble."""
+    where = f"{grant.peer} (its data endpoint)"
+    hello = memoryview(bytearray(frames.HELLO.size))
+    try:
+        stream.fill(hello)
+    except ssl.SSLError as error:
+        raise _tls_failed(error, where, grant.peer) from error
+    except OSError as error:
+        raise _translate(error, where, grant.peer) from error
+    magic, status = frames.HELLO.unpack(hello)
+    if magic != MAGIC:
+        raise PeerProtocolError(f"{where} does not speak mx's tcp", peer=grant.peer)
+    if status != frames.OK:
+        raise PeerRefusedError(
+            f"{where}: {frames.STATUS_TEXT.get(status, f'refused ({status})')}",
+            peer=grant.peer,
+        )
+
+
+def _tls_failed(error: ssl.SSLError, where: str, peer: str) -> PeerRefusedError:
+    return PeerRefusedError(
+        f"{where}: TLS failed: {error.reason or error}",
+        peer=peer,
+        hint="both sides need TLS, and certificates of the same CA",
+    )
 
 
 def _translate(error: OSError, where: str, peer: str) -> SourceError:
