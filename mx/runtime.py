@@ -1,12 +1,15 @@
 """The one event loop of a process's control side, on a thread of its own.
 
 gRPC's asyncio server and clients live on it; blocking callers hand it coroutines. It starts with
-its first user and stops with the last, so that a process that embeds mx is left as it was found.
+its first user and stops soon after the last, so that a process that embeds mx is left as it was
+found. Soon, not at once: gRPC reports the ends of closed calls a little later, and complains on
+standard error if their loop is gone by then; and who pulls twice in a row keeps its loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 from collections.abc import Coroutine
@@ -16,6 +19,8 @@ from typing import Any, TypeVar
 from mx.errors import ConfigError
 
 T = TypeVar("T")
+
+LINGER_S = 0.5
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> T:
@@ -80,8 +85,19 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Stop the loop and wait; not from its own thread."""
+        with contextlib.suppress(RuntimeError):  # it has just stopped by itself
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+
+    def stop_if_idle(self) -> None:
+        """On the loop: end, unless somebody came back in the meantime."""
+        global _current
+        with _lock:
+            if self.users or _current is not self:
+                return
+            _current = None
+        self.loop.stop()
 
 
 def acquire() -> LoopThread:
@@ -95,11 +111,21 @@ def acquire() -> LoopThread:
 
 
 def release(loop_thread: LoopThread) -> None:
-    """Give the loop back; the last one stops it and waits. Not from the loop's own thread."""
-    global _current
+    """Give the loop back; it ends `LINGER_S` after the last one did, or with the process."""
     with _lock:
         loop_thread.users -= 1
-        if loop_thread.users or _current is not loop_thread:
+        if loop_thread.users:
             return
-        _current = None
-    loop_thread.stop()
+    loop_thread.loop.call_soon_threadsafe(
+        loop_thread.loop.call_later, LINGER_S, loop_thread.stop_if_idle
+    )
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """A daemon thread must not be in gRPC's code while the interpreter is taken apart."""
+    global _current
+    with _lock:
+        loop_thread, _current = _current, None
+    if loop_thread is not None:
+        loop_thread.stop()

@@ -22,6 +22,7 @@ from mx.units import MIB, format_bytes
 HUGE_PAGE_BYTES = 2 * MIB
 _POPULATE_STEP_BYTES = 8 * MIB
 _MADV_POPULATE_WRITE = 23
+_MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -161,9 +162,15 @@ class MemfdArena:
             require(nbytes, "the model")
         self.nbytes = nbytes
         self.sealed = False
-        self.memfd: int | None = os.memfd_create(
-            f"mx:{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        )
+        # The kernel takes 249 bytes and no NUL.
+        label = f"mx:{name}".replace("\0", "").encode()[:200].decode(errors="ignore")
+        try:
+            self.memfd: int | None = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise LocalError(
+                f"a memfd could not be made: {error.strerror}",
+                hint="raise the limit of open files (ulimit -n)",
+            ) from error
         try:
             os.ftruncate(self.memfd, nbytes)
             # Before anything maps it, so that no truncation can ever be a SIGBUS here.
@@ -226,14 +233,19 @@ class MemfdArena:
             raise ClosedError("the arena was released")
         if not self.nbytes:
             return memoryview(bytearray())
-        return memoryview(
-            mmap.mmap(
+        try:
+            # Nothing is reserved for pages that nobody writes to.
+            mapping = mmap.mmap(
                 self.memfd,
                 self.nbytes,
-                flags=mmap.MAP_PRIVATE,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
-        )
+        except OSError as error:
+            raise LocalError(
+                f"{format_bytes(self.nbytes)} could not be mapped: {error.strerror}"
+            ) from error
+        return memoryview(mapping)
 
     def release(self) -> None:
         """Close the descriptor and drop the map. Idempotent."""

@@ -126,6 +126,14 @@ class Engine:
     def chunks_left(self) -> int:
         return self._machine.chunks_left
 
+    def paths(self) -> list[PathReport]:
+        """What came over each lane that brought anything."""
+        return [
+            PathReport(lane.transport, lane.peer, lane.nbytes, lane.last_at_s - lane.opened_at_s)
+            for lane in self.lanes
+            if lane.nbytes
+        ]
+
     def progress(self) -> tuple[int, list[int]]:
         """Payload bytes landed in all, and layer by layer (those in flight counted)."""
         with self._lock:

@@ -200,13 +200,8 @@ class Puller:
         await self._until_ended()
         if self._failure is not None:
             raise self._failure
-        paths = [
-            PathReport(lane.transport, lane.peer, lane.nbytes, lane.last_at_s - lane.opened_at_s)
-            for lane in self._engine.lanes
-            if lane.nbytes
-        ]
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
-        return self._report(manifest, paths, by)
+        return self._report(manifest, self._engine.paths(), by)
 
     async def _open(self, manifest: Manifest, way: Way) -> tuple[Link, memoryview | None]:
         """A link; and the source's memory, if the way allows to map it and nothing was read yet.

@@ -1,280 +1,30 @@
-"""What people embed: `serve` on the warm side, `pull` on the new one. Blocking and async.
-
-Both run their control side on one background loop per process, started with the first user and
-stopped with the last. Nothing here needs an event loop of the caller's.
-"""
+"""The new side: `pull` and the `Pull` it gives."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from mx import config, registry, runtime, trace
+from mx import config, runtime
+from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, require_cpu, tls_of, transports
+from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
-from mx.errors import ClosedError, ConfigError, CoordinatorError, MxError
+from mx.errors import ClosedError, ConfigError
 from mx.memory.arena import MemfdArena
 from mx.puller.options import PullOptions
 from mx.puller.puller import Puller
 from mx.puller.report import LayerEvent, Progress, PullReport
 from mx.puller.state import PullState
-from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
-from mx.source.server import SourceOptions, SourceServer, SourceStats
-from mx.transport import TlsFiles, Transport
-from mx.wire.client import CoordinatorClient, ModelStatus, SourceStatus
+from mx.source.model import HeldModel
 
 if TYPE_CHECKING:
     import torch
-
-    from mx.coordinator.daemon import Coordinator
-
-T = TypeVar("T")
-DEFAULT_REVISION = "main"
-DEFAULT_VARIANT = "checkpoint"
-
-
-@functools.cache
-def _transports() -> dict[str, Transport]:
-    """This process's transports: reading every distribution's metadata takes its time."""
-    return registry.transports()
-
-
-def _tls_of(settings: config.Settings) -> TlsFiles | None:
-    if not settings.tls_cert:
-        return None
-    return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
-
-
-def _require_cpu(device: str) -> None:
-    if device != "cpu":
-        raise ConfigError(
-            f"device {device!r} is not supported by this version", hint="use --device cpu"
-        )
-
-
-# ---------------------------------------------------------------------------------------------
-# The warm side
-
-
-class Source:
-    """A process's warm model. Made by `serve`; close it, or use it as a context manager."""
-
-    def __init__(
-        self,
-        loop: runtime.LoopThread,
-        server: SourceServer,
-        held: HeldModel,
-        coordinator_address: str,
-        embedded: Coordinator | None,
-    ) -> None:
-        self._loop = loop
-        self._server = server
-        self._held = held
-        self._embedded = embedded
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self.coordinator_address = coordinator_address
-        self.endpoint = server.endpoint
-
-    @property
-    def model(self) -> ModelKey:
-        return self._held.key
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._held.manifest
-
-    @property
-    def identity_hex(self) -> str:
-        return self._held.manifest.ref.identity.hex()
-
-    @property
-    def embedded(self) -> bool:
-        """Does the coordinator live in this process?"""
-        return self._embedded is not None
-
-    def stats(self) -> SourceStats:
-        return self._server.stats()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the source is closed; False if `timeout_s` passed first."""
-        return self._closed.wait(timeout_s)
-
-    def drain(self, grace_s: float = 10.0) -> bool:
-        """Give no new grants and wait for the running readers, at most `grace_s`. True if all
-        finished. Then `close`."""
-        return self._loop.run(self._server.drain(grace_s))
-
-    def close(self) -> None:
-        """Deregister, cut what still reads, free the memory. Idempotent."""
-        with self._lock:
-            if self._closed.is_set():
-                return
-            try:
-                self._loop.run(self._close())
-            finally:
-                self._closed.set()
-                runtime.release(self._loop)
-
-    async def _close(self) -> None:
-        await self._server.close()
-        if self._embedded is not None:
-            await self._embedded.stop()
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Source:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.to_thread(self.close)
-
-
-def source_options(settings: config.Settings) -> SourceOptions:
-    """What a source needs of the settings."""
-    tls = _tls_of(settings)
-    return SourceOptions(
-        listen=settings.listen,
-        tls=tls,
-        data_tls=None if settings.data_plaintext else tls,
-        insecure=settings.insecure,
-        nics=settings.nics,
-        reader_lease_s=settings.reader_lease_s,
-        stall_timeout_s=settings.stall_timeout_s,
-        connect_timeout_s=settings.connect_timeout_s,
-    )
-
-
-async def _join_or_embed(
-    address: str, *, explicit: bool, embed: bool, settings: config.Settings
-) -> Coordinator | None:
-    """Make sure that a coordinator answers at `address`. Returns the one embedded, if it was."""
-    client = CoordinatorClient(
-        address,
-        tls=_tls_of(settings),
-        insecure=settings.insecure,
-        timeout_s=settings.connect_timeout_s,
-    )
-    try:
-        await client.list_models()
-        return None
-    except CoordinatorError:
-        if explicit or not embed:
-            raise
-    finally:
-        await client.close()
-    # Only here: who joins a coordinator does not need the code of one.
-    from mx.coordinator.daemon import Coordinator
-
-    coordinator = Coordinator(lease_s=settings.lease_s)
-    await coordinator.start(address, tls=_tls_of(settings), insecure=settings.insecure)
-    return coordinator
-
-
-def serve(
-    what: str | Path | Any,
-    *,
-    model: str,
-    revision: str = DEFAULT_REVISION,
-    variant: str = DEFAULT_VARIANT,
-    coordinator: str | None = None,
-    embed: bool = True,
-    device: str = "cpu",
-    settings: config.Settings | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    cancelled: Callable[[], bool] = lambda: False,
-) -> Source:
-    """Hold a model warm and let others read it. Returns once it is registered.
-
-    `what` is a checkpoint (a safetensors file or a folder), a state dict of CPU tensors, or a
-    `torch.nn.Module`; tensors are copied, so that later changes to them reach nobody. Without
-    `coordinator` (HOST:PORT) it joins the one that answers at the settings' address, else embeds
-    one there (unless `embed` is False). `on_progress` is told (bytes read, bytes in all) from
-    other threads; `cancelled` is asked while reading.
-
-    Raises CheckpointError, CapacityError (before memory is taken), ConfigError, LocalError (port
-    in use), CoordinatorError, BindingError (the name belongs to other weights).
-    """
-    _require_cpu(device)
-    settings = settings or config.load()
-    key = ModelKey(model, revision, variant)
-    transports = _transports()
-    explicit = coordinator is not None or settings.is_set("coordinator")
-    address = coordinator or settings.coordinator
-    loop = runtime.acquire()
-    try:
-        server = loop.run(start_source(source_options(settings), transports))
-        embedded: Coordinator | None = None
-        held: HeldModel | None = None
-        try:
-            embedded = loop.run(
-                _join_or_embed(address, explicit=explicit, embed=embed, settings=settings)
-            )
-            if isinstance(what, str | Path):
-                with trace.span("serve.load", path=str(what)) as span:
-                    held = hold_checkpoint(
-                        Path(what),
-                        key,
-                        chunk_nbytes=settings.chunk_bytes,
-                        threads=2,
-                        progress=on_progress,
-                        cancelled=cancelled,
-                    )
-                    span.set(nbytes=held.manifest.layout.payload_nbytes)
-            else:
-                from mx.memory.torch_source import describe
-
-                held = hold_tensors(*describe(what), key, chunk_nbytes=settings.chunk_bytes)
-            loop.run(offer(server, held, address))
-        except BaseException:
-            loop.run(server.close())
-            if held is not None:
-                held.arena.release()  # not before: exposures hand out its descriptor
-            if embedded is not None:
-                loop.run(embedded.stop())
-            raise
-    except BaseException:
-        runtime.release(loop)
-        raise
-    return Source(loop, server, held, address, embedded)
-
-
-async def start_source(options: SourceOptions, transports: Mapping[str, Transport]) -> SourceServer:
-    """A source that listens and holds nothing yet; on the loop. Errors as `serve`."""
-    server = SourceServer(options, transports)
-    await server.start()
-    return server
-
-
-async def offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:
-    """Serve a held model, which the server then owns, and register it; on the loop."""
-    await server.offer(held)
-    if coordinator is not None:
-        await server.register(coordinator)
-
-
-# ---------------------------------------------------------------------------------------------
-# The new side
 
 
 class Pull:
@@ -301,7 +51,7 @@ class Pull:
         self._lock = threading.Lock()
 
     async def _begin(self, options: PullOptions) -> tuple[Puller, asyncio.Task[None]]:
-        puller = Puller(options, _transports(), self._state)
+        puller = Puller(options, transports(), self._state)
         return puller, asyncio.create_task(puller.run(), name="mx-pull")
 
     # -- layers -----------------------------------------------------------------------------------
@@ -428,7 +178,7 @@ class Pull:
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
         loop = runtime.acquire()
         try:
-            server = loop.run(start_source(source_options(self._settings), _transports()))
+            server = loop.run(start_source(source_options(self._settings), transports()))
             try:
                 loop.run(offer(server, held, self._options.coordinator))
             except BaseException:
@@ -500,7 +250,7 @@ def _pull_options(
     disk = Path(where) if where and how in ("disk", "auto") else None
     if how == "auto" and disk is None and Path(model).exists():
         disk = Path(model)
-    tls = _tls_of(settings)
+    tls = tls_of(settings)
     return PullOptions(
         name=model,
         peer=where if how == "peer" and where else None,
@@ -560,11 +310,11 @@ def pull(
     CapacityError, OutputError.
     """
     started_s = time.monotonic()
-    _require_cpu(device)
+    require_cpu(device)
     settings = settings or config.load()
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"verify={verify!r} is not understood", hint="it is chunks or strong")
-    known = _transports()
+    known = transports()
     if transport is not None and transport not in known:
         raise ConfigError(
             f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
@@ -589,61 +339,3 @@ def pull(
     except BaseException:
         runtime.release(loop)
         raise
-
-
-# ---------------------------------------------------------------------------------------------
-# Looking around
-
-
-def list_models(
-    *, coordinator: str | None = None, settings: config.Settings | None = None
-) -> list[ModelStatus]:
-    """Every model that the coordinator knows. Raises CoordinatorError."""
-    return _ask(lambda client: client.list_models(), coordinator, settings)
-
-
-def list_sources(
-    model: str = "", *, coordinator: str | None = None, settings: config.Settings | None = None
-) -> list[SourceStatus]:
-    """Every source (of `model`, if given) with its lease. Raises CoordinatorError."""
-    return _ask(lambda client: client.list_sources(model), coordinator, settings)
-
-
-def _ask(
-    question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]],
-    coordinator: str | None,
-    settings: config.Settings | None,
-) -> T:
-    settings = settings or config.load()
-
-    async def run() -> T:
-        client = CoordinatorClient(
-            coordinator or settings.coordinator,
-            tls=_tls_of(settings),
-            insecure=settings.insecure,
-            timeout_s=settings.connect_timeout_s,
-        )
-        try:
-            return await question(client)
-        finally:
-            await client.close()
-
-    loop = runtime.acquire()
-    try:
-        return loop.run(run())
-    finally:
-        runtime.release(loop)
-
-
-__all__ = [
-    "LayerEvent",
-    "MxError",
-    "Progress",
-    "Pull",
-    "PullReport",
-    "Source",
-    "list_models",
-    "list_sources",
-    "pull",
-    "serve",
-]

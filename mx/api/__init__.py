@@ -1,0 +1,29 @@
+"""What people embed: `serve` on the warm side, `pull` on the new one. Blocking and async.
+
+Both run their control side on one background loop per process, started with the first user and
+stopped with the last. Nothing here needs an event loop of the caller's.
+"""
+
+from __future__ import annotations
+
+from mx.api.listing import list_models, list_sources
+from mx.api.pulling import Pull, pull
+from mx.api.serving import Source, offer, serve, source_options, start_source
+from mx.errors import MxError
+from mx.puller.report import LayerEvent, Progress, PullReport
+
+__all__ = [
+    "LayerEvent",
+    "MxError",
+    "Progress",
+    "Pull",
+    "PullReport",
+    "Source",
+    "list_models",
+    "list_sources",
+    "offer",
+    "pull",
+    "serve",
+    "source_options",
+    "start_source",
+]

@@ -1,0 +1,52 @@
+"""Asking a coordinator what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from mx import config, runtime
+from mx.api.common import tls_of
+from mx.wire.client import CoordinatorClient, ModelStatus, SourceStatus
+
+T = TypeVar("T")
+
+
+def list_models(
+    *, coordinator: str | None = None, settings: config.Settings | None = None
+) -> list[ModelStatus]:
+    """Every model that the coordinator knows. Raises CoordinatorError."""
+    return _ask(lambda client: client.list_models(), coordinator, settings)
+
+
+def list_sources(
+    model: str = "", *, coordinator: str | None = None, settings: config.Settings | None = None
+) -> list[SourceStatus]:
+    """Every source (of `model`, if given) with its lease. Raises CoordinatorError."""
+    return _ask(lambda client: client.list_sources(model), coordinator, settings)
+
+
+def _ask(
+    question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]],
+    coordinator: str | None,
+    settings: config.Settings | None,
+) -> T:
+    settings = settings or config.load()
+
+    async def run() -> T:
+        client = CoordinatorClient(
+            coordinator or settings.coordinator,
+            tls=tls_of(settings),
+            insecure=settings.insecure,
+            timeout_s=settings.connect_timeout_s,
+        )
+        try:
+            return await question(client)
+        finally:
+            await client.close()
+
+    loop = runtime.acquire()
+    try:
+        return loop.run(run())
+    finally:
+        runtime.release(loop)
