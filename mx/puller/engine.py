@@ -25,7 +25,7 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
-from mx.puller.report import Telling
+from mx.puller.report import PathReport, Telling
 from mx.transport import Piece, Read, Session
 
 #: Errors of a read after which its session is given up: the peer, not the chunk, is the problem.
