@@ -195,7 +195,7 @@ class PullMachine:
         self._landed[chunk] = 1
         self._left -= 1
         commands: list[Command] = []
-        layer = self._grid[chunk].layer
+        layer = self._grid.layer_of[chunk]
         self._left_in_layer[layer] -= 1
         if not self._left_in_layer[layer]:
             commands.append(LayerReady(layer))
@@ -208,7 +208,7 @@ class PullMachine:
         refused = self._refused.get(chunk)
         if refused and lane in refused and len(refused & self._lanes.keys()) < len(self._lanes):
             return False  # somebody else is left to ask
-        return state.holds is None or state.holds(self._grid[chunk].layer)
+        return state.holds is None or state.holds(self._grid.layer_of[chunk])
 
     def _assign(self) -> list[Command]:
         """Fill each lane up to its depth, lowest chunks first, the emptiest lane first."""

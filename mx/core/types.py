@@ -252,7 +252,7 @@ class Manifest:
 
 
 class ChunkGrid:
-    """Chunk arithmetic of one layout and chunk size. Building it costs O(layers)."""
+    """Chunk arithmetic of one layout and chunk size. Building it costs O(chunks)."""
 
     def __init__(self, layout: Layout, chunk_nbytes: int) -> None:
         if chunk_nbytes <= 0 or chunk_nbytes % BLOCK_BYTES:
@@ -262,6 +262,10 @@ class ChunkGrid:
         counts = [-(-layer.nbytes // chunk_nbytes) for layer in layout.layers]
         #: first_chunk[i] is layer i's first chunk; the last entry is the number of chunks.
         self.first_chunk: list[int] = [0, *accumulate(counts)]
+        #: layer_of[i] is the layer of chunk i.
+        self.layer_of: list[int] = [
+            layer for layer, count in enumerate(counts) for _ in range(count)
+        ]
 
     def __len__(self) -> int:
         return self.first_chunk[-1]
@@ -269,7 +273,7 @@ class ChunkGrid:
     def __getitem__(self, index: int) -> Chunk:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        layer_index = bisect.bisect_right(self.first_chunk, index) - 1
+        layer_index = self.layer_of[index]
         layer = self.layout.layers[layer_index]
         offset = (index - self.first_chunk[layer_index]) * self.chunk_nbytes
         return Chunk(index, layer_index, offset, min(self.chunk_nbytes, layer.nbytes - offset))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from mx.core.digest import ChunkHasher
@@ -67,7 +67,6 @@ class Lane:
     nbytes: int = 0
     last_at_s: float = 0.0
     lost: bool = False
-    region_offsets: Callable[[int], tuple[int, int]] | None = field(default=None)
 
 
 class _ChunkSink:
@@ -109,7 +108,6 @@ class Engine:
         self._machine = PullMachine(self._grid)
         self._lanes: dict[int, Lane] = {}
         self._in_flight: dict[int, _ChunkSink] = {}
-        self._payload_done = 0
         self._done_in_layer = [0] * len(manifest.layout.layers)
         self.reads_issued = 0
 
@@ -140,7 +138,7 @@ class Engine:
             layers = list(self._done_in_layer)
             sinks = list(self._in_flight.values())
         for sink in sinks:
-            layers[self._grid[sink.chunk].layer] += sink.landed_nbytes
+            layers[self._grid.layer_of[sink.chunk]] += sink.landed_nbytes
         return sum(layers), layers
 
     def start(self) -> None:
@@ -215,7 +213,7 @@ class Engine:
         if error is not None:
             self.chunk_failed(sink, error)
             return
-        layer = self._grid[sink.chunk].layer
+        layer = self._grid.layer_of[sink.chunk]
         with self._lock:
             self._in_flight.pop(sink.chunk, None)
             lane.nbytes += sink.landed_nbytes
