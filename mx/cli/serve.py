@@ -26,6 +26,10 @@ def serve(
     ],
     model: Annotated[str, typer.Option(help="The name to serve it under.", metavar="NAME")],
     revision: Annotated[str, typer.Option(help="The revision's label.", metavar="R")] = "main",
+    variant: Annotated[
+        str,
+        typer.Option(help="Which of the model's variants this is, such as a rank.", metavar="V"),
+    ] = "checkpoint",
     device: Annotated[str, typer.Option(help="Where to hold it.", metavar="cpu")] = "cpu",
     listen: options.Listen = None,
     coordinator: options.Coordinator = None,
@@ -71,6 +75,7 @@ def serve(
                 checkpoint,
                 model=model,
                 revision=revision,
+                variant=variant,
                 coordinator=options.coordinator_of(settings),
                 device=device,
                 settings=settings,
@@ -94,6 +99,7 @@ def _announce(source: Source, *, as_json: bool) -> None:
             {
                 "model": source.model.name,
                 "revision": source.model.revision,
+                "variant": source.model.variant,
                 "manifest": source.identity_hex,
                 "bytes": layout.payload_nbytes,
                 "layers": len(layout.layers),

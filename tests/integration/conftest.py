@@ -44,7 +44,7 @@ class Command:
     def __init__(self, *arguments: str, daemon: bool = False, env: dict[str, str] | None = None):
         entry = "coordinator_main" if daemon else "main"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from mx.cli import {entry}; {entry}()", *arguments],
+            [*self.command(entry), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,6 +57,9 @@ class Command:
         ]
         for reader in self._readers:
             reader.start()
+
+    def command(self, entry: str) -> list[str]:
+        return [sys.executable, "-c", f"from mx.cli import {entry}; {entry}()"]
 
     def _read(self, name: str) -> None:
         pipe = self.process.stdout if name == "out" else self.process.stderr

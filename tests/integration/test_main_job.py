@@ -219,12 +219,15 @@ def test_two_models_of_one_process_and_all_listed(
 ) -> None:
     serve(run, checkpoint, "a", coordinator)
     serve(run, checkpoint, "a", coordinator, "--revision", "v2")
+    serve(run, checkpoint, "a", coordinator, "--variant", "tp0of2")
     models = {str(m.model): m.sources for m in api.list_models(coordinator=coordinator)}
-    assert models == {"a": 1, "a:v2": 1}
+    assert models == {"a": 1, "a:v2": 1, "a[tp0of2]": 1}
+    with api.pull("a", variant="tp0of2", coordinator=coordinator) as pull:
+        assert pull.wait(30).model == "a[tp0of2]"
     with api.pull("a", revision="v2", coordinator=coordinator) as pull:
         assert pull.wait(30).model == "a:v2"
     listed = run("models", "--coordinator", coordinator, "--json").json()
-    assert len(listed["models"]) == 2
+    assert len(listed["models"]) == 3
 
 
 def test_sigterm_drains(run: Run, coordinator: str, large_checkpoint: Path) -> None:
