@@ -214,7 +214,7 @@ def test_state_dicts_and_modules_are_served_with_their_ties(coordinator: str) ->
         api.serve([1], model="m", coordinator=coordinator)
 
 
-def test_two_models_of_one_process_and_all_listed(
+def test_revisions_and_variants_are_listed_apart(
     run: Run, coordinator: str, checkpoint: Path
 ) -> None:
     serve(run, checkpoint, "a", coordinator)
