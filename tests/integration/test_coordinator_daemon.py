@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import subprocess
@@ -233,16 +234,29 @@ async def test_garbage_on_the_port_does_no_harm() -> None:
 async def foreign_server(answer: bytes | None) -> AsyncIterator[str]:
     """Something that is not gRPC: says `answer` to whoever connects, or nothing at all."""
 
+    talks: set[asyncio.Task[None]] = set()
+
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if answer is not None:
-            writer.write(answer)
-        while await reader.read(4096):
-            pass
-        writer.close()
+        task = asyncio.current_task()
+        assert task is not None
+        talks.add(task)
+        try:
+            if answer is not None:
+                writer.write(answer)
+            while await reader.read(4096):
+                pass
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        # Who connected may still be on the way out, on a busy machine.
+        for task in talks:
+            task.cancel()
+        await asyncio.gather(*talks, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
