@@ -24,10 +24,6 @@ from mx.errors import (
     SourceError,
 )
 from mx.transport import Grant, Read
-from mx.units import MIB
-
-#: Bytes after which a sink is told: small enough for its hash to find them in the cache.
-STEP_BYTES = MIB
 
 
 class Part(NamedTuple):
@@ -38,10 +34,14 @@ class Part(NamedTuple):
     view: memoryview
 
 
-def steps(read: Read) -> Iterator[tuple[list[Part], int]]:
-    """Cut a read into steps of at most STEP_BYTES: (parts, payload bytes when it is done)."""
+def steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Part], int]]:
+    """Cut a read into steps of at most `step_nbytes`: (parts, payload bytes when it is done).
+
+    After each the sink is told: small enough for its hash to find the bytes in the cache, large
+    enough that what a step costs in Python does not show.
+    """
     parts: list[Part] = []
-    room, landed = STEP_BYTES, 0
+    room, landed = step_nbytes, 0
     for piece in read.pieces:
         view, done = piece.view, 0
         while done < len(view):
@@ -50,11 +50,11 @@ def steps(read: Read) -> Iterator[tuple[list[Part], int]]:
             done += take
             room -= take
             if not room:
-                landed += STEP_BYTES
+                landed += step_nbytes
                 yield parts, landed
-                parts, room = [], STEP_BYTES
+                parts, room = [], step_nbytes
     if parts:
-        yield parts, landed + STEP_BYTES - room
+        yield parts, landed + step_nbytes - room
 
 
 class LaneSession(ABC):

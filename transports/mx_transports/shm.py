@@ -50,6 +50,7 @@ from mx.transport import (
     Unavailable,
     Viable,
 )
+from mx.units import MIB
 from mx_transports import _frames as frames
 from mx_transports import _vm as vm
 from mx_transports._lanes import LaneSession, Part, steps
@@ -68,6 +69,8 @@ from mx_transports._shm_source import (
 )
 from mx_transports._stream import Stream
 
+#: 1, 2 and 4 MiB were tried: 2 was a tenth faster than 1, and no slower than 4.
+STEP_BYTES = 2 * MIB
 #: The same on every architecture that torch has wheels for; Python names it from 3.12 on.
 _MAP_NORESERVE = 0x4000
 
@@ -313,7 +316,7 @@ class ShmSession(LaneSession):
     def _copy(self, read: Read, poll: select.poll) -> None:
         self._check_bounds(read, self._sizes)
         self._check_source(poll)
-        for parts, landed in steps(read):
+        for parts, landed in steps(read, STEP_BYTES):
             self._move(parts)
             # After the bytes: what was read is good only if nothing had changed by then.
             self._check_source(poll)

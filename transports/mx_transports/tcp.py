@@ -42,6 +42,8 @@ from mx_transports._tcp_source import TcpExposure
 from mx_transports._tcp_wire import MAGIC, MAX_U32, MAX_U64, RESPONSE, encode_request
 from mx_transports._tls import tls_context
 
+#: 1, 2 and 4 MiB were tried: 4 took a tenth off a pull over loopback, mostly of Python's time.
+STEP_BYTES = 4 * MIB
 #: More is requested when no more than this is still to come: late, so that chunks go to the
 #: lane that is free for them, but early enough that the source never waits.
 AHEAD_BYTES = 4 * MIB
@@ -267,7 +269,7 @@ class TcpSession(LaneSession):
         self._request_ahead(stream, taken, read.nbytes)
         status = self._response(stream, request_id, read)
         if status == frames.OK:
-            for parts, landed in steps(read):
+            for parts, landed in steps(read, STEP_BYTES):
                 stream.fill_all([part.view for part in parts])
                 read.sink.landed(landed)
                 self._request_ahead(stream, taken, read.nbytes - landed)
