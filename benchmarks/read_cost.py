@@ -13,7 +13,7 @@ from mx.core import manifest as manifests
 from mx.core.types import CHUNK_BYTES, Chunking, Manifest, Packaging
 from mx.errors import MxError
 from mx.puller.engine import Engine, Lane
-from mx.transport import Read
+from mx.transport import Read, Span
 
 READS = 4000
 
@@ -37,6 +37,9 @@ class _AtOnce:
             read.sink.landed(read.nbytes)
             read.sink.done()
         self._busy = False
+
+    def adopt(self, arena: Span) -> None:
+        pass
 
     def attach(self, region: int) -> memoryview:
         raise NotImplementedError

@@ -18,8 +18,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from mx.core.paths import Medium, Path, Rail
 from mx.core.topology import Place
-from mx.errors import MxError
+from mx.errors import LocalError, MxError
+
+__all__ = [
+    "DeviceView",
+    "ExposeOptions",
+    "ExposedRegion",
+    "Exposure",
+    "Grant",
+    "Medium",
+    "Path",
+    "Piece",
+    "Rail",
+    "Read",
+    "Session",
+    "Sink",
+    "Span",
+    "TlsFiles",
+    "Transport",
+    "Unavailable",
+    "Viable",
+    "host_view",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +59,35 @@ class Unavailable:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """One way from a source to a target. `gb_per_s` is an estimate until it is measured."""
+class DeviceView:
+    """Bytes in GPU memory: there what a byte memoryview is in the host's. `device` is
+    "cuda:UUID", `address` a device pointer valid in this process; `owner` is referred to for as
+    long as the view is, and keeps the memory."""
 
-    transport: str
-    gb_per_s: float
-    attach: bool = False
-    detail: str = ""
+    device: str
+    address: int
+    nbytes: int
+    owner: object = None
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, part: slice) -> DeviceView:
+        start, stop, step = part.indices(self.nbytes)
+        if step != 1:
+            raise ValueError("a device view is contiguous")
+        return DeviceView(self.device, self.address + start, max(0, stop - start), self.owner)
+
+
+#: Contiguous bytes, wherever they are.
+Span = memoryview | DeviceView
+
+
+def host_view(span: Span) -> memoryview:
+    """The span as host memory. Raises LocalError if it is on a device."""
+    if isinstance(span, memoryview):
+        return span
+    raise LocalError(f"this transport cannot reach the memory of {span.device}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +103,14 @@ class TlsFiles:
 class ExposedRegion:
     """Memory that a source offers.
 
-    `view` is a read-only byte view of it, valid until the exposure was joined; `address` its
-    first byte's address in this process. `memfd` is the descriptor of a sealed memfd that holds
-    exactly this region from its offset 0, or None; the exposure may send duplicates of it but
-    never closes it.
+    `view` is a read-only byte view of it, or its place on a device, valid until the exposure was
+    joined; `address` its first byte's address in this process. `memfd` is the descriptor of a
+    sealed memfd that holds exactly this region from its offset 0, or None; the exposure may send
+    duplicates of it but never closes it.
     """
 
     index: int
-    view: memoryview
+    view: Span
     address: int
     device: str = "cpu"
     memfd: int | None = None
@@ -74,11 +118,15 @@ class ExposedRegion:
 
 @dataclass(frozen=True, slots=True)
 class ExposeOptions:
-    """How to listen. `hosts` are the addresses for data endpoints (a port each is chosen)."""
+    """How to listen. `hosts` are the addresses for data endpoints (a port each is chosen);
+    `place` is the process's, with its interfaces. `trusted_fabric`: whoever can reach those
+    addresses is trusted, as transports must be told that enforce no bounds."""
 
     hosts: tuple[str, ...] = ("127.0.0.1",)
     tls: TlsFiles | None = None
     stall_timeout_s: float = 5.0
+    place: Place = field(default_factory=Place)
+    trusted_fabric: bool = False
 
 
 @runtime_checkable
@@ -108,7 +156,8 @@ class Exposure(Protocol):
 class Grant:
     """What `open` needs: the ticket, the generation planned on, sizes of the regions by index.
 
-    `peer` names the source in errors.
+    `peer` names the source in errors. `rail`, if given, is the pair of interfaces to use. `place`
+    is the reader's, where its destinations are.
     """
 
     grant_id: str
@@ -119,6 +168,9 @@ class Grant:
     tls: TlsFiles | None = None
     stall_timeout_s: float = 5.0
     streams: int = 2
+    rail: Rail | None = None
+    place: Place = field(default_factory=Place)
+    trusted_fabric: bool = False
 
 
 class Sink(Protocol):
@@ -140,7 +192,7 @@ class Piece:
 
     region: int
     region_offset: int
-    view: memoryview
+    view: Span
 
 
 @dataclass(slots=True)
@@ -163,6 +215,11 @@ class Session(Protocol):
     #: How many reads of a chunk each the session wants outstanding to be busy all the time.
     depth: int
 
+    def adopt(self, arena: Span) -> None:
+        """Every read will land inside `arena`: a transport may register it as a whole now. At
+        most once, before the first read; without it each read's destination stands for itself.
+        """
+
     def read(self, reads: Sequence[Read]) -> None:
         """Enqueue; returns at once. Raises ClosedError after `close`.
 
@@ -170,9 +227,10 @@ class Session(Protocol):
         alone. Reads start in the order given.
         """
 
-    def attach(self, region: int) -> memoryview:
-        """Map a whole region without a copy: a private, writable view (writes stay in this
-        process). It lives as long as references to it do, beyond the session's end.
+    def attach(self, region: int) -> Span:
+        """Map a whole region without a copy. Host memory comes as a private, writable view
+        (writes stay in this process); device memory is shared, and must not be written to. It
+        lives as long as references to it do, beyond the session's end.
 
         Raises NotAllowedError/SourceError where the source's memory is not sealed or not
         attachable; only paths with `attach` are asked.

@@ -1,23 +1,51 @@
-"""Which sources and paths a pull may use, in what order, and why."""
+"""Which sources and paths a pull uses, which it keeps in reserve, and why. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mx.core.paths import Medium, Path, Rail, rails
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
+
+#: A path that would add less than this part of the best one's bandwidth is not worth its cost.
+WORTH = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One path to one source, as a transport offered it."""
+    """One path to one source, as a transport offered it; over the network, one for each rail
+    (None: whatever the kernel routes)."""
 
     source: SourceRecord
     transport: str
     gb_per_s: float
     attach: bool
     detail: str
+    medium: Medium = Medium.MEMORY
+    rail: Rail | None = None
+
+    @property
+    def label(self) -> str:
+        """Names the way among those to its source: "tcp", "ucx eth0→eth1"."""
+        return self.transport if self.rail is None else f"{self.transport} {self.rail}"
+
+    @property
+    def bottleneck(self) -> tuple[object, ...]:
+        """What the way shares with others of the same value: one of them is enough."""
+        if self.medium is Medium.NETWORK:
+            ends = (self.rail.local_address, self.rail.remote_address) if self.rail else ()
+            return (self.source.source_id, self.medium, *ends)
+        return (self.source.source_id, self.medium)
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A way that works and is not used as long as the chosen ones do."""
+
+    way: Way
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +57,55 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`ways`, best first, and what was left out with the reason."""
+    """`chosen` are used at once, `spare` one after the other when those are lost; both best
+    first. `rejected` can't be used at all."""
 
-    ways: tuple[Way, ...]
+    chosen: tuple[Way, ...]
+    spare: tuple[Spare, ...]
     rejected: tuple[Rejected, ...]
 
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """All that work, best first."""
+        return (*self.chosen, *(spare.way for spare in self.spare))
+
+    @property
+    def gb_per_s(self) -> float:
+        """What the chosen ways should give together."""
+        return sum(way.gb_per_s for way in self.chosen)
+
+    def shares(self, nbytes: int) -> tuple[int, ...]:
+        """How much of `nbytes` each chosen way should carry: in proportion to its bandwidth, so
+        that all end together. Attached memory is not carried: it is all there."""
+        total = self.gb_per_s
+        if not self.chosen or total <= 0:
+            return tuple(0 for _ in self.chosen)
+        parts = [int(nbytes * way.gb_per_s / total) for way in self.chosen]
+        parts[0] += nbytes - sum(parts)
+        return tuple(parts)
+
     def explain(self) -> list[str]:
-        lines = [
-            f"{way.source.endpoint} by {way.transport}: about {way.gb_per_s:g} GB/s"
-            + (", attach without a copy" if way.attach else "")
-            + (f" ({way.detail})" if way.detail else "")
-            for way in self.ways
-        ]
+        lines = [f"{_way(way)}: chosen" for way in self.chosen]
+        lines += [f"{_way(spare.way)}: {spare.reason}" for spare in self.spare]
         return lines + [
             f"{r.source.endpoint} not by {r.transport}: {r.reason}" for r in self.rejected
         ]
 
 
-#: (transport name, source's place) -> (GB/s, attach, detail), or the reason why not.
-Reach = Callable[[str, Place], tuple[float, bool, str] | str]
+def _way(way: Way) -> str:
+    return (
+        f"{way.source.endpoint} by {way.label}, about {way.gb_per_s:g} GB/s"
+        + (", attach without a copy" if way.attach else "")
+        + (f" ({way.detail})" if way.detail else "")
+    )
+
+
+#: (transport name, source's place) -> the path there, or the reason why there is none.
+Reach = Callable[[str, Place], Path | str]
 
 
 def plan(
+    here: Place,
     sources: Iterable[SourceRecord],
     transports: Sequence[str],
     reach: Reach,
@@ -58,33 +113,84 @@ def plan(
     forced: str | None = None,
     attach: bool = True,
 ) -> Plan:
-    """Rank every (source, transport) that reaches: attach first, then by estimated bandwidth;
-    serving sources before draining ones; equal ones by source id, so that the same input gives
-    the same plan.
+    """Rank every (source, transport, rail) that reaches, and choose those to be used at once.
+
+    Serving sources before draining ones, then attach, then by bandwidth; equal ones by source id,
+    transport and rail, so that the same input gives the same plan. The best way's source is the
+    pull's; of the other ways to it those are chosen too that go through something else, and add
+    enough to be worth it.
     """
     ways: list[Way] = []
     rejected: list[Rejected] = []
     for source in sources:
         for name in transports:
-            if forced is not None and name != forced:
-                rejected.append(Rejected(source, name, f"{forced} was asked for"))
-                continue
-            if name not in source.transports:
-                rejected.append(Rejected(source, name, "the source does not offer it"))
-                continue
-            answer = reach(name, source.place)
+            answer = _ask(source, name, reach, forced)
             if isinstance(answer, str):
                 rejected.append(Rejected(source, name, answer))
-                continue
-            gb_per_s, can_attach, detail = answer
-            ways.append(Way(source, name, gb_per_s, can_attach and attach, detail))
-    ways.sort(
-        key=lambda way: (
-            way.source.state is not SourceState.SERVING,
-            not way.attach,
-            -way.gb_per_s,
-            way.source.source_id,
-            way.transport,
+            else:
+                ways += _ways(here, source, answer, attach)
+    ways.sort(key=_rank)
+    chosen: list[Way] = []
+    spare: list[Spare] = []
+    for way in ways:
+        reason = _why_not(way, chosen)
+        if reason is None:
+            chosen.append(way)
+        else:
+            spare.append(Spare(way, reason))
+    return Plan(tuple(chosen), tuple(spare), tuple(rejected))
+
+
+def _ask(source: SourceRecord, name: str, reach: Reach, forced: str | None) -> Path | str:
+    if forced is not None and name != forced:
+        return f"{forced} was asked for"
+    if name not in source.transports:
+        return "the source does not offer it"
+    return reach(name, source.place)
+
+
+def _ways(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterator[Way]:
+    found: list[Rail | None] = []
+    if path.medium is Medium.NETWORK:
+        found += rails(here, source.place)
+    for rail in found or [None]:
+        yield Way(
+            source,
+            path.transport,
+            path.gb_per_s if rail is None else min(path.gb_per_s, rail.gb_per_s),
+            path.attach and attach,
+            path.detail,
+            path.medium,
+            rail,
         )
+
+
+def _rank(way: Way) -> tuple[object, ...]:
+    return (
+        way.source.state is not SourceState.SERVING,
+        not way.attach,
+        -way.gb_per_s,
+        way.source.source_id,
+        way.transport,
+        str(way.rail or ""),
+        way.rail.remote_address if way.rail else "",
     )
-    return Plan(tuple(ways), tuple(rejected))
+
+
+def _why_not(way: Way, chosen: Sequence[Way]) -> str | None:
+    """Why a way is not used together with better ones that are; None if it is."""
+    if not chosen:
+        return None
+    best = chosen[0]
+    if way.source.source_id != best.source.source_id:
+        return f"{best.source.endpoint} is nearer"
+    if best.attach:
+        return f"{best.label} attaches: there is nothing to move"
+    for other in chosen:
+        if other.bottleneck == way.bottleneck:
+            return f"{other.label} is faster over the same {other.medium.value}"
+    if Medium.NETWORK in (way.medium, best.medium) and way.medium is not best.medium:
+        return f"{best.label} does not leave the machine"
+    if way.gb_per_s < WORTH * best.gb_per_s:
+        return f"it would add less than {WORTH:.0%} to {best.label}"
+    return None

@@ -1,9 +1,78 @@
-"""Where a process and its memory are: as much as decides which transports can reach it."""
+"""Where a process and its memory are: as much as decides what can reach it, and how fast.
+
+A `Place` is registered with every source and sent with every request for a grant; transports'
+`reach` compares two of them without any IO. It comes from other machines too, so reading one
+checks every field.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+_T = TypeVar("_T")
+_MAX_ITEMS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A network interface. `addresses` are in CIDR form ("10.0.0.1/24"); link-local ones are
+    left out. What is not known is 0, -1 or ""."""
+
+    name: str = ""
+    state: str = ""  # "up", "down", as the kernel's operstate says
+    addresses: tuple[str, ...] = ()
+    speed_mbit_per_s: int = 0
+    mtu: int = 0
+    numa_node: int = -1
+    pci_address: str = ""
+    rdma_device: str = ""  # "mlx5_0"
+    rdma_port: int = 0
+    link_layer: str = ""  # of the RDMA port: "InfiniBand", or "Ethernet" for RoCE
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPeer:
+    """What one GPU is to another of the same host. `relation` is the nearest thing that both
+    hang on: "nvlink", "switch" (one PCIe switch), "bridge" (several), "host" (one host bridge),
+    "node" (one NUMA node), "system"."""
+
+    uuid: str = ""
+    nvlinks: int = 0
+    p2p_read: bool = False
+    p2p_write: bool = False
+    relation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as NVML and the driver describe it. `compute_capability` is "9.0"; `uuid` is NVML's
+    ("GPU-..."). PCIe generation and width are the link's maximum (idle links train down)."""
+
+    uuid: str = ""
+    index: int = 0
+    name: str = ""
+    compute_capability: str = ""
+    memory_nbytes: int = 0
+    pci_address: str = ""
+    numa_node: int = -1
+    pcie_generation: int = 0
+    pcie_width: int = 0
+    nvlinks: int = 0
+    nvlink_gb_per_s: float = 0.0  # of one lane, one way
+    peers: tuple[GpuPeer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """`cpus` is the kernel's list ("0-15,32-47"); `distances` are to the nodes in order."""
+
+    index: int = 0
+    cpus: str = ""
+    memory_nbytes: int = 0
+    distances: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +82,7 @@ class Place:
     `boot_id` names the running kernel; namespaces are inode numbers; `pid` and
     `pid_start_ticks` (field 22 of /proc/PID/stat) name the process beyond pid reuse.
     `addresses` are the IP addresses its data endpoints listen on. `device` is "cpu" or
-    "cuda:UUID".
+    "cuda:UUID". `driver` is the NVIDIA driver's version, "" without one.
     """
 
     boot_id: str = ""
@@ -24,13 +93,24 @@ class Place:
     pid_namespace: int = 0
     net_namespace: int = 0
     user_namespace: int = 0
+    ipc_namespace: int = 0
     device: str = "cpu"
     addresses: tuple[str, ...] = ()
+    driver: str = ""
+    nics: tuple[Nic, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    numa_nodes: tuple[NumaNode, ...] = ()
 
     @property
     def same_host_key(self) -> tuple[str, int, int]:
         """Equal for two processes that share a kernel, a network and a process namespace."""
         return (self.boot_id, self.net_namespace, self.pid_namespace)
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that `device` names, if it is one of `gpus`."""
+        uuid = self.device.removeprefix("cuda:")
+        return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -38,19 +118,32 @@ class Place:
     @classmethod
     def from_json(cls, text: str) -> Place:
         """Read what `to_json` wrote, unknown keys ignored. Raises ValueError if malformed."""
-        data = json.loads(text or "{}")
-        if not isinstance(data, dict):
-            raise ValueError("a place is a JSON object")
-        known = {f.name: f.default for f in fields(cls)}
-        values: dict[str, object] = {}
-        for name, value in data.items():
-            if name not in known:
-                continue
-            if name == "addresses":
-                if not isinstance(value, list) or not all(isinstance(a, str) for a in value):
-                    raise ValueError("addresses must be a list of strings")
-                value = tuple(value)
-            elif type(value) is not type(known[name]):
-                raise ValueError(f"{name} has the wrong type")
-            values[name] = value
-        return cls(**values)  # type: ignore[arg-type]
+        return _read(cls, json.loads(text or "{}"), "a place")
+
+
+def _read(kind: type[_T], data: object, what: str) -> _T:
+    """An instance of a dataclass from JSON: each field of its annotated type, absent ones left
+    at their defaults."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{what} is a JSON object")
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for item in fields(kind):  # type: ignore[arg-type]
+        if item.name in data:
+            values[item.name] = _value(hints[item.name], data[item.name], item.name)
+    return kind(**values)
+
+
+def _value(hint: Any, value: object, name: str) -> object:
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list) or len(value) > _MAX_ITEMS:
+            raise ValueError(f"{name} must be a list of at most {_MAX_ITEMS}")
+        (kind, _) = get_args(hint)
+        return tuple(_value(kind, item, name) for item in value)
+    if hint in (Nic, Gpu, GpuPeer, NumaNode):
+        return _read(hint, value, name)
+    if hint is float and type(value) is int:
+        value = float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{name} has the wrong type")
+    return value

@@ -17,7 +17,7 @@ from mx.errors import MxError, PeerProtocolError, SourceError
 from mx.puller.lease import Granted, Lease
 from mx.puller.options import PullOptions
 from mx.runtime import uncut
-from mx.transport import Grant, Session, Transport, Unavailable
+from mx.transport import Grant, Path, Session, Transport, Unavailable, host_view
 from mx.wire.channel import dial
 
 log = logging.getLogger(__name__)
@@ -40,17 +40,16 @@ def plan_ways(
 ) -> Plan:
     """What the transports say of each source, ranked."""
 
-    def reach(name: str, there: Place) -> tuple[float, bool, str] | str:
+    def reach(name: str, there: Place) -> Path | str:
         transport = transports[name]
         viable = transport.probe()
         if isinstance(viable, Unavailable):
             return viable.reason
         path = transport.reach(place, there)
-        if path is None:
-            return "it does not reach from here to there"
-        return path.gb_per_s, path.attach, path.detail
+        return "it does not reach from here to there" if path is None else path
 
     return plan(
+        place,
         sources,
         sorted(transports),
         reach,
@@ -150,7 +149,7 @@ class Links:
         """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
         with the link still good, where it can only be copied; SourceError; LocalError."""
         try:
-            view = await uncut(asyncio.to_thread(link.session.attach, 0))
+            view = host_view(await uncut(asyncio.to_thread(link.session.attach, 0)))
             if view.nbytes < nbytes:
                 raise PeerProtocolError(
                     f"{link.lease.peer} holds {view.nbytes} bytes of a model that takes {nbytes}",

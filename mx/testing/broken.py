@@ -21,7 +21,7 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.testing.fake import STEP_BYTES, FakeExposure, FakeSession, FakeTransport
-from mx.transport import Grant, Path, Read, Unavailable, Viable
+from mx.transport import Grant, Path, Read, Unavailable, Viable, host_view
 
 
 class BrokenFake(FakeTransport):
@@ -83,7 +83,7 @@ class WritesWholeLines(FakeSession):
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
         super().move(read, region, offset, part)
         after = _address(part) + len(part)
-        starts = [_address(piece.view) for piece in read.pieces if len(piece.view)]
+        starts = [_address(host_view(piece.view)) for piece in read.pieces if len(piece.view)]
         if any(after + 64 <= start < after + (1 << 20) for start in starts):
             ctypes.memset(after, 0, -after % 64)
 
@@ -114,7 +114,7 @@ class TellsAheadOfTheBytes(FakeSession):
         landed = 0
         for piece in read.pieces:
             for start in range(0, len(piece.view), STEP_BYTES):
-                part = piece.view[start : start + STEP_BYTES]
+                part = host_view(piece.view)[start : start + STEP_BYTES]
                 landed += len(part)
                 read.sink.landed(landed)
                 self.check()
@@ -130,7 +130,7 @@ class ForgetsTheLastStep(FakeSession):
         landed = 0
         for piece in read.pieces:
             for start in range(0, len(piece.view), STEP_BYTES):
-                part = piece.view[start : start + STEP_BYTES]
+                part = host_view(piece.view)[start : start + STEP_BYTES]
                 self.move(read, piece.region, piece.region_offset + start, part)
                 landed += len(part)
                 self.check()
@@ -293,7 +293,7 @@ class WritesAfterTheEnd(FakeSession):
         super().run(read)
         if self.closed:
             for piece in read.pieces:
-                self.move(read, piece.region, piece.region_offset, piece.view)
+                self.move(read, piece.region, piece.region_offset, host_view(piece.view))
 
 
 @_session("closed_is_closed")

@@ -38,9 +38,11 @@ from mx.transport import (
     Path,
     Read,
     Session,
+    Span,
     Transport,
     Unavailable,
     Viable,
+    host_view,
 )
 from mx.units import KIB, MIB
 
@@ -94,7 +96,7 @@ class FakeExposure:
         """One step's bytes, under the lock: a region is never let go in mid-copy."""
         with self.lock:
             if region in self.regions:
-                part = self.regions[region].view[offset : offset + len(view)]
+                part = host_view(self.regions[region].view)[offset : offset + len(view)]
                 view[: len(part)] = part
 
 
@@ -124,11 +126,14 @@ class FakeSession:
             self.queue.extend(reads)
             self.wake.notify_all()
 
+    def adopt(self, arena: Span) -> None:
+        pass
+
     def attach(self, region: int) -> memoryview:
         found = self.exposure.regions.get(region)
         if found is None or found.memfd is None or not _sealed(found.memfd):
             raise NotAllowedError(f"{self.grant.peer}: region {region} is not sealed")
-        return memoryview(bytearray(found.view))
+        return memoryview(bytearray(host_view(found.view)))
 
     def close(self) -> None:
         with self.wake:
@@ -181,7 +186,7 @@ class FakeSession:
         landed = 0
         for piece in read.pieces:
             for start in range(0, len(piece.view), STEP_BYTES):
-                part = piece.view[start : start + STEP_BYTES]
+                part = host_view(piece.view)[start : start + STEP_BYTES]
                 self.move(read, piece.region, piece.region_offset + start, part)
                 landed += len(part)
                 self.check()

@@ -8,7 +8,7 @@ from mx.core.topology import Place
 from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
 from mx.testing.bench import Bench, Kind, require
 from mx.testing.holdings import Holdings
-from mx.transport import Piece, Read, Unavailable, Viable
+from mx.transport import Piece, Read, Unavailable, Viable, host_view
 from mx.units import MIB
 
 HERE = Place(boot_id="boot-1", hostname="a", uid=1000, pid=100, addresses=("127.0.0.1",))
@@ -28,7 +28,7 @@ def probes(bench: Bench) -> None:
 def reaches_both_ways(bench: Bench) -> None:
     """`reach` gives the same path in both directions, for any two places."""
     places = [
-        Place(boot, boot, uid, pid, 7, pid_ns, net_ns, 1, device, addresses)
+        Place(boot, boot, uid, pid, 7, pid_ns, net_ns, 1, 1, device, addresses)
         for boot, uid, pid, pid_ns, net_ns, device, addresses in itertools.product(
             ("boot-1", "boot-2", ""),
             (0, 1000),
@@ -150,7 +150,7 @@ def attaches(bench: Bench) -> None:
     source = bench.source(MIB, kind=Kind.SEALED)
     expected = source.memories[0].expected
     session = bench.open(source)
-    views = [session.attach(0), session.attach(0)]
+    views = [host_view(session.attach(0)), host_view(session.attach(0))]
     require(bytes(views[0]) == expected, "the attached bytes are wrong")
     require(not views[0].readonly, "an attached view can't be written to")
     views[0][:4096] = bytes(4096)

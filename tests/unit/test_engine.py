@@ -11,7 +11,7 @@ from mx.core.digest import chunk_digest
 from mx.core.types import ChunkGrid, Chunking, Manifest, Packaging
 from mx.errors import ClosedError, DigestError, LocalError, MxError, PeerLostError
 from mx.puller.engine import Engine, Lane
-from mx.transport import Read
+from mx.transport import Read, Span, host_view
 from mx.units import MIB
 
 BYTES = bytes(range(256)) * (3 * MIB // 256)
@@ -49,12 +49,17 @@ class HeldSession:
         """Complete the first read with the right bytes."""
         read = self.reads.pop(0)
         for piece in read.pieces:
-            piece.view[:] = BYTES[piece.region_offset : piece.region_offset + len(piece.view)]
+            host_view(piece.view)[:] = BYTES[
+                piece.region_offset : piece.region_offset + len(piece.view)
+            ]
         read.sink.landed(read.nbytes)
         read.sink.done()
 
     def fail(self, error: MxError) -> None:
         self.reads.pop(0).sink.failed(error)
+
+    def adopt(self, arena: Span) -> None:
+        pass
 
     def attach(self, region: int) -> memoryview:
         raise NotImplementedError

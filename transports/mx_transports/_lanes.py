@@ -23,7 +23,7 @@ from mx.errors import (
     PeerRefusedError,
     SourceError,
 )
-from mx.transport import Grant, Read
+from mx.transport import Grant, Read, Span, host_view
 
 
 class Part(NamedTuple):
@@ -43,7 +43,7 @@ def steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Part], int]]:
     parts: list[Part] = []
     room, landed = step_nbytes, 0
     for piece in read.pieces:
-        view, done = piece.view, 0
+        view, done = host_view(piece.view), 0
         while done < len(view):
             take = min(room, len(view) - done)
             parts.append(Part(piece.region, piece.region_offset + done, view[done : done + take]))
@@ -123,7 +123,11 @@ class LaneSession(ABC):
                 return False
         return True
 
-    def attach(self, region: int) -> memoryview:
+    def adopt(self, arena: Span) -> None:
+        """Lanes write wherever a read says: there is nothing to register."""
+        del arena
+
+    def attach(self, region: int) -> Span:
         raise NotAllowedError(f"{self._peer}: region {region} can't be attached this way")
 
     # --- for lanes

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Sequence
 
 from mx.errors import LocalError
-from mx.transport import ExposedRegion, ExposeOptions
+from mx.transport import ExposedRegion, ExposeOptions, host_view
 from mx_transports import _frames as frames
 from mx_transports._door import DoorExposure, Granted
 from mx_transports._stream import Stream
@@ -39,7 +39,7 @@ class TcpExposure(DoorExposure):
         options: ExposeOptions,
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._views = {region.index: region.view for region in regions}
+        self._views = {region.index: host_view(region.view) for region in regions}
         listeners = _listen(options.hosts)
         self._addresses = [list(listener.getsockname()[:2]) for listener in listeners]
         super().__init__(

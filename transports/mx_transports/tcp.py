@@ -28,6 +28,7 @@ from mx.transport import (
     ExposeOptions,
     Exposure,
     Grant,
+    Medium,
     Path,
     Read,
     Session,
@@ -42,6 +43,10 @@ from mx_transports._tcp_source import TcpExposure
 from mx_transports._tcp_wire import MAGIC, MAX_U32, MAX_U64, RESPONSE, encode_request
 from mx_transports._tls import tls_context
 
+#: Estimates for planning: what two cores of a server do over loopback, and what several streams
+#: do over a fast network, if its interfaces do not set a lower limit.
+LOOPBACK_GB_PER_S = 2.0
+GB_PER_S = 3.0
 #: 1, 2 and 4 MiB were tried: 4 took a tenth off a pull over loopback, mostly of Python's time.
 STEP_BYTES = 4 * MIB
 #: More is requested when no more than this is still to come: late, so that chunks go to the
@@ -68,7 +73,9 @@ class TcpTransport:
         same_net = (here.boot_id, here.net_namespace) == (there.boot_id, there.net_namespace)
         if not same_net and (_only_loopback(here) or _only_loopback(there)):
             return None
-        return Path(self.name, 2.0 if same_net else 1.0, detail="loopback" if same_net else "")
+        if same_net:
+            return Path(self.name, LOOPBACK_GB_PER_S, detail="loopback")
+        return Path(self.name, GB_PER_S, medium=Medium.NETWORK)
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
         """Raises LocalError where a host can't be listened on, ConfigError for bad TLS files."""

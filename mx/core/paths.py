@@ -1,0 +1,111 @@
+"""Paths between two places, and rails: the pairs of interfaces over which those can talk at the
+same time."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mx.core.topology import Nic, Place
+
+#: What an interface that does not tell its speed is taken for: 10 Gbit/s.
+UNKNOWN_GB_PER_S = 1.25
+
+
+class Medium(enum.Enum):
+    """What a path's bytes go through. A pull uses one transport per medium at a time, since two
+    would share what limits them; NETWORK is one medium per rail."""
+
+    MEMORY = "memory"  # this host's memory bandwidth and cores
+    NETWORK = "network"
+    DEVICE = "device"  # inside one GPU
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way from a source to a target. `gb_per_s` is an estimate until it is measured; for a
+    path between hosts it is what the transport itself can do, whatever the rails allow."""
+
+    transport: str
+    gb_per_s: float
+    attach: bool = False
+    detail: str = ""
+    medium: Medium = Medium.MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """One pair. The target binds to `local_address` and dials `remote_address`; `gb_per_s` is
+    the slower interface's speed, `rdma` whether both have an RDMA port of one link layer."""
+
+    local_nic: str
+    local_address: str
+    remote_nic: str
+    remote_address: str
+    gb_per_s: float
+    rdma: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.local_nic}→{self.remote_nic}"
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    nic: Nic
+    address: str
+
+
+def rails(here: Place, there: Place) -> list[Rail]:
+    """The rails from `there`'s data endpoints to `here`, in a fixed order.
+
+    Interfaces pair up within a subnet, each used once; where one side has fewer of them there,
+    they are used several times. Empty if the two share no subnet (what routes between them then
+    is for the kernel to know), or if one of them does not tell of its interfaces.
+    """
+    mine, theirs = _by_subnet(here), _by_subnet(there)
+    found = []
+    for subnet in sorted(mine.keys() & theirs.keys()):
+        near, far = mine[subnet], theirs[subnet]
+        for i in range(max(len(near), len(far))):
+            found.append(_rail(near[i % len(near)], far[i % len(far)]))
+    return found
+
+
+def _by_subnet(place: Place) -> dict[str, list[_End]]:
+    found: dict[str, list[_End]] = {}
+    for nic in sorted(place.nics, key=lambda nic: nic.name):
+        for network, address in _networks(nic):
+            if address in place.addresses:
+                found.setdefault(network, []).append(_End(nic, address))
+    return found
+
+
+def _networks(nic: Nic) -> Iterator[tuple[str, str]]:
+    """(subnet, address), one of each subnet."""
+    seen = set()
+    for text in nic.addresses:
+        try:
+            interface = ipaddress.ip_interface(text)
+        except ValueError:
+            continue  # another machine's word: of no use, and no reason to fail
+        network = str(interface.network)
+        if network not in seen and not interface.is_loopback:
+            seen.add(network)
+            yield network, str(interface.ip)
+
+
+def _rail(near: _End, far: _End) -> Rail:
+    speeds = [nic.speed_mbit_per_s for nic in (near.nic, far.nic) if nic.speed_mbit_per_s > 0]
+    rdma = bool(near.nic.rdma_device and far.nic.rdma_device)
+    return Rail(
+        near.nic.name,
+        near.address,
+        far.nic.name,
+        far.address,
+        min(speeds) / 8000 if speeds else UNKNOWN_GB_PER_S,
+        rdma and near.nic.link_layer == far.nic.link_layer,
+    )
