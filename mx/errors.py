@@ -96,6 +96,10 @@ class PeerTimeoutError(SourceError):
     """The peer is there but made no progress within the deadline (stopped, clogged, cut off)."""
 
 
+class PathSlowError(SourceError):
+    """The path works, but the others would do its work long before it: it was given up."""
+
+
 class PeerProtocolError(SourceError):
     """The peer said something that the protocol does not allow."""
 

@@ -63,11 +63,20 @@ class ChunkHasher:
                 self._blocks.append(state.digest())
             self._next += 1
 
-    def digest(self) -> bytes:
-        """The chunk's digest; hashes whatever was not announced by `landed`."""
+    def block_digests(self) -> bytes:
+        """Those of all blocks, one after the other; hashes what `landed` has not announced."""
         if self._pieces:
             self.landed(self._pieces[-1][0])
-        return xxh3_128_digest(b"".join(self._blocks))
+        return b"".join(self._blocks)
+
+    def digest(self) -> bytes:
+        """The digest of the chunk, or of what was given of it."""
+        return digest_of_blocks(self.block_digests())
+
+
+def digest_of_blocks(block_digests: bytes) -> bytes:
+    """A chunk's digest from those of its blocks, 16 bytes each, in order."""
+    return xxh3_128_digest(block_digests)
 
 
 def chunk_digest(segments: Sequence[Segment], views: Sequence[memoryview]) -> bytes:

@@ -1,26 +1,33 @@
 """The machine behind a pull: events in, commands out, no IO, no clock.
 
-It knows which chunks are missing, in flight, landed; which lanes (one session to one source)
-there are and how deep each wants to be; and decides what is read next, from whom, and when a
-layer, or everything, is ready. Its caller executes the commands and reports what came of them,
-in any order. Chunks are handed out lowest first, so that early layers are ready early.
+It knows which chunks are missing, in flight, landed; which lanes (one session over one path)
+there are and how fast each is; and decides what is read next, over which, and when a layer, or
+everything, is ready. Its caller executes the commands and reports what came of them, in any
+order.
 
-A chunk that fails goes back and is tried elsewhere if there is an elsewhere. So does one whose
+What is read is a *part*: a chunk, or near the end a piece of one in whole blocks. How much a
+lane takes, and from how far ahead, is in `mx.core.striping`.
+
+A part that fails goes back and is tried elsewhere if there is an elsewhere. So does one whose
 lane is lost, but not before its read has ended: until then that lane's transport may still write
-where the chunk lies, and would do so beneath the next one's verified bytes. A chunk whose digest
-is wrong is not asked of the same source again while another holds it; a source that sends wrong
-bytes `MAX_CORRUPT` times is out. The pull fails when chunks are missing, no lane is left that
-may be asked for them, and the caller has said that no further lane will come (`no_more_lanes`).
+where the part lies, and would do so beneath the next one's verified bytes. A lane that will be
+through so late that the others could do its work twice over is dropped (`tick`). A chunk whose
+digest is wrong is not asked of the same source again while another holds it; a source that sends
+wrong bytes `MAX_CORRUPT` times is out. The pull fails when chunks are missing, no lane is left
+that may be asked for them, and the caller has said that no further lane will come.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from mx.core.types import ChunkGrid
-from mx.errors import DigestError, MxError
+from mx.core import striping
+from mx.core.pace import Pace
+from mx.core.striping import Lane, Part
+from mx.core.types import BLOCK_BYTES, ChunkGrid
+from mx.errors import DigestError, MxError, PathSlowError
 
 MAX_CORRUPT = 2
 MAX_ATTEMPTS = 5
@@ -28,10 +35,17 @@ MAX_ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Read these chunks through this lane."""
+    """Read these parts through this lane."""
 
     lane: int
-    chunks: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Every part of the chunk has landed: compare its digest, say `verified` or `corrupt`."""
+
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class DropLane:
-    """Close this lane: its source sent wrong bytes too often."""
+    """Close this lane: its source sent wrong bytes too often, or it is far too slow."""
 
     lane: int
     reason: MxError
@@ -59,26 +73,25 @@ class Fail:
     causes: tuple[MxError, ...]
 
 
-Command = Assign | LayerReady | Complete | DropLane | Fail
-
-
-@dataclass(slots=True)
-class _Lane:
-    depth: int
-    holds: Callable[[int], bool] | None
-    in_flight: set[int] = field(default_factory=set)
-    corrupt: int = 0
+Command = Assign | Check | LayerReady | Complete | DropLane | Fail
 
 
 class PullMachine:
-    """One pull. Not thread-safe; every method returns the commands that follow, in order."""
+    """One pull. Not thread-safe; every method returns the commands that follow, in order.
+    `now_s` are readings of one monotonic clock."""
 
     def __init__(self, grid: ChunkGrid) -> None:
         self._grid = grid
-        self._missing = list(range(len(grid)))  # a heap: ascending is one
-        self._lanes: dict[int, _Lane] = {}
-        self._lost: dict[int, _Lane] = {}  # those of which reads are yet to end
-        self._refused: dict[int, set[int]] = {}  # chunk -> lanes that sent it wrong
+        self._missing = list(range(len(grid)))  # chunks with blocks nobody was asked for, sorted
+        self._pieces: dict[int, list[Part]] = {}  # what of those is not asked for, if not all
+        self._left_nbytes = sum(layer.nbytes for layer in grid.layout.layers)  # of all those
+        self._lanes: dict[int, Lane] = {}
+        self._lost: dict[int, Lane] = {}  # those of which reads are yet to end
+        self._pending: dict[int, int] = {}  # chunk -> blocks yet to land
+        self._senders: dict[int, set[str]] = {}  # chunk -> sources of what has landed of it
+        self._refused: dict[int, set[str]] = {}  # chunk -> sources that sent it wrong
+        self._corrupt: dict[str, int] = {}  # source -> how often
+        self._whole: set[int] = set()  # chunks to be asked of one source, to know whose fault
         self._attempts: dict[int, int] = {}
         self._landed = bytearray(len(grid))
         self._left_in_layer = [len(grid.of_layer(i)) for i in range(len(grid.layout.layers))]
@@ -96,8 +109,10 @@ class PullMachine:
     def chunks_left(self) -> int:
         return self._left
 
-    def landed(self, chunk: int) -> bool:
+    def landed_chunk(self, chunk: int) -> bool:
         return bool(self._landed[chunk])
+
+    # -- events ---------------------------------------------------------------------------------
 
     def start(self) -> list[Command]:
         """Layers without bytes are ready at once; so is a model without any."""
@@ -113,37 +128,48 @@ class PullMachine:
         """Chunks that were verified before the pull (resumed, or attached)."""
         commands: list[Command] = []
         for chunk in chunks:
-            if not self._landed[chunk]:
+            if not self._landed[chunk] and not self._ended:
                 self._missing.remove(chunk)
+                self._left_nbytes -= self._grid[chunk].nbytes
                 commands += self._land(chunk)
-        heapq.heapify(self._missing)
         return commands
 
     def add_lane(
-        self, lane: int, depth: int, holds: Callable[[int], bool] | None = None
+        self,
+        lane: int,
+        depth: int,
+        now_s: float = 0.0,
+        *,
+        source: str | None = None,
+        bytes_per_s: float = 0.0,
+        holds: Callable[[int], bool] | None = None,
     ) -> list[Command]:
-        """A session is open; it wants `depth` chunks outstanding. `holds` says of a layer index
-        whether its source has that layer (None: all of them)."""
+        """A session is open; it wants up to `depth` parts outstanding, and is expected to do
+        `bytes_per_s` (0: not known). Lanes of one `source` share its reputation. `holds` says of
+        a layer index whether the source has that layer (None: all of them)."""
         if lane in self._lanes or lane in self._lost:
             raise ValueError(f"lane {lane} is there already")
-        self._lanes[lane] = _Lane(max(1, depth), holds)
-        return self._assign()
+        pace = Pace(bytes_per_s, self._grid.chunk_nbytes)
+        self._lanes[lane] = Lane(
+            f"lane {lane}" if source is None else source, max(1, depth), pace, holds
+        )
+        return self._assign(now_s)
 
-    def lane_lost(self, lane: int, error: MxError) -> list[Command]:
+    def lane_lost(self, lane: int, error: MxError, now_s: float = 0.0) -> list[Command]:
         """The session or its source is gone: nothing more is asked of it. How each of its reads
         ends is still to be reported; those that failed then go back."""
-        gone = self._lanes.pop(lane, None)
-        if gone is None or self._ended:
+        if not self._forget(lane, error):
             return []
-        self._causes.append(error)
-        if gone.in_flight:
-            self._lost[lane] = gone
-        return self._assign() + self._check_hopeless()
+        return self._assign(now_s) + self._check_hopeless()
 
     def no_more_lanes(self) -> list[Command]:
         """Every candidate was tried: what the present lanes can't give will not come."""
         self._expecting = False
         return self._check_hopeless()
+
+    def expect_lanes(self) -> None:
+        """Another candidate has come up after all: wait for it."""
+        self._expecting = True
 
     def abort(self, cause: MxError) -> list[Command]:
         """End the pull for a reason of the caller's own."""
@@ -152,44 +178,102 @@ class PullMachine:
         self._ended = True
         return [Fail((cause,))]
 
-    def chunk_verified(self, lane: int, chunk: int) -> list[Command]:
-        """All bytes landed and the digest holds."""
-        if not self._take_back(lane, chunk):
+    def landed(self, lane: int, part: Part, now_s: float = 0.0) -> list[Command]:
+        """All bytes of the part are in place, read under a lease that held."""
+        state = self._take_back(lane, part)
+        if state is None:
             return []
-        return self._land(chunk) + self._assign() + self._check_hopeless()
+        state.pace.completed(self._nbytes(part), now_s)
+        self._senders.setdefault(part.chunk, set()).add(state.source)
+        left = self._pending.get(part.chunk, self._blocks(part.chunk)) - (part.end - part.begin)
+        self._pending[part.chunk] = left
+        check: list[Command] = [] if left else [Check(part.chunk)]
+        return self._assign(now_s) + check + self._check_hopeless()
 
-    def chunk_failed(self, lane: int, chunk: int, error: MxError) -> list[Command]:
-        """The read failed but the session may live. A wrong digest is a `DigestError`."""
-        if not self._take_back(lane, chunk):
+    def verified(self, chunk: int) -> list[Command]:
+        """The answer to `Check`: the digest holds."""
+        if self._ended or self._pending.pop(chunk, None) is None:
+            return []
+        self._senders.pop(chunk, None)
+        return self._land(chunk) + self._check_hopeless()
+
+    def corrupt(self, chunk: int, error: DigestError, now_s: float = 0.0) -> list[Command]:
+        """The answer to `Check`: it does not."""
+        if self._ended or self._pending.pop(chunk, None) is None:
             return []
         self.retries += 1
-        heapq.heappush(self._missing, chunk)
-        if lane not in self._lanes:
-            return self._assign() + self._check_hopeless()
-        self._attempts[chunk] = self._attempts.get(chunk, 0) + 1
-        commands: list[Command] = []
-        if isinstance(error, DigestError):
-            self._refused.setdefault(chunk, set()).add(lane)
-            state = self._lanes[lane]
-            state.corrupt += 1
-            if state.corrupt >= MAX_CORRUPT:
-                commands.append(DropLane(lane, error))
-                return commands + self.lane_lost(lane, error)
-        if self._attempts[chunk] >= MAX_ATTEMPTS:
-            commands.append(DropLane(lane, error))
-            self._attempts[chunk] = 0
-            return commands + self.lane_lost(lane, error)
-        self._causes.append(error)
-        return commands + self._assign() + self._check_hopeless()
+        self._give_back(Part(chunk, 0, self._blocks(chunk)))
+        senders = self._senders.pop(chunk, set())
+        if len(senders) > 1:
+            self._whole.add(chunk)
+            return self._assign(now_s) + self._check_hopeless()
+        (source,) = senders
+        self._refused.setdefault(chunk, set()).add(source)
+        self._corrupt[source] = self._corrupt.get(source, 0) + 1
+        lanes = [number for number, lane in self._lanes.items() if lane.source == source]
+        if self._corrupt[source] < MAX_CORRUPT or not lanes:
+            self._causes.append(error)
+            return self._assign(now_s) + self._check_hopeless()
+        return self._drop(lanes, error, now_s)
 
-    def _take_back(self, lane: int, chunk: int) -> bool:
+    def failed(self, lane: int, part: Part, error: MxError, now_s: float = 0.0) -> list[Command]:
+        """The read failed but the session may live."""
+        if self._take_back(lane, part) is None:
+            return []
+        self.retries += 1
+        self._give_back(part)
+        if lane not in self._lanes:
+            return self._assign(now_s) + self._check_hopeless()
+        self._attempts[part.chunk] = self._attempts.get(part.chunk, 0) + 1
+        if self._attempts[part.chunk] >= MAX_ATTEMPTS:
+            self._attempts[part.chunk] = 0
+            return self._drop([lane], error, now_s)
+        self._causes.append(error)
+        return self._assign(now_s) + self._check_hopeless()
+
+    def tick(self, now_s: float) -> list[Command]:
+        """Time has passed: drop lanes that the others would be through long before. To be called
+        a few times a second."""
+        commands: list[Command] = []
+        for number, lane in list(self._lanes.items()):
+            others = [
+                other
+                for other in self._lanes.values()
+                if other is not lane
+                and all(self._may_read(other, part.chunk) for part in lane.in_flight)
+            ]
+            if striping.is_late(lane, others, self._left_nbytes, self._grid.chunk_nbytes, now_s):
+                reason = PathSlowError("it has become far slower than the other paths")
+                commands += self._drop([number], reason, now_s)
+        return commands
+
+    # -- books ----------------------------------------------------------------------------------
+
+    def _blocks(self, chunk: int) -> int:
+        return -(-self._grid[chunk].nbytes // BLOCK_BYTES)
+
+    def _nbytes(self, part: Part) -> int:
+        end = min(part.end * BLOCK_BYTES, self._grid[part.chunk].nbytes)
+        return end - part.begin * BLOCK_BYTES
+
+    def _give_back(self, part: Part) -> None:
+        at = bisect.bisect_left(self._missing, part.chunk)
+        if at == len(self._missing) or self._missing[at] != part.chunk:
+            self._missing.insert(at, part.chunk)
+            if part.end - part.begin < self._blocks(part.chunk):
+                self._pieces[part.chunk] = [part]
+        else:
+            self._pieces[part.chunk].append(part)
+        self._left_nbytes += self._nbytes(part)
+
+    def _take_back(self, lane: int, part: Part) -> Lane | None:
         state = self._lanes.get(lane) or self._lost.get(lane)
-        if state is None or self._ended or chunk not in state.in_flight:
-            return False
-        state.in_flight.discard(chunk)
+        if state is None or self._ended or state.in_flight.pop(part, None) is None:
+            return None
+        state.nbytes -= self._nbytes(part)
         if not state.in_flight:
             self._lost.pop(lane, None)
-        return True
+        return state
 
     def _land(self, chunk: int) -> list[Command]:
         self._landed[chunk] = 1
@@ -204,43 +288,113 @@ class PullMachine:
             commands.append(Complete())
         return commands
 
-    def _may_read(self, lane: int, state: _Lane, chunk: int) -> bool:
-        refused = self._refused.get(chunk)
-        if refused and lane in refused and len(refused & self._lanes.keys()) < len(self._lanes):
+    def _drop(self, lanes: list[int], reason: MxError, now_s: float) -> list[Command]:
+        for lane in lanes:
+            self._forget(lane, reason)
+        drops: list[Command] = [DropLane(lane, reason) for lane in lanes]
+        return drops + self._assign(now_s) + self._check_hopeless()
+
+    def _forget(self, lane: int, error: MxError) -> bool:
+        gone = self._lanes.pop(lane, None)
+        if gone is None or self._ended:
+            return False
+        self._causes.append(error)
+        if gone.in_flight:
+            self._lost[lane] = gone
+        return True
+
+    # -- who reads what -------------------------------------------------------------------------
+
+    def _may_read(self, state: Lane, chunk: int) -> bool:
+        refused = self._refused.get(chunk, ())
+        if state.source in refused and any(
+            lane.source not in refused for lane in self._lanes.values()
+        ):
             return False  # somebody else is left to ask
         return state.holds is None or state.holds(self._grid.layer_of[chunk])
 
-    def _assign(self) -> list[Command]:
-        """Fill each lane up to its depth, lowest chunks first, the emptiest lane first."""
-        if self._ended or not self._missing:
+    def _assign(self, now_s: float) -> list[Command]:
+        """Give parts to lanes with room, the one first that would be through first."""
+        if self._ended:
             return []
-        given: dict[int, list[int]] = {}
-        open_lanes = {n: s for n, s in self._lanes.items() if len(s.in_flight) < s.depth}
-        skipped: list[int] = []
+        given: dict[int, list[Part]] = {}
+        chunk_nbytes = self._grid.chunk_nbytes
+        open_lanes = {n for n, lane in self._lanes.items() if len(lane.in_flight) < lane.depth}
         while open_lanes and self._missing:
-            chunk = heapq.heappop(self._missing)
-            able = [n for n, s in open_lanes.items() if self._may_read(n, s, chunk)]
-            if not able:
-                skipped.append(chunk)
+            number = min(
+                open_lanes, key=lambda n: (striping.through_s(self._lanes[n], chunk_nbytes), n)
+            )
+            part = self._next(number)
+            if part is None:
+                open_lanes.discard(number)
                 continue
-            lane = min(able, key=lambda n: len(open_lanes[n].in_flight) / open_lanes[n].depth)
-            state = open_lanes[lane]
-            state.in_flight.add(chunk)
-            given.setdefault(lane, []).append(chunk)
-            if len(state.in_flight) >= state.depth:
-                del open_lanes[lane]
-        for chunk in skipped:
-            heapq.heappush(self._missing, chunk)
-        return [Assign(lane, tuple(chunks)) for lane, chunks in given.items()]
+            lane = self._lanes[number]
+            if not lane.in_flight:
+                lane.pace.busy_from(now_s)
+            lane.in_flight[part] = now_s
+            lane.nbytes += self._nbytes(part)
+            self._left_nbytes -= self._nbytes(part)
+            given.setdefault(number, []).append(part)
+            if len(lane.in_flight) >= lane.depth:
+                open_lanes.discard(number)
+        return [Assign(lane, tuple(parts)) for lane, parts in given.items()]
+
+    def _next(self, number: int) -> Part | None:
+        """Take from the missing what this lane should read next; None: nothing, for now."""
+        lane = self._lanes[number]
+        chunk_nbytes = self._grid.chunk_nbytes
+        if not striping.has_room(lane, chunk_nbytes):
+            return None
+        chunk = self._choose(lane)
+        if chunk is None:
+            return None
+        if len(self._lanes) == 1:
+            return self._cut(chunk, chunk_nbytes)
+        able = [other for other in self._lanes.values() if self._may_read(other, chunk)]
+        budget = striping.budget(lane, self._lanes.values(), self._left_nbytes)
+        piece = striping.piece_nbytes(lane, chunk_nbytes)
+        if budget < piece and not striping.is_first(lane, able, chunk_nbytes):
+            return None  # one of the others will be through sooner, and take it then
+        return self._cut(chunk, max(int(budget), piece))
+
+    def _choose(self, lane: Lane) -> int | None:
+        """The lowest missing chunk that the lane may read, after as many as the faster lanes will
+        have read by the time it is through with it."""
+        rank = striping.rank(lane, self._lanes.values(), self._grid.chunk_nbytes)
+        chosen = None
+        for chunk in self._missing:
+            if self._may_read(lane, chunk):
+                chosen = chunk
+                if rank <= 0:
+                    break
+                rank -= 1
+        return chosen
+
+    def _cut(self, chunk: int, nbytes: int) -> Part:
+        """Take up to `nbytes` of a missing chunk, from its front, out of the books."""
+        pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self._blocks(chunk))]
+        part = min(pieces, key=lambda piece: piece.begin)
+        pieces.remove(part)
+        blocks = max(1, nbytes // BLOCK_BYTES)
+        if chunk not in self._whole and part.end - part.begin > blocks:
+            pieces.append(Part(chunk, part.begin + blocks, part.end))
+            part = Part(chunk, part.begin, part.begin + blocks)
+        if pieces:
+            self._pieces[chunk] = pieces
+        else:
+            self._missing.pop(bisect.bisect_left(self._missing, chunk))
+        return part
+
+    # -- ends -----------------------------------------------------------------------------------
 
     def _check_hopeless(self) -> list[Command]:
         if self._ended or self._expecting:
             return []
-        if self._lost or any(state.in_flight for state in self._lanes.values()):
+        if self._lost or any(lane.in_flight for lane in self._lanes.values()):
             return []
         # Nothing is in flight: whatever could be assigned has been. Chunks are left over.
         if self._missing and not any(
-            self._may_read(n, s, self._missing[0]) for n, s in self._lanes.items()
+            self._may_read(lane, self._missing[0]) for lane in self._lanes.values()
         ):
             self._ended = True
             return [Fail(tuple(self._causes))]

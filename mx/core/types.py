@@ -278,6 +278,13 @@ class ChunkGrid:
         offset = (index - self.first_chunk[layer_index]) * self.chunk_nbytes
         return Chunk(index, layer_index, offset, min(self.chunk_nbytes, layer.nbytes - offset))
 
+    def blocks(self, index: int, begin: int, end: int) -> Chunk:
+        """Blocks `begin` to `end` (half-open) of a chunk, as a slice with the chunk's index."""
+        chunk = self[index]
+        offset = begin * BLOCK_BYTES
+        nbytes = min(end * BLOCK_BYTES, chunk.nbytes) - offset
+        return Chunk(index, chunk.layer, chunk.offset + offset, nbytes)
+
     def __iter__(self) -> Iterator[Chunk]:
         for index in range(len(self)):
             yield self[index]

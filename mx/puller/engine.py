@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from mx.core.digest import ChunkHasher
-from mx.core.pull import Assign, Command, Complete, DropLane, Fail, LayerReady, PullMachine
-from mx.core.types import Manifest
+from mx.core.digest import ChunkHasher, digest_of_blocks
+from mx.core.pull import (
+    Assign,
+    Check,
+    Command,
+    Complete,
+    DropLane,
+    Fail,
+    LayerReady,
+    PullMachine,
+)
+from mx.core.striping import Part
+from mx.core.types import Manifest, Segment
 from mx.errors import (
     ClosedError,
     DigestError,
@@ -26,7 +36,7 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.puller.report import PathReport, Telling
-from mx.transport import Piece, Read, Session
+from mx.transport import Piece, Read, Session, Span
 
 #: Errors of a read after which its session is given up: the peer, not the chunk, is the problem.
 _LANE_ERRORS = (
@@ -55,29 +65,57 @@ class Listener(Protocol):
     def broken(self, error: MxError) -> None: ...
 
 
+class Hasher(Protocol):
+    """Hashes part of a chunk while it lands; `mx.core.digest.ChunkHasher` is one."""
+
+    def landed(self, payload_nbytes: int) -> None: ...
+    def block_digests(self) -> bytes: ...
+
+
+#: Makes one for these segments, which land in these spans.
+MakeHasher = Callable[[Sequence[Segment], Sequence[Span]], Hasher]
+
+
+def host_hasher(segments: Sequence[Segment], spans: Sequence[Span]) -> Hasher:
+    return ChunkHasher(segments, spans)  # type: ignore[arg-type]
+
+
 @dataclass(slots=True)
 class Lane:
-    """A session to one source, and what went through it."""
+    """A session to one source, and what came through it. `source` says whose lanes share their
+    reputation; `bytes_per_s` is what is expected of it, 0 if nothing is."""
 
     transport: str
     peer: str
     session: Session
     lease: ReadLease
     opened_at_s: float
+    rail: str = ""
+    source: str | None = None
+    bytes_per_s: float = 0.0
     nbytes: int = 0
     last_at_s: float = 0.0
     lost: bool = False
 
 
-class _ChunkSink:
-    """Hashes one chunk as it lands and tells the engine how it ended."""
+class _Landed(NamedTuple):
+    """A part of a chunk that is yet to be verified."""
 
-    __slots__ = ("engine", "lane", "chunk", "hasher", "landed_nbytes")
+    begin: int
+    block_digests: bytes
+    nbytes: int
+    lane: int
 
-    def __init__(self, engine: Engine, lane: int, chunk: int, hasher: ChunkHasher) -> None:
+
+class _PartSink:
+    """Hashes one part as it lands and tells the engine how it ended."""
+
+    __slots__ = ("engine", "lane", "part", "hasher", "landed_nbytes")
+
+    def __init__(self, engine: Engine, lane: int, part: Part, hasher: Hasher) -> None:
         self.engine = engine
         self.lane = lane
-        self.chunk = chunk
+        self.part = part
         self.hasher = hasher
         self.landed_nbytes = 0
 
@@ -87,27 +125,35 @@ class _ChunkSink:
 
     def done(self) -> None:
         with self.engine.telling:
-            self.engine.chunk_done(self)
+            self.engine.part_done(self)
 
     def failed(self, error: MxError) -> None:
         with self.engine.telling:
-            self.engine.chunk_failed(self, error)
+            self.engine.part_failed(self, error)
 
 
 class Engine:
     """Drives one pull into `arena` (writable, `layout.arena_nbytes` long; the caller keeps it
     until `close` and `join` are through)."""
 
-    def __init__(self, manifest: Manifest, arena: memoryview, listener: Listener) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        arena: Span,
+        listener: Listener,
+        make_hasher: MakeHasher = host_hasher,
+    ) -> None:
         self._manifest = manifest
         self._grid = manifest.grid
         self._arena = arena
         self._listener = listener
+        self._make_hasher = make_hasher
         self.telling = Telling(listener.broken)
         self._lock = threading.Lock()
         self._machine = PullMachine(self._grid)
         self._lanes: dict[int, Lane] = {}
-        self._in_flight: dict[int, _ChunkSink] = {}
+        self._in_flight: dict[Part, _PartSink] = {}
+        self._unverified: dict[int, list[_Landed]] = {}
         self._done_in_layer = [0] * len(manifest.layout.layers)
         self.reads_issued = 0
 
@@ -125,9 +171,15 @@ class Engine:
         return self._machine.chunks_left
 
     def paths(self) -> list[PathReport]:
-        """What came over each lane that brought anything."""
+        """What came over each path that brought anything."""
         return [
-            PathReport(lane.transport, lane.peer, lane.nbytes, lane.last_at_s - lane.opened_at_s)
+            PathReport(
+                lane.transport,
+                lane.peer,
+                lane.nbytes,
+                lane.last_at_s - lane.opened_at_s,
+                rail=lane.rail,
+            )
             for lane in self.lanes
             if lane.nbytes
         ]
@@ -138,7 +190,7 @@ class Engine:
             layers = list(self._done_in_layer)
             sinks = list(self._in_flight.values())
         for sink in sinks:
-            layers[self._grid.layer_of[sink.chunk]] += sink.landed_nbytes
+            layers[self._grid.layer_of[sink.part.chunk]] += sink.landed_nbytes
         return sum(layers), layers
 
     def start(self) -> None:
@@ -151,21 +203,33 @@ class Engine:
         with self._lock:
             number = len(self._lanes)
             self._lanes[number] = lane
-            commands = self._machine.add_lane(number, lane.session.depth)
+            commands = self._machine.add_lane(
+                number,
+                lane.session.depth,
+                time.monotonic(),
+                source=lane.source,
+                bytes_per_s=lane.bytes_per_s,
+            )
         self._run(commands)
         return number
 
     def lane_lost(self, number: int, error: MxError) -> None:
-        """Give a lane up; its chunks go back as its reads end."""
+        """Give a lane up; its parts go back as its reads end."""
         with self._lock:
             lane = self._lanes[number]
             if lane.lost:
                 return
             lane.lost = True
-            commands = self._machine.lane_lost(number, error)
+            commands = self._machine.lane_lost(number, error, time.monotonic())
         lane.session.close()
         self._run(commands)
         self._listener.lane_lost(number, error)
+
+    def tick(self) -> None:
+        """Give up lanes that have become too slow to wait for. A few times a second."""
+        with self._lock:
+            commands = self._machine.tick(time.monotonic())
+        self._run(commands)
 
     def no_more_lanes(self) -> None:
         with self._lock:
@@ -198,37 +262,58 @@ class Engine:
 
     # -- from the sinks, on the transports' threads ------------------------------------------
 
-    def chunk_done(self, sink: _ChunkSink) -> None:
-        lane = self._lanes[sink.lane]
+    def part_done(self, sink: _PartSink) -> None:
         # Lease first, then generation, then digest: bytes read past a lease prove nothing.
-        error = lane.lease.check()
+        error = self._lanes[sink.lane].lease.check()
         if error is not None:
             self.lane_lost(sink.lane, error)
-        elif sink.hasher.digest() != self._manifest.chunking.digest(sink.chunk):
-            error = DigestError(
-                f"{self._tag(sink.chunk)} from {lane.peer} does not match its digest",
-                peer=lane.peer,
-                hint="its memory or the way to it is faulty",
-            )
-        if error is not None:
-            self.chunk_failed(sink, error)
+            self.part_failed(sink, error)
             return
-        layer = self._grid.layer_of[sink.chunk]
+        part, nbytes = sink.part, sink.landed_nbytes
+        landed = _Landed(part.begin, sink.hasher.block_digests(), nbytes, sink.lane)
         with self._lock:
-            self._in_flight.pop(sink.chunk, None)
-            lane.nbytes += sink.landed_nbytes
-            lane.last_at_s = time.monotonic()
-            self._done_in_layer[layer] += sink.landed_nbytes
-            commands = self._machine.chunk_verified(sink.lane, sink.chunk)
+            self._in_flight.pop(part, None)
+            self._unverified.setdefault(part.chunk, []).append(landed)
+            self._done_in_layer[self._grid.layer_of[part.chunk]] += nbytes
+            commands = self._machine.landed(sink.lane, part, time.monotonic())
         self._run(commands)
 
-    def chunk_failed(self, sink: _ChunkSink, error: MxError) -> None:
+    def part_failed(self, sink: _PartSink, error: MxError) -> None:
         if isinstance(error, _LANE_ERRORS):
             self.lane_lost(sink.lane, error)
         with self._lock:
-            self._in_flight.pop(sink.chunk, None)
-            commands = self._machine.chunk_failed(sink.lane, sink.chunk, error)
+            self._in_flight.pop(sink.part, None)
+            commands = self._machine.failed(sink.lane, sink.part, error, time.monotonic())
         self._run(commands)
+
+    def _check(self, chunk: int) -> None:
+        """Every part of the chunk is there: believe it, or not."""
+        with self._lock:
+            parts = sorted(self._unverified.pop(chunk))
+        digest = digest_of_blocks(b"".join(part.block_digests for part in parts))
+        right = digest == self._manifest.chunking.digest(chunk)
+        now_s = time.monotonic()
+        with self._lock:
+            for part in parts:
+                if right:
+                    lane = self._lanes[part.lane]
+                    lane.nbytes += part.nbytes
+                    lane.last_at_s = now_s
+                else:
+                    self._done_in_layer[self._grid.layer_of[chunk]] -= part.nbytes
+            if right:
+                commands = self._machine.verified(chunk)
+            else:
+                commands = self._machine.corrupt(chunk, self._digest_error(chunk, parts), now_s)
+        self._run(commands)
+
+    def _digest_error(self, chunk: int, parts: Sequence[_Landed]) -> DigestError:
+        peers = dict.fromkeys(self._lanes[part.lane].peer for part in parts)
+        return DigestError(
+            f"{self._tag(chunk)} from {' and '.join(peers)} does not match its digest",
+            peer=next(iter(peers)),
+            hint="its memory or the way to it is faulty",
+        )
 
     # ----------------------------------------------------------------------------------------
 
@@ -237,25 +322,26 @@ class Engine:
         layer = self._manifest.layout.layers[chunk.layer]
         return f"chunk {chunk_index} (layer {layer.name}, {chunk.nbytes} bytes at {chunk.offset})"
 
-    def _read(self, lane: int, chunk_index: int) -> tuple[_ChunkSink, Read]:
-        chunk = self._grid[chunk_index]
-        segments = self._grid.segments(chunk)
+    def _read(self, lane: int, part: Part) -> tuple[_PartSink, Read]:
+        segments = self._grid.segments(self._grid.blocks(part.chunk, part.begin, part.end))
         views = [self._arena[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-        sink = _ChunkSink(self, lane, chunk_index, ChunkHasher(segments, views))
+        sink = _PartSink(self, lane, part, self._make_hasher(segments, views))
         with self._lock:
-            self._in_flight[chunk_index] = sink
+            self._in_flight[part] = sink
         # A contiguous source's region is laid out as this arena is.
         pieces = [
             Piece(0, segment.arena_offset, view)
             for segment, view in zip(segments, views, strict=True)
         ]
-        return sink, Read(f"chunk {chunk_index}", pieces, sink)
+        return sink, Read(f"chunk {part.chunk}", pieces, sink)
 
     def _run(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
-                case Assign(lane, chunks):
-                    self._assign(lane, chunks)
+                case Assign(lane, parts):
+                    self._assign(lane, parts)
+                case Check(chunk):
+                    self._check(chunk)
                 case LayerReady(layer):
                     self._listener.layer_ready(layer)
                 case DropLane(lane, reason):
@@ -265,8 +351,8 @@ class Engine:
                 case Fail(causes):
                     self._listener.failed(causes)
 
-    def _assign(self, lane: int, chunks: Sequence[int]) -> None:
-        sinks, reads = zip(*(self._read(lane, chunk) for chunk in chunks), strict=True)
+    def _assign(self, lane: int, parts: Sequence[Part]) -> None:
+        sinks, reads = zip(*(self._read(lane, part) for part in parts), strict=True)
         self.reads_issued += len(reads)
         try:
             self._lanes[lane].session.read(reads)
@@ -275,4 +361,4 @@ class Engine:
             refused = error.with_traceback(None)
             self.lane_lost(lane, refused)
             for sink in sinks:
-                self.chunk_failed(sink, refused)
+                self.part_failed(sink, refused)

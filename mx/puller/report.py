@@ -56,13 +56,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """What went over one path. An attached path moved nothing: its bytes are what it mapped."""
+    """What went over one path. An attached path moved nothing: its bytes are what it mapped.
+    `rail` names the pair of interfaces, where the path is one of several."""
 
     transport: str
     source: str
     bytes: int
     seconds: float
     attached: bool = False
+    rail: str = ""
 
 
 @dataclass
@@ -102,6 +104,7 @@ class PullReport:
                     "bytes": path.bytes,
                     "seconds": round(path.seconds, 6),
                 }
+                | ({"rail": path.rail} if path.rail else {})
                 for path in self.paths
             ],
             "retries": self.retries,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.core.pull import (
-    MAX_CORRUPT,
     Assign,
+    Check,
     Command,
     Complete,
     DropLane,
@@ -19,110 +19,137 @@ from mx.core.pull import (
     LayerReady,
     PullMachine,
 )
+from mx.core.striping import Part
 from mx.core.types import ChunkGrid, Layer, Layout
-from mx.errors import ClosedError, DigestError, PeerLostError, PeerProtocolError
+from mx.errors import (
+    ClosedError,
+    DigestError,
+    MxError,
+    PathSlowError,
+    PeerLostError,
+    PeerProtocolError,
+)
 from mx.units import MIB, align_up
 
 
-def grid_of(layer_mib: Sequence[int]) -> ChunkGrid:
+def grid_of(layer_mib: Sequence[int], chunk_mib: int = 1) -> ChunkGrid:
     layers, base = [], 0
     for index, mib in enumerate(layer_mib):
         nbytes = mib * MIB
         runs = ((0, nbytes),) if nbytes else ()
         layers.append(Layer(index, f"layer.{index}", nbytes, base, runs))
         base += align_up(nbytes, 4096)
-    return ChunkGrid(Layout(layers, []), MIB)
+    return ChunkGrid(Layout(layers, []), chunk_mib * MIB)
 
 
 class Driver:
     """Plays the shell: keeps the books of what was commanded and checks them on the way."""
 
-    def __init__(self, machine: PullMachine, n_chunks: int) -> None:
+    def __init__(self, machine: PullMachine, grid: ChunkGrid) -> None:
         self.machine = machine
-        self.in_flight: dict[int, int] = {}  # chunk -> lane
+        self.grid = grid
+        self.in_flight: dict[Part, int] = {}  # -> lane
+        self.covered: dict[int, set[int]] = {}  # chunk -> blocks in flight or landed
+        self.to_check: list[int] = []
         self.done: set[int] = set()
         self.ready: list[int] = []
         self.dropped: list[int] = []
         self.lost: set[int] = set()
         self.completed = 0
-        self.failed: Fail | None = None
-        self.n_chunks = n_chunks
+        self.failure: Fail | None = None
+        self.now_s = 0.0
 
     def take(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Assign(lane, chunks):
-                    for chunk in chunks:
-                        assert chunk not in self.in_flight, "read twice at once"
-                        assert chunk not in self.done, "read again"
-                        assert lane not in self.lost
-                        self.in_flight[chunk] = lane
+                case Assign(lane, parts):
+                    assert lane not in self.lost
+                    for part in parts:
+                        self._asked(part, lane)
+                case Check(chunk):
+                    assert len(self.covered[chunk]) == -(-self.grid[chunk].nbytes // MIB)
+                    assert chunk not in [part.chunk for part in self.in_flight]
+                    self.to_check.append(chunk)
                 case LayerReady(layer):
                     assert layer not in self.ready
                     self.ready.append(layer)
                 case Complete():
                     self.completed += 1
-                    assert len(self.done) == self.n_chunks
+                    assert len(self.done) == len(self.grid)
                 case DropLane(lane, _):
                     self.lost.add(lane)
                     self.dropped.append(lane)
                 case Fail():
-                    assert self.failed is None
-                    self.failed = command
+                    assert self.failure is None
+                    self.failure = command
 
-    def verified(self, chunk: int) -> None:
-        lane = self.in_flight.pop(chunk)
-        self.done.add(chunk)
-        self.take(self.machine.chunk_verified(lane, chunk))
+    def _asked(self, part: Part, lane: int) -> None:
+        assert part.chunk not in self.done, "read again"
+        blocks = set(range(part.begin, part.end))
+        covered = self.covered.setdefault(part.chunk, set())
+        assert blocks and not blocks & covered, "read twice at once"
+        covered |= blocks
+        self.in_flight[part] = lane
+
+    def landed(self, part: Part) -> None:
+        self.take(self.machine.landed(self.in_flight.pop(part), part, self.now_s))
+
+    def failed(self, part: Part, error: MxError) -> None:
+        self.covered[part.chunk] -= set(range(part.begin, part.end))
+        self.take(self.machine.failed(self.in_flight.pop(part), part, error, self.now_s))
+
+    def check(self, *, right: bool = True) -> None:
+        chunk = self.to_check.pop(0)
+        if right:
+            self.done.add(chunk)
+            self.take(self.machine.verified(chunk))
+        else:
+            self.covered[chunk].clear()
+            self.take(self.machine.corrupt(chunk, DigestError("wrong"), self.now_s))
 
 
 @given(
-    layers=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    layers=st.lists(st.integers(0, 9), min_size=1, max_size=8),
     depths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    chunk_mib=st.integers(1, 4),
     seed=st.integers(0, 2**32),
 )
 def test_every_chunk_lands_once_whatever_happens(
-    layers: list[int], depths: list[int], seed: int
+    layers: list[int], depths: list[int], chunk_mib: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    grid = grid_of(layers)
+    grid = grid_of(layers, chunk_mib)
     machine = PullMachine(grid)
-    driver = Driver(machine, len(grid))
+    driver = Driver(machine, grid)
     driver.take(machine.start())
-    alive = set()
     for lane, depth in enumerate(depths):
-        driver.take(machine.add_lane(lane, depth))
-        alive.add(lane)
+        rate = rng.choice((0.0, 1e6, 1e9, 1e11))
+        driver.take(machine.add_lane(lane, depth, source=f"s{lane}", bytes_per_s=rate))
     driver.take(machine.no_more_lanes())
     survivor = 0  # never lost and never lies, so the pull must end well
-    lies = dict.fromkeys(alive, 0)
-    while driver.in_flight:
+    while driver.in_flight or driver.to_check:
         assert not driver.completed
-        chunk = rng.choice(sorted(driver.in_flight))
-        lane = driver.in_flight[chunk]
+        driver.now_s += rng.random() * 0.01
+        if driver.to_check:
+            driver.check()
+            continue
+        part = rng.choice(sorted(driver.in_flight, key=lambda part: (part.chunk, part.begin)))
+        lane = driver.in_flight[part]
         event = rng.random()
         if event < 0.5 or lane == survivor:
-            driver.verified(chunk)
+            driver.landed(part)
         elif lane in driver.lost:
-            driver.in_flight.pop(chunk)
-            driver.take(machine.chunk_failed(lane, chunk, ClosedError("closed")))
+            driver.failed(part, ClosedError("closed"))
         elif event < 0.8:
-            driver.in_flight.pop(chunk)
-            driver.take(machine.chunk_failed(lane, chunk, PeerProtocolError("no")))
-        elif event < 0.9:
-            driver.in_flight.pop(chunk)
-            lies[lane] += 1
-            driver.take(machine.chunk_failed(lane, chunk, DigestError("wrong")))
-            assert (lies[lane] >= MAX_CORRUPT) == (lane in driver.dropped)
+            driver.failed(part, PeerProtocolError("no"))
         else:
-            # Its reads end one by one: until then nobody else may be asked for those chunks.
+            # Its reads end one by one: until then nobody else may be asked for those parts.
             driver.lost.add(lane)
-            driver.take(machine.lane_lost(lane, PeerLostError("gone")))
-            assert machine.lane_lost(lane, PeerLostError("gone")) == []
-        for number in alive:
-            held = [c for c, n in driver.in_flight.items() if n == number]
-            assert len(held) <= depths[number]
-    assert driver.failed is None
+            driver.take(machine.lane_lost(lane, PeerLostError("gone"), driver.now_s))
+            assert machine.lane_lost(lane, PeerLostError("gone"), driver.now_s) == []
+        for number, depth in enumerate(depths):
+            assert sum(n == number for n in driver.in_flight.values()) <= depth
+    assert driver.failure is None
     assert driver.done == set(range(len(grid)))
     assert driver.completed == 1
     assert sorted(driver.ready) == list(range(len(layers)))
@@ -132,43 +159,77 @@ def test_every_chunk_lands_once_whatever_happens(
 def test_chunks_are_asked_for_in_order_and_layers_become_ready_in_order(layers: list[int]) -> None:
     grid = grid_of(layers)
     machine = PullMachine(grid)
-    driver = Driver(machine, len(grid))
+    driver = Driver(machine, grid)
     driver.take(machine.start())
     driver.take(machine.add_lane(0, 1))
     asked = []
     while driver.in_flight:
-        (chunk,) = driver.in_flight
-        asked.append(chunk)
-        driver.verified(chunk)
+        (part,) = driver.in_flight
+        asked.append(part.chunk)
+        driver.landed(part)
+        driver.check()
     assert asked == list(range(len(grid)))
     with_bytes = [layer for layer in driver.ready if layers[layer]]
     assert with_bytes == sorted(with_bytes)
     assert driver.completed == 1
 
 
+def whole(chunk: int) -> Part:
+    return Part(chunk, 0, 1)
+
+
 def test_a_wrong_chunk_is_asked_of_another_source() -> None:
     machine = PullMachine(grid_of([1]))
     machine.start()
-    (first,) = machine.add_lane(0, 1)
-    assert first == Assign(0, (0,))
-    assert machine.add_lane(1, 1) == []
-    commands = machine.chunk_failed(0, 0, DigestError("wrong"))
-    assert commands == [Assign(1, (0,))]
+    assert machine.add_lane(0, 1, source="a") == [Assign(0, (whole(0),))]
+    assert machine.add_lane(1, 1, source="a") == []
+    assert machine.add_lane(2, 1, source="b") == []
+    assert machine.landed(0, whole(0)) == [Check(0)]
+    assert machine.corrupt(0, DigestError("wrong")) == [Assign(2, (whole(0),))]
     assert machine.retries == 1
 
 
-def test_the_only_source_is_asked_again_and_dropped_at_the_second_lie() -> None:
+def test_the_only_source_is_asked_again_and_all_its_lanes_dropped_at_the_second_lie() -> None:
     machine = PullMachine(grid_of([1]))
     machine.start()
-    machine.add_lane(0, 1)
+    machine.add_lane(0, 1, source="a")
+    machine.add_lane(1, 1, source="a")
     machine.no_more_lanes()
     lie = DigestError("wrong")
-    assert machine.chunk_failed(0, 0, lie) == [Assign(0, (0,))]
-    dropped, failed = machine.chunk_failed(0, 0, lie)
-    assert dropped == DropLane(0, lie)
+    assert machine.landed(0, whole(0)) == [Check(0)]
+    assert machine.corrupt(0, lie) == [Assign(0, (whole(0),))]
+    assert machine.landed(0, whole(0)) == [Check(0)]
+    first, *between, failed = machine.corrupt(0, lie)
+    assert first == DropLane(0, lie)
+    assert DropLane(1, lie) in between
     assert isinstance(failed, Fail)
     assert lie in failed.causes
     assert machine.ended
+
+
+def test_a_chunk_of_two_senders_that_is_wrong_is_asked_of_one_to_know_whose_fault() -> None:
+    grid = grid_of([2], chunk_mib=2)
+    machine = PullMachine(grid)
+    machine.start()
+    driver = Driver(machine, grid)
+    driver.take(machine.add_lane(0, 1, source="a", bytes_per_s=1e6))
+    (part,) = driver.in_flight
+    # Two lanes of one speed share the chunk when it comes back.
+    machine.lane_lost(0, PeerLostError("gone"))
+    driver.lost.add(0)
+    driver.take(machine.add_lane(1, 1, source="b", bytes_per_s=1e6))
+    driver.take(machine.add_lane(2, 1, source="c", bytes_per_s=1e6))
+    driver.failed(part, ClosedError("closed"))
+    assert sorted(driver.in_flight.values()) == [1, 2]
+    for part in list(driver.in_flight):
+        driver.landed(part)
+    driver.check(right=False)
+    assert list(driver.in_flight) == [Part(0, 0, 2)]  # whole now, of one of them
+    assert driver.dropped == []
+    (part,) = driver.in_flight
+    driver.landed(part)
+    driver.check()
+    assert driver.completed == 1
 
 
 def test_loss_of_the_last_lane_waits_while_another_may_come() -> None:
@@ -178,12 +239,13 @@ def test_loss_of_the_last_lane_waits_while_another_may_come() -> None:
     gone = PeerLostError("gone")
     assert machine.lane_lost(0, gone) == []
     assert machine.add_lane(1, 2) == []  # the lost lane may still write where the chunks lie
-    assert machine.chunk_failed(0, 1, gone) == [Assign(1, (1,))]
-    assert machine.chunk_failed(0, 0, gone) == [Assign(1, (0,))]
+    assert machine.failed(0, whole(1), gone) == [Assign(1, (whole(1),))]
+    assert machine.failed(0, whole(0), gone) == [Assign(1, (whole(0),))]
     machine.no_more_lanes()
     assert machine.lane_lost(1, gone) == []
-    assert machine.chunk_verified(1, 0) == []
-    assert machine.chunk_failed(1, 1, gone) == [Fail((gone, gone))]
+    assert machine.landed(1, whole(0)) == [Check(0)]
+    assert machine.verified(0) == []
+    assert machine.failed(1, whole(1), gone) == [Fail((gone, gone))]
     assert machine.retries == 3
 
 
@@ -193,7 +255,8 @@ def test_the_last_read_of_a_lost_lane_may_complete_the_pull() -> None:
     machine.add_lane(0, 1)
     machine.no_more_lanes()
     assert machine.lane_lost(0, PeerLostError("gone")) == []
-    assert machine.chunk_verified(0, 0) == [LayerReady(0), Complete()]
+    assert machine.landed(0, whole(0)) == [Check(0)]
+    assert machine.verified(0) == [LayerReady(0), Complete()]
 
 
 def test_what_is_left_when_a_lost_lane_has_ended_is_not_waited_for() -> None:
@@ -203,7 +266,7 @@ def test_what_is_left_when_a_lost_lane_has_ended_is_not_waited_for() -> None:
     machine.no_more_lanes()
     gone = PeerLostError("gone")
     assert machine.lane_lost(0, gone) == []
-    assert machine.chunk_verified(0, 0) == [Fail((gone,))]
+    assert machine.landed(0, whole(0)) == [Check(0), Fail((gone,))]
 
 
 def test_a_read_that_keeps_failing_ends_its_lane() -> None:
@@ -213,10 +276,43 @@ def test_a_read_that_keeps_failing_ends_its_lane() -> None:
     machine.no_more_lanes()
     commands: list[Command] = []
     for _ in range(10):
-        commands = machine.chunk_failed(0, 0, PeerProtocolError("no"))
+        commands = machine.failed(0, whole(0), PeerProtocolError("no"))
         if machine.ended:
             break
     assert isinstance(commands[-1], Fail)
+
+
+def test_a_lane_that_stops_gives_its_chunks_back_once_the_others_would_be_sooner() -> None:
+    machine = PullMachine(grid_of([4]))
+    machine.start()
+    machine.add_lane(0, 1, 0.0, bytes_per_s=1e9)
+    (other,) = machine.add_lane(1, 1, 0.0, bytes_per_s=1e9)
+    assert isinstance(other, Assign)
+    now_s = 0.0
+    part = other.parts[0]
+    while True:
+        now_s += 0.001
+        following = machine.landed(1, part, now_s)
+        machine.verified(part.chunk)
+        if not any(isinstance(command, Assign) for command in following):
+            break
+        part = next(c for c in following if isinstance(c, Assign)).parts[0]
+    assert machine.chunks_left == 1  # lane 0's, which never came
+    assert machine.tick(now_s + 0.5) == []
+    (dropped,) = machine.tick(now_s + 5.0)
+    assert isinstance(dropped, DropLane)
+    assert dropped.lane == 0
+    assert isinstance(dropped.reason, PathSlowError)
+    assert machine.failed(0, whole(0), ClosedError("closed"), now_s + 5.0) == [
+        Assign(1, (whole(0),))
+    ]
+
+
+def test_the_only_lane_is_never_late() -> None:
+    machine = PullMachine(grid_of([4]))
+    machine.start()
+    machine.add_lane(0, 1, 0.0, bytes_per_s=1e9)
+    assert machine.tick(1000.0) == []
 
 
 def test_a_model_without_bytes_is_complete_at_once() -> None:
@@ -228,8 +324,16 @@ def test_a_model_without_bytes_is_complete_at_once() -> None:
 def test_lanes_that_hold_only_some_layers_get_only_those() -> None:
     machine = PullMachine(grid_of([1, 1]))
     machine.start()
-    assert machine.add_lane(0, 4, holds=lambda layer: layer == 1) == [Assign(0, (1,))]
-    assert machine.add_lane(1, 4, holds=lambda layer: layer == 0) == [Assign(1, (0,))]
+    assert machine.add_lane(0, 4, holds=lambda layer: layer == 1) == [Assign(0, (whole(1),))]
+    assert machine.add_lane(1, 4, holds=lambda layer: layer == 0) == [Assign(1, (whole(0),))]
+
+
+def test_what_is_there_already_is_not_read() -> None:
+    machine = PullMachine(grid_of([1, 1]))
+    machine.start()
+    assert machine.already_landed([0]) == [LayerReady(0)]
+    assert machine.add_lane(0, 4) == [Assign(0, (whole(1),))]
+    assert machine.already_landed([0]) == []
 
 
 def test_abort_ends_it_once() -> None:

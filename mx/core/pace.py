@@ -1,0 +1,49 @@
+"""How fast a path is: an estimate at first, then a moving average of what came over it."""
+
+from __future__ import annotations
+
+#: How much of the past each completed part leaves: the last four or so make the average.
+_KEPT = 0.75
+#: What is believed of a path of which nothing is known: 1 GB/s.
+_UNKNOWN_BYTES_PER_S = 1e9
+
+
+class Pace:
+    """One path's. `now_s` is any monotonic clock's.
+
+    The average is of decayed bytes over decayed busy time, so that parts which complete in
+    bursts, as those of parallel streams do, do not look like fast ones and slow ones.
+    """
+
+    __slots__ = ("_nbytes", "_seconds", "_since_s", "measured_nbytes")
+
+    def __init__(self, estimate_bytes_per_s: float, weight_nbytes: int) -> None:
+        """The estimate counts as much as `weight_nbytes` of measured transfer."""
+        rate = estimate_bytes_per_s if estimate_bytes_per_s > 0 else _UNKNOWN_BYTES_PER_S
+        self._nbytes = float(weight_nbytes)
+        self._seconds = weight_nbytes / rate
+        self._since_s = 0.0
+        self.measured_nbytes = 0
+
+    def busy_from(self, now_s: float) -> None:
+        """The path had nothing to do, and has from now on."""
+        self._since_s = now_s
+
+    def completed(self, nbytes: int, now_s: float) -> None:
+        elapsed_s = max(now_s - self._since_s, 0.0)
+        self._nbytes = self._nbytes * _KEPT + nbytes
+        self._seconds = self._seconds * _KEPT + elapsed_s
+        self._since_s = now_s
+        self.measured_nbytes += nbytes
+
+    def bytes_per_s(self, now_s: float | None = None, expected_nbytes: int = 0) -> float:
+        """The average. With `now_s` of a busy path, not more than if `expected_nbytes` came this
+        very moment: a path that has stopped is believed less and less."""
+        average = self._nbytes / max(self._seconds, 1e-9)
+        if now_s is None:
+            return average
+        elapsed_s = max(now_s - self._since_s, 0.0)
+        at_best = (self._nbytes * _KEPT + expected_nbytes) / max(
+            self._seconds * _KEPT + elapsed_s, 1e-9
+        )
+        return min(average, at_best)

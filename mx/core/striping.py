@@ -1,0 +1,108 @@
+"""How a pull's work is shared out among its lanes, so that all end together and early layers
+are early. Pure arithmetic on lanes and what is left.
+
+A lane takes no more than its part of all the work there is, by the speeds seen so far (`budget`):
+whole chunks as long as there are many, smaller and smaller pieces towards the end, as guided
+self-scheduling (Polychronopoulos and Kuck, 1987) does for loops on processors. A slow lane takes
+chunks from as far ahead as the fast ones will be by the time it is through (`rank`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from mx.core.pace import Pace
+from mx.core.types import BLOCK_BYTES
+
+#: A lane beyond half of its depth asks ahead for no more than it does in this time.
+AHEAD_S = 0.3
+#: The smallest piece of a chunk is what a lane does in this time, in whole blocks.
+PIECE_S = 0.005
+#: A lane is not called late before this.
+LATE_S = 1.0
+#: How many times the others could do a lane's work before it is through with it: then it is late.
+LATE_FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Blocks `begin` to `end` (half-open) of a chunk."""
+
+    chunk: int
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class Lane:
+    """One session over one path, and what it is busy with."""
+
+    source: str
+    depth: int
+    pace: Pace
+    holds: Callable[[int], bool] | None = None
+    #: Part -> when it was asked for, the oldest first.
+    in_flight: dict[Part, float] = field(default_factory=dict)
+    nbytes: int = 0  # of those
+
+
+def has_room(lane: Lane, chunk_nbytes: int) -> bool:
+    """Should the lane be asked for more? Beyond half its depth only if it is fast: what a slow
+    one holds is missing elsewhere."""
+    if len(lane.in_flight) < -(-lane.depth // 2):
+        return True
+    return lane.nbytes + chunk_nbytes <= lane.pace.bytes_per_s() * AHEAD_S
+
+
+def piece_nbytes(lane: Lane, chunk_nbytes: int) -> int:
+    """The smallest piece that is worth a read of its own on this lane."""
+    blocks = int(lane.pace.bytes_per_s() * PIECE_S) // BLOCK_BYTES
+    return min(max(1, blocks) * BLOCK_BYTES, chunk_nbytes)
+
+
+def through_s(lane: Lane, chunk_nbytes: int) -> float:
+    """When the lane would be through with one more piece, counted from now."""
+    return (lane.nbytes + piece_nbytes(lane, chunk_nbytes)) / lane.pace.bytes_per_s()
+
+
+def is_first(lane: Lane, lanes: Collection[Lane], chunk_nbytes: int) -> bool:
+    """Would no other lane, busy or not, be through with a piece sooner?"""
+    own_s = through_s(lane, chunk_nbytes)
+    return all(through_s(other, chunk_nbytes) >= own_s for other in lanes)
+
+
+def budget(lane: Lane, lanes: Collection[Lane], left_nbytes: int) -> float:
+    """How many bytes more the lane may take for all to end together."""
+    total = sum(each.pace.bytes_per_s() for each in lanes)
+    work = left_nbytes + sum(each.nbytes for each in lanes)
+    return work * lane.pace.bytes_per_s() / total - lane.nbytes
+
+
+def rank(lane: Lane, lanes: Collection[Lane], chunk_nbytes: int) -> int:
+    """How many chunks the other lanes will have taken by the time this one is through with its
+    next."""
+    own_s = (lane.nbytes + chunk_nbytes) / lane.pace.bytes_per_s()
+    found = 0
+    for other in lanes:
+        if other is not lane:
+            chunks = (other.pace.bytes_per_s() * own_s - other.nbytes) / chunk_nbytes
+            found += max(0, -int(-chunks // 1) - 1)
+    return found
+
+
+def is_late(
+    lane: Lane, others: Sequence[Lane], left_nbytes: int, chunk_nbytes: int, now_s: float
+) -> bool:
+    """Could the others, who may read what it reads, do all that is left and this lane's work with
+    it `LATE_FACTOR` times before it is through?"""
+    oldest = next(iter(lane.in_flight.values()), now_s)
+    if not others or now_s - oldest < LATE_S:
+        return False
+    rate = sum(
+        other.pace.bytes_per_s(now_s, chunk_nbytes) if other.in_flight else other.pace.bytes_per_s()
+        for other in others
+    )
+    work = left_nbytes + lane.nbytes + sum(other.nbytes for other in others)
+    own_s = lane.nbytes / lane.pace.bytes_per_s(now_s, min(chunk_nbytes, lane.nbytes))
+    return own_s > LATE_FACTOR * work / rate
