@@ -28,13 +28,15 @@ class Medium(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Path:
     """One way from a source to a target. `gb_per_s` is an estimate until it is measured; for a
-    path between hosts it is what the transport itself can do, whatever the rails allow."""
+    path between hosts it is what the transport itself can do, whatever the rails allow. `staged`
+    is for mx to set: the path ends in host memory, from which mx copies to the target's GPU."""
 
     transport: str
     gb_per_s: float
     attach: bool = False
     detail: str = ""
     medium: Medium = Medium.MEMORY
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

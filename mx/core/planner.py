@@ -25,6 +25,7 @@ class Way:
     detail: str
     medium: Medium = Medium.MEMORY
     rail: Rail | None = None
+    staged: bool = False  # through this host's memory to the GPU: the transport can't do it
 
     @property
     def label(self) -> str:
@@ -133,7 +134,7 @@ def plan(
     chosen: list[Way] = []
     spare: list[Spare] = []
     for way in ways:
-        reason = _why_not(way, chosen)
+        reason = why_not(way, chosen)
         if reason is None:
             chosen.append(way)
         else:
@@ -162,6 +163,7 @@ def _ways(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterat
             path.detail,
             path.medium,
             rail,
+            path.staged,
         )
 
 
@@ -177,8 +179,8 @@ def _rank(way: Way) -> tuple[object, ...]:
     )
 
 
-def _why_not(way: Way, chosen: Sequence[Way]) -> str | None:
-    """Why a way is not used together with better ones that are; None if it is."""
+def why_not(way: Way, chosen: Sequence[Way]) -> str | None:
+    """Why a way is not used beside those that are, the best of them first; None if it is."""
     if not chosen:
         return None
     best = chosen[0]

@@ -1,11 +1,13 @@
-"""The connections of one pull: the ways there are, a lease per source, a session per way."""
+"""The connections of one pull: the ways there are, a lease per source and transport, a session
+per way."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -38,7 +40,7 @@ def plan_ways(
     transports: Mapping[str, Transport],
     sources: Sequence[SourceRecord],
 ) -> Plan:
-    """What the transports say of each source, ranked."""
+    """What the transports say of each source, ranked and chosen from."""
 
     def reach(name: str, there: Place) -> Path | str:
         transport = transports[name]
@@ -46,6 +48,11 @@ def plan_ways(
         if isinstance(viable, Unavailable):
             return viable.reason
         path = transport.reach(place, there)
+        if path is None and place.device != "cpu":
+            path = transport.reach(replace(place, device="cpu"), there)
+            if path is not None:
+                detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))
+                path = replace(path, attach=False, staged=True, detail=detail)
         return "it does not reach from here to there" if path is None else path
 
     return plan(
@@ -59,7 +66,8 @@ def plan_ways(
 
 
 class Links:
-    """Opens links on the loop, and closes whatever was opened."""
+    """Opens links on the loop, and closes whatever was opened. The ways to one source by one
+    transport share a lease."""
 
     def __init__(
         self,
@@ -72,25 +80,26 @@ class Links:
         self._place = place
         self._transports = transports
         self._on_lease_lost = on_lease_lost
-        self._channels: list[grpc.aio.Channel] = []
+        self._channels: dict[str, grpc.aio.Channel] = {}
         self._leases: list[Lease] = []
+        self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
         self._sessions: list[Session] = []
-        self._begun: dict[tuple[str, str], asyncio.Task[tuple[Link, int]]] = {}
+        self._users: Counter[Lease] = Counter()  # sessions, open or being opened
+        self._begun: dict[Way, asyncio.Task[tuple[Link, int]]] = {}
 
-    def begin(self, way: Way) -> None:
+    def begin(self, ways: Sequence[Way]) -> None:
         """Start connecting ahead of `open`, while the manifest is still on its way."""
-        key = (way.source.source_id, way.transport)
-        self._begun[key] = asyncio.create_task(self._traced(way), name="mx-link")
+        for way in ways:
+            self._begun[way] = asyncio.create_task(self._traced(way), name="mx-link")
 
     async def open(self, way: Way, need_nbytes: int) -> Link:
         """A grant from the way's source, and a session on it. `need_nbytes` is what its region
         must hold. Raises SourceError, or LocalError where this side can't."""
-        begun = self._begun.pop((way.source.source_id, way.transport), None)
+        begun = self._begun.pop(way, None)
         link, offered_nbytes = await (begun if begun is not None else self._traced(way))
         if offered_nbytes < need_nbytes:
             peer = link.lease.peer
-            link.session.close()
-            await link.lease.close()
+            await self.give_back(link)
             raise PeerProtocolError(
                 f"{peer} offers {offered_nbytes} bytes for a model that takes {need_nbytes}",
                 peer=peer,
@@ -98,22 +107,38 @@ class Links:
         return link
 
     async def _traced(self, way: Way) -> tuple[Link, int]:
-        with trace.span("pull.connect", source=way.source.endpoint, transport=way.transport):
+        with trace.span("pull.connect", source=way.source.endpoint, transport=way.label):
             return await self._connect(way)
 
     async def _connect(self, way: Way) -> tuple[Link, int]:
         """The link, and how many bytes its region holds."""
-        channel = dial(way.source.endpoint, tls=self._options.tls, insecure=self._options.insecure)
-        self._channels.append(channel)
-        lease = Lease(channel, way.source, self._on_lease_lost)
-        self._leases.append(lease)
-        granted = await lease.open(self._place, [way.transport], self._options.connect_timeout_s)
+        lease, granted = await self._grant_for(way)
+        self._users[lease] += 1
         try:
             link = Link(way, lease, await self._session(way, granted))
         except BaseException:
-            await lease.close()  # now: a source that drains would wait for it
+            await self._leave(lease)
             raise
         return link, granted.region_nbytes[0] if granted.region_nbytes else 0
+
+    async def _grant_for(self, way: Way) -> tuple[Lease, Granted]:
+        key = (way.source.source_id, way.transport)
+        task = self._granted.get(key)
+        if task is None or (task.done() and (task.exception() or task.result()[0].check())):
+            task = asyncio.create_task(self._lease(way), name="mx-grant")
+            self._granted[key] = task
+        return await asyncio.shield(task)
+
+    async def _lease(self, way: Way) -> tuple[Lease, Granted]:
+        endpoint = way.source.endpoint
+        if endpoint not in self._channels:
+            self._channels[endpoint] = dial(
+                endpoint, tls=self._options.tls, insecure=self._options.insecure
+            )
+        lease = Lease(self._channels[endpoint], way.source, self._on_lease_lost)
+        self._leases.append(lease)
+        granted = await lease.open(self._place, [way.transport], self._options.connect_timeout_s)
+        return lease, granted
 
     async def _session(self, way: Way, granted: Granted) -> Session:
         transport = self._transports[way.transport]
@@ -143,7 +168,20 @@ class Links:
             tls=self._options.data_tls,
             stall_timeout_s=self._options.stall_timeout_s,
             streams=self._options.streams,
+            rail=way.rail,
+            place=self._place,
+            trusted_fabric=self._options.trusted_fabric,
         )
+
+    async def give_back(self, link: Link) -> None:
+        """Close a link's session, and the lease if no other stands on it. Once per link."""
+        link.session.close()
+        await self._leave(link.lease)
+
+    async def _leave(self, lease: Lease) -> None:
+        self._users[lease] -= 1
+        if self._users[lease] <= 0:
+            await lease.close()  # now: a source that drains would wait for it
 
     async def attach(self, link: Link, nbytes: int) -> memoryview:
         """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
@@ -156,14 +194,15 @@ class Links:
                     peer=link.lease.peer,
                 )
         except SourceError:
-            link.session.close()
-            await link.lease.close()
+            await self.give_back(link)
             raise
         return view[:nbytes]
 
     async def close(self) -> None:
         """Close every session and wait for its end, then end the leases they stood on."""
-        begun, self._begun = list(self._begun.values()), {}
+        begun = [*self._begun.values(), *self._granted.values()]
+        self._begun.clear()
+        self._granted.clear()
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
@@ -174,8 +213,8 @@ class Links:
             if not await asyncio.to_thread(session.join, 2 * self._options.stall_timeout_s):
                 log.warning("a session has not ended: %r", session)
         leases, self._leases = self._leases, []
-        channels, self._channels = self._channels, []
+        channels, self._channels = self._channels, {}
         for lease in leases:
             await lease.close()
-        for channel in channels:
+        for channel in channels.values():
             await channel.close(None)

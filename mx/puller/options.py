@@ -38,3 +38,4 @@ class PullOptions:
     stall_timeout_s: float = 4.0
     connect_timeout_s: float = 3.0
     chunk_nbytes: int = CHUNK_BYTES
+    trusted_fabric: bool = False

@@ -22,8 +22,10 @@ from mx.errors import (
     MxError,
     NoSourceError,
     NotAllowedError,
+    SourceError,
 )
 from mx.memory.arena import Arena, BorrowedArena
+from mx.puller.crew import Crew
 from mx.puller.delivery import Delivery
 from mx.puller.engine import Engine, Lane
 from mx.puller.links import Link, Links, plan_ways
@@ -43,6 +45,9 @@ from mx.puller.state import PullState
 from mx.runtime import uncut
 from mx.storage.load import load_checkpoint
 from mx.transport import Transport
+
+#: How often lanes are looked at that may have become too slow to wait for.
+TICK_S = 0.25
 
 
 class Puller:
@@ -65,11 +70,12 @@ class Puller:
         self._locator: Locator | None = None
         self._links = Links(options, self._place, transports, self._lease_lost)
         self._delivery: Delivery | None = None
+        self._crew: Crew | None = None
         self._causes: list[MxError] = []
         self._disk_done = (0, 0)
         self._closed = False
         # Written on the loop only; `_changed` is set with each change.
-        self._lost: set[int] = set()
+        self._lost: dict[int, MxError] = {}  # lanes that the engine gave up
         self._ended = False
         self._failure: MxError | None = None
         self._changed = asyncio.Event()
@@ -126,7 +132,7 @@ class Puller:
     async def _start_over(self) -> None:
         await self._release_network()
         await self._discard()
-        self.manifest = self._engine = self._failure = None
+        self.manifest = self._engine = self._failure = self._crew = None
         self._ended = False
 
     async def _from_peers(self) -> PullReport:
@@ -136,8 +142,7 @@ class Puller:
             span.set(sources=len(located.sources))
         self.key = located.key
         ways = plan_ways(self.options, self._place, self._transports, located.sources)
-        if ways.ways:
-            self._links.begin(ways.ways[0])
+        self._links.begin(ways.chosen)
         with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
             documents = await self._locator.documents(located)
             # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
@@ -169,56 +174,91 @@ class Puller:
         )
 
     async def _read(self, manifest: Manifest, ways: Plan) -> PullReport:
-        """Use way after way until the pull has ended. Raises what it failed with."""
-        given_up: set[str] = set()
-        for way in ways.ways:
-            if way.source.source_id in given_up:
-                continue
-            try:
-                link, attached = await self._open(manifest, way)
-            except (LocalError, ConfigError):
-                raise
-            except MxError as error:  # the source's doing, whatever it says
-                self._causes.append(error)
-                continue
-            if attached is not None:
-                return await self._deliver_attached(manifest, link, attached)
-            lane = self._add_lane(manifest, link)
-            self.phase = "reading"
-            await self._until_ended(or_lost=lane)
-            if self._ended:
+        """Attach, or read over all ways that go together and others when those are lost, until
+        the pull has ended. Raises what it failed with."""
+        self._crew = crew = Crew(
+            ways,
+            self._links,
+            lambda way: self._links.open(way, manifest.layout.arena_nbytes),
+            lambda link: self._add_lane(manifest, link),
+            self._causes,
+            self._changed.set,
+        )
+        self.phase = "connecting"
+        for way in [way for way in ways.ways if way.attach]:
+            link, view = await self._attach(manifest, way)
+            if link is None:
+                crew.leave_out(way)
+            elif view is not None:
+                return await self._deliver_attached(manifest, link, view)
+            else:
+                crew.take(link)  # it can be copied still
                 break
-            given_up.add(way.source.source_id)
-            await link.lease.close()  # else its source would wait for us, if it drains
+        if self.arena is None:
+            # Now, so that its first pages are populated while the sources are asked.
+            self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
+        ticking = asyncio.create_task(self._tick(), name="mx-tick")
+        try:
+            await self._man(crew)
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
         if self._engine is None:
-            raise NoSourceError(
-                f"no source of {self.key} could be opened: "
-                + "; ".join(str(cause) for cause in self._causes),
-                hint="mx sources shows who is registered",
-            )
-        self._engine.no_more_lanes()
-        await self._until_ended()
+            raise self._nobody()
         if self._failure is not None:
             raise self._failure
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return self._report(manifest, self._engine.paths(), by)
 
-    async def _open(self, manifest: Manifest, way: Way) -> tuple[Link, memoryview | None]:
-        """A link; and the source's memory, if the way allows to map it and nothing was read yet.
-        Raises what its source does wrong, LocalError and ConfigError."""
-        self.phase = "connecting"
-        attach = way.attach and self._engine is None
-        if not attach and self.arena is None:
-            # Now, so that its first pages are populated while the source is asked.
-            self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
-        link = await self._links.open(way, manifest.layout.arena_nbytes)
-        if not attach:
-            return link, None
+    async def _man(self, crew: Crew) -> None:
+        """Until the pull has ended, or nobody was there to begin it with."""
+        while not self._ended:
+            self._changed.clear()
+            for number in sorted(self._lost):
+                await crew.lost(number, self._lost.pop(number))
+            crew.fill()
+            if crew.fatal is not None:
+                raise crew.fatal
+            if crew.exhausted:
+                if self._engine is None:
+                    return
+                self._engine.no_more_lanes()
+            if not self._ended and not self._changed.is_set():
+                await self._changed.wait()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._engine is not None:
+                self._engine.tick()
+
+    def _nobody(self) -> MxError:
+        """No way could be opened."""
+        if self._causes and all(isinstance(cause, LocalError) for cause in self._causes):
+            return self._causes[-1]
+        return NoSourceError(
+            f"no source of {self.key} could be opened: "
+            + "; ".join(dict.fromkeys(str(cause) for cause in self._causes)),
+            hint="mx sources shows who is registered",
+        )
+
+    async def _attach(self, manifest: Manifest, way: Way) -> tuple[Link | None, memoryview | None]:
+        """A link if it could be opened, and the source's memory if it could be mapped."""
+        try:
+            link = await self._links.open(way, manifest.layout.arena_nbytes)
+        except ConfigError:
+            raise
+        except MxError as error:
+            self._causes.append(error)
+            return None, None
         try:
             return link, await self._links.attach(link, manifest.layout.arena_nbytes)
         except NotAllowedError as error:
             self._causes.append(error)
-            return link, None  # it can be copied still
+            return link, None
+        except SourceError as error:
+            self._causes.append(error)
+            return None, None
 
     async def _deliver_attached(
         self, manifest: Manifest, link: Link, view: memoryview
@@ -256,7 +296,18 @@ class Puller:
         now_s = time.monotonic()
         self.state.first_read_s = self.state.first_read_s or now_s
         endpoint = link.way.source.endpoint
-        lane = Lane(link.way.transport, endpoint, link.session, link.lease, now_s)
+        link.session.adopt(self.arena.view)
+        lane = Lane(
+            link.way.transport,
+            endpoint,
+            link.session,
+            link.lease,
+            now_s,
+            rail=str(link.way.rail or ""),
+            source=link.way.source.source_id,
+            bytes_per_s=link.way.gb_per_s * 1e9,
+        )
+        self.phase = "reading"
         return self._engine.add_lane(lane)
 
     async def _from_disk(self, *, fallback: bool) -> PullReport:
@@ -306,7 +357,7 @@ class Puller:
         delivery.landed(arena.view, layer)
 
     def lane_lost(self, lane: int, error: MxError) -> None:
-        self._on_loop(lambda: self._lost.add(lane))
+        self._on_loop(lambda: self._lost.update({lane: error}))
 
     def complete(self) -> None:
         pass  # the last layer's announcement ends the pull; strong checks may still run
@@ -341,11 +392,6 @@ class Puller:
         self._failure = self._failure or error
         self._ended = True
 
-    async def _until_ended(self, or_lost: int | None = None) -> None:
-        while not self._ended and or_lost not in self._lost:
-            self._changed.clear()
-            await self._changed.wait()
-
     def _lease_lost(self, error: MxError) -> None:
         """The engine's sinks see it too; this is for a pull that only waits."""
         if self._engine is None:
@@ -376,6 +422,8 @@ class Puller:
             await asyncio.to_thread(self._engine.join, 2 * self.options.stall_timeout_s)
         if self._delivery is not None:
             await asyncio.to_thread(self._delivery.settle)
+        if self._crew is not None:
+            await self._crew.close()
         await self._links.close()
         if self._locator is not None:
             await self._locator.close()

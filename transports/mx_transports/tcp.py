@@ -85,7 +85,7 @@ class TcpTransport:
     def open(self, grant: Grant) -> Session:
         """Raises SourceError, or ConfigError for bad TLS files."""
         ticket = frames.decode_ticket(grant.ticket, grant.peer)
-        addresses = _addresses(ticket, grant.peer)
+        addresses = _addresses(ticket, grant)
         tls = tls_context(grant.tls, server=False) if grant.tls else None
         streams: list[Stream] = []
         try:
@@ -114,8 +114,9 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _addresses(ticket: frames.Ticket, peer: str) -> list[tuple[str, int]]:
-    found = []
+def _addresses(ticket: frames.Ticket, grant: Grant) -> list[tuple[str, int]]:
+    """What the ticket says to dial; with a rail, at its far end alone."""
+    peer, found = grant.peer, []
     listed = ticket.fields.get("addresses")
     for entry in listed if isinstance(listed, list) else []:
         try:
@@ -127,6 +128,12 @@ def _addresses(ticket: frames.Ticket, peer: str) -> list[tuple[str, int]]:
             continue
     if not found:
         raise PeerProtocolError(f"{peer} handed out a ticket without any address", peer=peer)
+    if grant.rail is None:
+        return found
+    far = grant.rail.remote_address
+    found = [address for address in found if address[0] == far]
+    if not found:
+        raise PeerProtocolError(f"{peer} does not listen at {far}, as it had said", peer=peer)
     return found
 
 
@@ -156,7 +163,8 @@ def _connect(
     where = f"{grant.peer} (data at {address[0]}:{address[1]})"
     sock: socket.socket | None = None
     try:
-        sock = socket.create_connection(address, timeout=grant.stall_timeout_s)
+        near = None if grant.rail is None else (grant.rail.local_address, 0)
+        sock = socket.create_connection(address, grant.stall_timeout_s, source_address=near)
         if tls is not None:
             sock = tls.wrap_socket(sock)
         stream = Stream(sock, grant.stall_timeout_s)

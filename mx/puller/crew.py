@@ -1,0 +1,107 @@
+"""Keeps a pull's ways in use: opens those that go together, replaces those that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from mx.core.planner import Plan, Way, why_not
+from mx.errors import ConfigError, MxError, PathSlowError, PeerLostError, PeerProtocolError
+from mx.puller.links import Link, Links
+
+#: After these the source may be as well as ever, and its other ways worth a try.
+_WAY_ERRORS = (PeerLostError, PeerProtocolError)
+
+
+class Crew:
+    """One pull's. On the loop; `changed` is called after anything that `fill` may answer.
+
+    `open_way` connects one way; `add` makes a lane of what that gave, and numbers it. `causes`
+    collects why ways failed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        links: Links,
+        open_way: Callable[[Way], Coroutine[Any, Any, Link]],
+        add: Callable[[Link], int],
+        causes: list[MxError],
+        changed: Callable[[], None],
+    ) -> None:
+        self._candidates = list(plan.ways)  # best first
+        self._links = links
+        self._open_way = open_way
+        self._add = add
+        self._causes = causes
+        self._changed = changed
+        self._opening: dict[Way, asyncio.Task[Link]] = {}
+        self._live: dict[int, Link] = {}
+        self._resting: list[Way] = []  # too slow beside the others: better than nothing
+        self.fatal: BaseException | None = None
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing is in use, being opened, or left to try."""
+        return not (self._candidates or self._resting or self._opening or self._live)
+
+    def take(self, link: Link) -> None:
+        """Use a link that is open already."""
+        self._candidates.remove(link.way)
+        self._live[self._add(link)] = link
+
+    def leave_out(self, way: Way) -> None:
+        """It was tried, and is of no use."""
+        self._candidates.remove(way)
+
+    def fill(self) -> None:
+        """Open whatever goes together with what is in use."""
+        if not (self._candidates or self._opening or self._live):
+            self._candidates, self._resting = self._resting, []
+        in_use = [*(link.way for link in self._live.values()), *self._opening]
+        for way in list(self._candidates):
+            if why_not(way, in_use) is None:
+                self._candidates.remove(way)
+                in_use.append(way)
+                task = asyncio.create_task(self._open_way(way), name="mx-open-way")
+                self._opening[way] = task
+                task.add_done_callback(functools.partial(self._opened, way))
+
+    def _opened(self, way: Way, task: asyncio.Task[Link]) -> None:
+        self._opening.pop(way, None)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            link = task.result()
+            self._live[self._add(link)] = link
+        elif isinstance(error, MxError) and not isinstance(error, ConfigError):
+            self._causes.append(error)
+        else:
+            self.fatal = error
+        self._changed()
+
+    async def lost(self, number: int, error: MxError) -> None:
+        """The engine gave a lane up."""
+        link = self._live.pop(number, None)
+        if link is None:
+            return
+        if isinstance(error, PathSlowError):
+            self._resting.append(link.way)
+        elif not isinstance(error, _WAY_ERRORS) or link.lease.check() is not None:
+            self._give_up(link.way.source.source_id)
+        await self._links.give_back(link)
+
+    def _give_up(self, source_id: str) -> None:
+        """Nothing more is begun with a source: it stopped, changed, lied, or gave no more."""
+        self._candidates = [w for w in self._candidates if w.source.source_id != source_id]
+        self._resting = [w for w in self._resting if w.source.source_id != source_id]
+
+    async def close(self) -> None:
+        """Stop opening; what is open stays its `Links`'."""
+        opening = list(self._opening.values())
+        for task in opening:
+            task.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
