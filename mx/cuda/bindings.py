@@ -1,0 +1,375 @@
+"""`mx.cuda.driver.Driver` over NVIDIA's cuda-bindings, 12.9 to 13.x.
+
+The library is found when the first driver is made. Its functions return tuples of a CUresult and
+their results; each is unpacked here, in one place, and a failure becomes a `CudaError`. They
+release the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import uuid
+from types import ModuleType
+from typing import Any
+
+from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, PointerInfo
+from mx.cuda.errors import CudaError, CudaUnavailableError, cuda_error
+from mx.units import format_bytes
+
+_NAME_BYTES = 256
+#: cuda-bindings 12.9 came with CUDA 12.9; drivers of all of CUDA 12 work with it (minor version
+#: compatibility), older ones do not.
+_OLDEST_DRIVER = 12000
+
+
+def import_driver() -> ModuleType:
+    """The module `cuda.bindings.driver`. Raises CudaUnavailableError where it is not installed."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise CudaUnavailableError(
+            f"cuda-bindings can't be imported: {error}",
+            hint="pip install 'mx-peer[cuda13]', or [cuda12] for a driver of CUDA 12",
+        ) from error
+
+
+class BindingsDriver:
+    """See `mx.cuda.driver.Driver`. Raises CudaUnavailableError if CUDA can't be used here."""
+
+    def __init__(self, module: ModuleType | None = None) -> None:
+        self._d: Any = module or import_driver()
+        try:
+            self._call("cuInit", 0)
+            self._version = int(self._call("cuDriverGetVersion"))
+            count = self.device_count()
+        except CudaError as error:
+            raise CudaUnavailableError(
+                error.message, hint=error.hint, call=error.call, code=error.code
+            ) from None
+        except (OSError, RuntimeError) as error:
+            # How the bindings say that libcuda.so.1 is not there, by version.
+            raise CudaUnavailableError(
+                "libcuda, the NVIDIA driver's library, was not found",
+                hint="install the NVIDIA driver; in a container, give it the GPUs (--gpus all)",
+            ) from error
+        if self._version < _OLDEST_DRIVER:
+            raise CudaUnavailableError(
+                f"the NVIDIA driver is of CUDA {self._version // 1000}, which is too old",
+                hint="update the NVIDIA driver to one of CUDA 12 or later",
+            )
+        if not count:
+            raise cuda_unavailable("cuDeviceGetCount", "CUDA_ERROR_NO_DEVICE")
+        d = self._d
+        self._fd_type = d.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._attribute = d.CUpointer_attribute
+
+    def _call(self, name: str, *arguments: Any, detail: str = "") -> Any:
+        function = getattr(self._d, name, None)
+        if function is None:
+            raise cuda_error(name, "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER", "not in cuda-bindings")
+        result, *values = function(*arguments)
+        if int(result):
+            raise self._error(name, result, detail)
+        return values[0] if len(values) == 1 else values
+
+    def _error(self, call: str, result: Any, detail: str) -> CudaError:
+        # A result newer than the bindings has no name there.
+        code = getattr(result, "name", None) or f"CUresult {int(result)}"
+        return cuda_error(call, code, self._text(self._d.cuGetErrorString(result)), detail)
+
+    @staticmethod
+    def _text(found: Any) -> str:
+        result, text = found
+        return "" if int(result) or not text else text.decode(errors="replace")
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    def version(self) -> int:
+        return self._version
+
+    def device_count(self) -> int:
+        return int(self._call("cuDeviceGetCount"))
+
+    def _device(self, ordinal: int) -> Any:
+        return self._call("cuDeviceGet", ordinal)
+
+    def device_uuid(self, ordinal: int) -> str:
+        # The first version names the whole GPU of a MIG instance; in 13 there is only the second.
+        name = "cuDeviceGetUuid_v2" if hasattr(self._d, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        found = self._call(name, self._device(ordinal))
+        return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+
+    def device_name(self, ordinal: int) -> str:
+        name: bytes = self._call("cuDeviceGetName", _NAME_BYTES, self._device(ordinal))
+        return name.split(b"\0")[0].decode(errors="replace")
+
+    def device_memory_nbytes(self, ordinal: int) -> int:
+        return int(self._call("cuDeviceTotalMem", self._device(ordinal)))
+
+    def device_attribute(self, ordinal: int, attribute: DeviceAttribute) -> int:
+        known = getattr(self._d.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute.value}")
+        return int(self._call("cuDeviceGetAttribute", known, self._device(ordinal)))
+
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        return bool(self._call("cuDeviceCanAccessPeer", self._device(ordinal), self._device(peer)))
+
+    # -- contexts ----------------------------------------------------------------------------------
+
+    def context_retain(self, ordinal: int) -> int:
+        return int(self._call("cuDevicePrimaryCtxRetain", self._device(ordinal)))
+
+    def context_release(self, ordinal: int) -> None:
+        self._call("cuDevicePrimaryCtxRelease", self._device(ordinal))
+
+    def context_push(self, context: int) -> None:
+        self._call("cuCtxPushCurrent", self._d.CUcontext(context))
+
+    def context_pop(self) -> None:
+        self._call("cuCtxPopCurrent")
+
+    def context_synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
+    def enable_peer_access(self, peer_context: int) -> None:
+        try:
+            self._call("cuCtxEnablePeerAccess", self._d.CUcontext(peer_context), 0)
+        except CudaError as error:
+            if error.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                raise
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def mem_info(self) -> tuple[int, int]:
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def mem_alloc(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", nbytes, detail=format_bytes(nbytes)))
+
+    def mem_free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def pointer(self, address: int) -> PointerInfo:
+        names = self._attribute
+        ordinal = self._pointer(names.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+        base, nbytes = self._call("cuMemGetAddressRange", address, detail=hex(address))
+        handles = self._pointer(names.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES, address)
+        return PointerInfo(
+            ordinal,
+            int(base),
+            int(nbytes),
+            self._pointer(names.CU_POINTER_ATTRIBUTE_BUFFER_ID, address),
+            bool(self._pointer(names.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address)),
+            bool(handles & int(self._fd_type)),
+        )
+
+    def _pointer(self, attribute: Any, address: int) -> int:
+        return int(self._call("cuPointerGetAttribute", attribute, address, detail=hex(address)))
+
+    # -- virtual memory management -----------------------------------------------------------------
+
+    def _properties(self, ordinal: int) -> Any:
+        d = self._d
+        properties = d.CUmemAllocationProp()
+        properties.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._fd_type
+        properties.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = ordinal
+        if self.device_attribute(ordinal, DeviceAttribute.RDMA_VMM):
+            properties.allocFlags.gpuDirectRDMACapable = 1
+        return properties
+
+    def vmm_granularity(self, ordinal: int) -> int:
+        flags = self._d.CUmemAllocationGranularity_flags
+        return int(
+            self._call(
+                "cuMemGetAllocationGranularity",
+                self._properties(ordinal),
+                flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            )
+        )
+
+    def vmm_create(self, ordinal: int, nbytes: int) -> int:
+        detail = format_bytes(nbytes)
+        return int(self._call("cuMemCreate", nbytes, self._properties(ordinal), 0, detail=detail))
+
+    def vmm_release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def vmm_retain(self, address: int) -> int:
+        return int(self._call("cuMemRetainAllocationHandle", address, detail=hex(address)))
+
+    def vmm_reserve(self, nbytes: int, alignment: int = 0) -> int:
+        detail = format_bytes(nbytes)
+        return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0, detail=detail))
+
+    def vmm_unreserve(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def vmm_map(self, address: int, nbytes: int, handle: int) -> None:
+        self._call("cuMemMap", address, nbytes, 0, handle, 0, detail=format_bytes(nbytes))
+
+    def vmm_unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes)
+
+    def vmm_set_access(
+        self, address: int, nbytes: int, ordinal: int, *, writable: bool = True
+    ) -> None:
+        d = self._d
+        flags = d.CUmemAccess_flags
+        access = d.CUmemAccessDesc()
+        access.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = ordinal
+        access.flags = (
+            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    def vmm_export_fd(self, handle: int) -> int:
+        return int(self._call("cuMemExportToShareableHandle", handle, self._fd_type, 0))
+
+    def vmm_import_fd(self, descriptor: int) -> int:
+        return int(self._call("cuMemImportFromShareableHandle", descriptor, self._fd_type))
+
+    # -- legacy IPC --------------------------------------------------------------------------------
+
+    def ipc_handle(self, address: int) -> bytes:
+        handle = self._call("cuIpcGetMemHandle", address, detail=hex(address))
+        return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
+
+    def ipc_open(self, handle: bytes) -> int:
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise ValueError(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
+        structure = self._d.CUipcMemHandle()
+        ctypes.memmove(int(structure.getPtr()), handle, IPC_HANDLE_BYTES)
+        flag = self._d.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self._call("cuIpcOpenMemHandle", structure, int(flag)))
+
+    def ipc_close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", address)
+
+    # -- streams and events ------------------------------------------------------------------------
+
+    def stream_create(self) -> int:
+        flag = self._d.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._call("cuStreamCreate", int(flag)))
+
+    def stream_destroy(self, stream: int) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def stream_query(self, stream: int) -> bool:
+        return self._ready("cuStreamQuery", stream)
+
+    def _ready(self, call: str, what: int) -> bool:
+        (result,) = getattr(self._d, call)(what)
+        if result == self._d.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if int(result):
+            raise self._error(call, result, "")
+        return True
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def event_create(self) -> int:
+        flags = self._d.CUevent_flags
+        return int(
+            self._call(
+                "cuEventCreate",
+                int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC),
+            )
+        )
+
+    def event_destroy(self, event: int) -> None:
+        self._call("cuEventDestroy", event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def event_query(self, event: int) -> bool:
+        return self._ready("cuEventQuery", event)
+
+    def event_synchronize(self, event: int) -> None:
+        self._call("cuEventSynchronize", event)
+
+    # -- copies ------------------------------------------------------------------------------------
+
+    def copy_htod(self, target: int, host: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyHtoDAsync", target, host, nbytes, stream)
+
+    def copy_dtoh(self, host: int, source: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyDtoHAsync", host, source, nbytes, stream)
+
+    def copy_dtod(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
+
+    def copy_peer(
+        self,
+        target: int,
+        target_context: int,
+        source: int,
+        source_context: int,
+        nbytes: int,
+        stream: int,
+    ) -> None:
+        context = self._d.CUcontext
+        self._call(
+            "cuMemcpyPeerAsync",
+            target,
+            context(target_context),
+            source,
+            context(source_context),
+            nbytes,
+            stream,
+        )
+
+    def memset(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", address, value, nbytes, stream)
+
+    # -- host memory -------------------------------------------------------------------------------
+
+    def host_alloc(self, nbytes: int) -> int:
+        d = self._d
+        flags = int(d.CU_MEMHOSTALLOC_PORTABLE) | int(d.CU_MEMHOSTALLOC_DEVICEMAP)
+        return int(self._call("cuMemHostAlloc", nbytes, flags, detail=format_bytes(nbytes)))
+
+    def host_free(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+        d = self._d
+        flags = int(d.CU_MEMHOSTREGISTER_PORTABLE) | int(d.CU_MEMHOSTREGISTER_DEVICEMAP)
+        if read_only:
+            flags |= int(d.CU_MEMHOSTREGISTER_READ_ONLY)
+        detail = format_bytes(nbytes)
+        self._call("cuMemHostRegister", address, nbytes, flags, detail=detail)
+
+    def host_unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def host_device_pointer(self, address: int) -> int:
+        return int(self._call("cuMemHostGetDevicePointer", address, 0))
+
+    # -- words that streams wait for ---------------------------------------------------------------
+
+    def stream_wait_value(self, stream: int, address: int, value: int) -> None:
+        flag = self._d.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        word = self._d.cuuint32_t(value)
+        self._call("cuStreamWaitValue32", stream, address, word, int(flag))
+
+    def stream_write_value(self, stream: int, address: int, value: int) -> None:
+        flag = self._d.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        word = self._d.cuuint32_t(value)
+        self._call("cuStreamWriteValue32", stream, address, word, int(flag))
+
+
+def cuda_unavailable(call: str, code: str) -> CudaUnavailableError:
+    """`cuda_error` as a reason for having no CUDA at all."""
+    error = cuda_error(call, code)
+    return CudaUnavailableError(error.message, hint=error.hint, call=call, code=code)
