@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mx.api import (
         LayerEvent,
+        PlannedPull,
         Progress,
         Pull,
         PullReport,
         Source,
         list_models,
         list_sources,
+        plan,
         pull,
         serve,
     )
@@ -33,12 +35,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "LayerEvent": "mx.api",
     "MxError": "mx.errors",
+    "PlannedPull": "mx.api",
     "Progress": "mx.api",
     "Pull": "mx.api",
     "PullReport": "mx.api",
     "Source": "mx.api",
     "list_models": "mx.api",
     "list_sources": "mx.api",
+    "plan": "mx.api",
     "pull": "mx.api",
     "serve": "mx.api",
 }
@@ -46,6 +50,7 @@ _HOMES = {
 __all__ = [
     "LayerEvent",
     "MxError",
+    "PlannedPull",
     "Progress",
     "Pull",
     "PullReport",
@@ -53,6 +58,7 @@ __all__ = [
     "__version__",
     "list_models",
     "list_sources",
+    "plan",
     "pull",
     "serve",
 ]

@@ -7,14 +7,17 @@ stopped with the last. Nothing here needs an event loop of the caller's.
 from __future__ import annotations
 
 from mx.api.listing import list_models, list_sources
+from mx.api.planning import plan
 from mx.api.pulling import Pull, pull
 from mx.api.serving import Source, offer, serve, source_options, start_source
 from mx.errors import MxError
+from mx.puller.planning import PlannedPull
 from mx.puller.report import LayerEvent, Progress, PullReport
 
 __all__ = [
     "LayerEvent",
     "MxError",
+    "PlannedPull",
     "Progress",
     "Pull",
     "PullReport",
@@ -22,6 +25,7 @@ __all__ = [
     "list_models",
     "list_sources",
     "offer",
+    "plan",
     "pull",
     "serve",
     "source_options",

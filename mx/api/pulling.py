@@ -238,9 +238,21 @@ class Pull:
         await asyncio.to_thread(self.close)
 
 
-def _pull_options(
-    model: str, source: str, out: str | Path | None, settings: config.Settings, **rest: Any
+def pull_options(
+    model: str,
+    source: str,
+    out: str | Path | None,
+    settings: config.Settings,
+    *,
+    transport: str | None,
+    **rest: Any,
 ) -> PullOptions:
+    """The options of `pull` and `plan`, checked. Raises ConfigError."""
+    known = transports()
+    if transport is not None and transport not in known:
+        raise ConfigError(
+            f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
+        )
     how, _, where = source.partition("=")
     if how not in ("peer", "disk", "auto") or (how == "disk" and not where):
         raise ConfigError(
@@ -264,6 +276,7 @@ def _pull_options(
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         chunk_nbytes=settings.chunk_bytes,
+        transport=transport,
         **rest,
     )
 
@@ -314,12 +327,7 @@ def pull(
     settings = settings or config.load()
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"verify={verify!r} is not understood", hint="it is chunks or strong")
-    known = transports()
-    if transport is not None and transport not in known:
-        raise ConfigError(
-            f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
-        )
-    options = _pull_options(
+    options = pull_options(
         model,
         source,
         out,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mx.cli import bench, demo, listing, pull, serve, show
+from mx.cli import bench, demo, listing, plan, pull, serve, show
 
 app = typer.Typer(
     name="mx",
@@ -53,6 +53,7 @@ def root(
 
 app.command("serve")(serve.serve)
 app.command("pull")(pull.pull)
+app.command("plan")(plan.plan)
 app.command("models")(listing.models)
 app.command("sources")(listing.sources)
 app.command("demo")(demo.demo)

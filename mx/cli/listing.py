@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mx.cli import options, outcome
@@ -64,7 +63,7 @@ def models(
             str(entry.layers),
             str(entry.sources),
         )
-    _print(table)
+    outcome.show(table)
 
 
 def sources(
@@ -138,13 +137,4 @@ def sources(
             format_seconds(status.lease_left_s),
             ", ".join(record.transports),
         )
-    _print(table)
-
-
-def _print(table: Table) -> None:
-    """Tables go to pipes in full, and to terminals as wide as those are."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=250)
-    # What comes from elsewhere is text, not markup.
-    console.print(table, markup=False)
+    outcome.show(table)

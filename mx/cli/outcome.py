@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 
@@ -29,6 +30,15 @@ def say(text: str) -> None:
 def emit(result: Mapping[str, object]) -> None:
     """The one object of `--json`, on a line of its own."""
     print(json.dumps(result), flush=True)
+
+
+def show(table: Table) -> None:
+    """Tables go to pipes in full, and to terminals as wide as those are."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=250)
+    # What comes from elsewhere is text, not markup.
+    console.print(table, markup=False)
 
 
 def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoReturn:

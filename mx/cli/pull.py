@@ -140,7 +140,8 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
     ]
     for path in report.paths:
         how = "attached, no copy" if path.attached else format_bytes(path.bytes)
-        lines.append(f"  {path.transport} from {path.source}: {how}")
+        over = f" over {path.rail}" if path.rail else ""
+        lines.append(f"  {path.transport} from {path.source}{over}: {how}")
     if report.retries:
         lines.append(f"  {report.retries} chunks were fetched again")
     if report.fallback:

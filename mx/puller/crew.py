@@ -9,14 +9,19 @@ from typing import Any
 
 from mx.core.planner import Plan, Way, why_not
 from mx.errors import ConfigError, MxError, PathSlowError, PeerLostError, PeerProtocolError
+from mx.puller.engine import Engine
 from mx.puller.links import Link, Links
 
 #: After these the source may be as well as ever, and its other ways worth a try.
 _WAY_ERRORS = (PeerLostError, PeerProtocolError)
 
 
+#: How often lanes are looked at that may have become too slow to wait for.
+TICK_S = 0.25
+
+
 class Crew:
-    """One pull's. On the loop; `changed` is called after anything that `fill` may answer.
+    """One pull's, on the loop.
 
     `open_way` connects one way; `add` makes a lane of what that gave, and numbers it. `causes`
     collects why ways failed.
@@ -29,23 +34,57 @@ class Crew:
         open_way: Callable[[Way], Coroutine[Any, Any, Link]],
         add: Callable[[Link], int],
         causes: list[MxError],
-        changed: Callable[[], None],
     ) -> None:
         self._candidates = list(plan.ways)  # best first
         self._links = links
         self._open_way = open_way
         self._add = add
         self._causes = causes
-        self._changed = changed
+        self._changed = asyncio.Event()
+        self._lost: dict[int, MxError] = {}  # lanes that the engine gave up
         self._opening: dict[Way, asyncio.Task[Link]] = {}
         self._live: dict[int, Link] = {}
         self._resting: list[Way] = []  # too slow beside the others: better than nothing
-        self.fatal: BaseException | None = None
+        self._fatal: BaseException | None = None
 
-    @property
-    def exhausted(self) -> bool:
-        """Nothing is in use, being opened, or left to try."""
-        return not (self._candidates or self._resting or self._opening or self._live)
+    async def run(self, ended: Callable[[], bool], engine: Callable[[], Engine | None]) -> None:
+        """Until the pull has ended, or nobody is there to begin it with. `engine` gives the
+        pull's, once there is one. Raises what no other way would mend."""
+        ticking = asyncio.create_task(self._tick(engine), name="mx-tick")
+        try:
+            while not ended():
+                self._changed.clear()
+                for number in sorted(self._lost):
+                    await self._replace(number, self._lost.pop(number))
+                self._fill()
+                if self._fatal is not None:
+                    raise self._fatal
+                if not (self._candidates or self._resting or self._opening or self._live):
+                    reading = engine()
+                    if reading is None:
+                        return
+                    reading.no_more_lanes()
+                if not ended():
+                    await self._changed.wait()
+        finally:
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
+
+    async def _tick(self, engine: Callable[[], Engine | None]) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            reading = engine()
+            if reading is not None:
+                reading.tick()
+
+    def wake(self) -> None:
+        """The pull has ended."""
+        self._changed.set()
+
+    def lane_lost(self, number: int, error: MxError) -> None:
+        """The engine gave a lane up."""
+        self._lost[number] = error
+        self._changed.set()
 
     def take(self, link: Link) -> None:
         """Use a link that is open already."""
@@ -56,7 +95,7 @@ class Crew:
         """It was tried, and is of no use."""
         self._candidates.remove(way)
 
-    def fill(self) -> None:
+    def _fill(self) -> None:
         """Open whatever goes together with what is in use."""
         if not (self._candidates or self._opening or self._live):
             self._candidates, self._resting = self._resting, []
@@ -80,11 +119,10 @@ class Crew:
         elif isinstance(error, MxError) and not isinstance(error, ConfigError):
             self._causes.append(error)
         else:
-            self.fatal = error
-        self._changed()
+            self._fatal = error
+        self._changed.set()
 
-    async def lost(self, number: int, error: MxError) -> None:
-        """The engine gave a lane up."""
+    async def _replace(self, number: int, error: MxError) -> None:
         link = self._live.pop(number, None)
         if link is None:
             return

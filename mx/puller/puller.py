@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mx import discovery, trace
+from mx import trace
 from mx.core import manifest as manifests
 from mx.core.planner import Plan, Way
 from mx.core.types import Manifest, ModelKey
@@ -32,6 +32,7 @@ from mx.puller.links import Link, Links, plan_ways
 from mx.puller.locate import Locator
 from mx.puller.memory import new_arena
 from mx.puller.options import PullOptions
+from mx.puller.planning import target_place
 from mx.puller.report import (
     PathReport,
     Progress,
@@ -45,9 +46,6 @@ from mx.puller.state import PullState
 from mx.runtime import uncut
 from mx.storage.load import load_checkpoint
 from mx.transport import Transport
-
-#: How often lanes are looked at that may have become too slow to wait for.
-TICK_S = 0.25
 
 
 class Puller:
@@ -63,8 +61,7 @@ class Puller:
         self.arena: Arena | None = None
         self.phase = "resolving"
         self._transports = transports
-        # Without addresses it would look like a machine that nothing can be routed to.
-        self._place = discovery.here(addresses=tuple(discovery.interface_addresses().values()))
+        self._place = target_place(options)
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
         self._locator: Locator | None = None
@@ -74,11 +71,9 @@ class Puller:
         self._causes: list[MxError] = []
         self._disk_done = (0, 0)
         self._closed = False
-        # Written on the loop only; `_changed` is set with each change.
-        self._lost: dict[int, MxError] = {}  # lanes that the engine gave up
+        # Written on the loop only.
         self._ended = False
         self._failure: MxError | None = None
-        self._changed = asyncio.Event()
 
     # -- asked from any thread ------------------------------------------------------------------
 
@@ -182,7 +177,6 @@ class Puller:
             lambda way: self._links.open(way, manifest.layout.arena_nbytes),
             lambda link: self._add_lane(manifest, link),
             self._causes,
-            self._changed.set,
         )
         self.phase = "connecting"
         for way in [way for way in ways.ways if way.attach]:
@@ -197,40 +191,13 @@ class Puller:
         if self.arena is None:
             # Now, so that its first pages are populated while the sources are asked.
             self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
-        ticking = asyncio.create_task(self._tick(), name="mx-tick")
-        try:
-            await self._man(crew)
-        finally:
-            ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
+        await crew.run(lambda: self._ended, lambda: self._engine)
         if self._engine is None:
             raise self._nobody()
         if self._failure is not None:
             raise self._failure
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return self._report(manifest, self._engine.paths(), by)
-
-    async def _man(self, crew: Crew) -> None:
-        """Until the pull has ended, or nobody was there to begin it with."""
-        while not self._ended:
-            self._changed.clear()
-            for number in sorted(self._lost):
-                await crew.lost(number, self._lost.pop(number))
-            crew.fill()
-            if crew.fatal is not None:
-                raise crew.fatal
-            if crew.exhausted:
-                if self._engine is None:
-                    return
-                self._engine.no_more_lanes()
-            if not self._ended and not self._changed.is_set():
-                await self._changed.wait()
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            if self._engine is not None:
-                self._engine.tick()
 
     def _nobody(self) -> MxError:
         """No way could be opened."""
@@ -357,7 +324,9 @@ class Puller:
         delivery.landed(arena.view, layer)
 
     def lane_lost(self, lane: int, error: MxError) -> None:
-        self._on_loop(lambda: self._lost.update({lane: error}))
+        crew = self._crew
+        if crew is not None:
+            self._on_loop(lambda: crew.lane_lost(lane, error))
 
     def complete(self) -> None:
         pass  # the last layer's announcement ends the pull; strong checks may still run
@@ -381,16 +350,14 @@ class Puller:
     # -- on the loop ------------------------------------------------------------------------------
 
     def _on_loop(self, change: Callable[[], None]) -> None:
-        def apply() -> None:
-            change()
-            self._changed.set()
-
         with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
-            self._loop.call_soon_threadsafe(apply)
+            self._loop.call_soon_threadsafe(change)
 
     def _end(self, error: MxError | None = None) -> None:
         self._failure = self._failure or error
         self._ended = True
+        if self._crew is not None:
+            self._crew.wake()
 
     def _lease_lost(self, error: MxError) -> None:
         """The engine's sinks see it too; this is for a pull that only waits."""

@@ -1,0 +1,157 @@
+"""`mx plan`: what a pull would do, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from mx.cli import options, outcome
+from mx.errors import EXIT_NO_SOURCE
+from mx.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from mx.core.planner import Way
+    from mx.puller.planning import PlannedPull
+
+
+def plan(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(help="NAME, or NAME@IDENTITY to insist on those weights.", metavar="MODEL"),
+    ],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="peer: whom the coordinator knows. peer=HOST:PORT: that one, no coordinator.",
+            metavar="WHERE",
+        ),
+    ] = "peer",
+    revision: Annotated[str, typer.Option(help="The revision's label.", metavar="R")] = "main",
+    variant: Annotated[
+        str, typer.Option(help="Which of its variants.", metavar="V")
+    ] = "checkpoint",
+    transport: Annotated[
+        str | None, typer.Option(help="Consider only this one.", metavar="NAME")
+    ] = None,
+    no_attach: Annotated[
+        bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
+    ] = False,
+    coordinator: options.Coordinator = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_ca: options.TlsCa = None,
+    insecure: options.Insecure = None,
+    nics: options.Nics = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show which paths a pull of MODEL to this machine would take, and why.
+
+    Every path that was considered, the bandwidth expected of it, what it should
+    carry or why it is not used. No weights are moved. Exit code 3 if no path works.
+
+    **Examples**
+
+    - `mx plan llama-8b`
+
+    - `mx plan llama-8b --transport tcp --json`
+    """
+    settings = options.settings_of(context)
+    from mx import api
+
+    planned = api.plan(
+        model,
+        source=source,
+        revision=revision,
+        variant=variant,
+        coordinator=options.coordinator_of(settings),
+        transport=transport,
+        attach=not no_attach,
+        settings=settings,
+    )
+    if as_json:
+        outcome.emit(_json(planned))
+    else:
+        _show(planned)
+    if not planned.plan.chosen:
+        raise typer.Exit(EXIT_NO_SOURCE)
+
+
+def _json(planned: PlannedPull) -> dict[str, object]:
+    found = planned.plan
+    shares = found.shares(planned.nbytes)
+    paths = [
+        _way_json(way) | {"use": "chosen", "bytes": nbytes, "reason": _chosen(way)}
+        for way, nbytes in zip(found.chosen, shares, strict=True)
+    ]
+    paths += [
+        _way_json(spare.way) | {"use": "spare", "bytes": 0, "reason": spare.reason}
+        for spare in found.spare
+    ]
+    paths += [
+        {
+            "source": rejected.source.endpoint,
+            "transport": rejected.transport,
+            "use": "impossible",
+            "bytes": 0,
+            "reason": rejected.reason,
+        }
+        for rejected in found.rejected
+    ]
+    estimate_s = planned.estimate_s
+    return {
+        "model": str(planned.model),
+        "manifest": planned.ref.identity.hex(),
+        "bytes": planned.nbytes,
+        "layers": planned.layers,
+        "estimate_s": None if estimate_s is None else round(estimate_s, 6),
+        "paths": paths,
+    }
+
+
+def _way_json(way: Way) -> dict[str, object]:
+    return {
+        "source": way.source.endpoint,
+        "transport": way.transport,
+        "rail": "" if way.rail is None else str(way.rail),
+        "gb_per_s": round(way.gb_per_s, 3),
+        "attach": way.attach,
+    }
+
+
+def _chosen(way: Way) -> str:
+    return ", ".join(filter(None, ["attach, nothing is copied" if way.attach else "", way.detail]))
+
+
+def _show(planned: PlannedPull) -> None:
+    found = planned.plan
+    estimate_s = planned.estimate_s
+    summary = f"{planned.model}: {format_bytes(planned.nbytes)} in {planned.layers} layers"
+    if estimate_s is None:
+        summary += ", and no way to get them here"
+    elif found.chosen[0].attach:
+        summary += ", attached without a copy"
+    else:
+        summary += f", about {format_seconds(estimate_s)} at {found.gb_per_s:.3g} GB/s"
+    print(summary)
+    table = Table("source", "path", "use", box=None, pad_edge=False)
+    table.add_column("GB/s", justify="right")
+    table.add_column("carries", justify="right")
+    table.add_column("why")
+    for way, nbytes in zip(found.chosen, found.shares(planned.nbytes), strict=True):
+        carries = "-" if way.attach else format_bytes(nbytes)
+        rate = f"{way.gb_per_s:.3g}"
+        table.add_row(way.source.endpoint, way.label, "chosen", rate, carries, _chosen(way))
+    for spare in found.spare:
+        way, rate = spare.way, f"{spare.way.gb_per_s:.3g}"
+        table.add_row(way.source.endpoint, way.label, "spare", rate, "-", spare.reason)
+    for rejected in found.rejected:
+        table.add_row(
+            rejected.source.endpoint, rejected.transport, "impossible", "-", "-", rejected.reason
+        )
+    outcome.show(table)

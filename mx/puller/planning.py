@@ -1,0 +1,67 @@
+"""What a pull would do, without moving a byte of weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mx import discovery
+from mx.core import manifest as manifests
+from mx.core.planner import Plan
+from mx.core.topology import Place
+from mx.core.types import ManifestRef, ModelKey
+from mx.puller.links import plan_ways
+from mx.puller.locate import Locator
+from mx.puller.options import PullOptions
+from mx.transport import Transport
+
+
+@dataclass(frozen=True)
+class PlannedPull:
+    """`nbytes` are those of the model's tensors, `place` is the target's."""
+
+    model: ModelKey
+    ref: ManifestRef
+    nbytes: int
+    layers: int
+    place: Place
+    plan: Plan
+
+    @property
+    def estimate_s(self) -> float | None:
+        """How long the chosen ways should take; None if there is none. Attached memory is there
+        at once."""
+        if not self.plan.chosen:
+            return None
+        if self.plan.chosen[0].attach:
+            return 0.0
+        return self.nbytes / (self.plan.gb_per_s * 1e9)
+
+
+async def plan_pull(
+    options: PullOptions, place: Place, transports: Mapping[str, Transport]
+) -> PlannedPull:
+    """Resolve, fetch the manifest, plan. Raises UnknownModelError, CoordinatorError,
+    SourceError."""
+    locator = Locator(options)
+    try:
+        located = await locator.locate()
+        documents = await locator.documents(located)
+        manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
+    finally:
+        await locator.close()
+    return PlannedPull(
+        located.key,
+        located.ref,
+        manifest.layout.payload_nbytes,
+        len(manifest.layout.layers),
+        place,
+        plan_ways(options, place, transports, located.sources),
+    )
+
+
+def target_place(options: PullOptions) -> Place:
+    """Where a pull with these options runs. With its interfaces' addresses: without any it would
+    look like a machine that nothing can be routed to."""
+    return discovery.here(addresses=tuple(discovery.interface_addresses().values()))
