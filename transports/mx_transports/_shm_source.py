@@ -8,7 +8,6 @@ reader is. The reader says on it when it becomes busy and when idle.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import socket
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from mx.errors import LocalError
 from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports import _vm as vm
+from mx_transports._control import Control, peer_credentials
 from mx_transports._door import DoorExposure, Granted
 from mx_transports._stream import Stream
 
@@ -29,34 +29,7 @@ ENTRY = struct.Struct("!IQQ?")
 #: Entries that are sent together; the kernel takes at most 253 descriptors at once.
 BATCH = 64
 MAX_REGIONS = 1 << 16
-#: The control page, in this machine's byte order: generation, whether the grant has ended.
-CONTROL = struct.Struct("=QQ")
-CONTROL_BYTES = mmap.PAGESIZE
 BUSY, IDLE = b"B", b"I"
-
-
-class _Control:
-    """One grant's page, written here and read by its reader without a round trip."""
-
-    def __init__(self) -> None:
-        try:
-            self.descriptor = os.memfd_create("mx-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise LocalError(f"no control page for a reader: {error.strerror}") from error
-        os.ftruncate(self.descriptor, CONTROL_BYTES)
-        self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)
-        # The mapping above stays writable; nobody gets another such.
-        vm.add_seals(
-            self.descriptor,
-            vm.F_SEAL_SHRINK | vm.F_SEAL_GROW | vm.F_SEAL_FUTURE_WRITE | vm.F_SEAL_SEAL,
-        )
-
-    def write(self, generation: int, ended: bool) -> None:
-        CONTROL.pack_into(self._page, 0, generation, ended)
-
-    def close(self) -> None:
-        self._page.close()
-        os.close(self.descriptor)
 
 
 class ShmExposure(DoorExposure):
@@ -80,7 +53,7 @@ class ShmExposure(DoorExposure):
             ]
         ]
         self._socket_name = f"mx-shm-{secrets.token_hex(16)}"
-        self._controls: dict[bytes, _Control] = {}
+        self._controls: dict[bytes, Control] = {}
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(b"\0" + self._socket_name.encode())
         listener.listen(256)
@@ -101,7 +74,7 @@ class ShmExposure(DoorExposure):
 
     def _changed(self, granted: Granted) -> None:
         if granted.key not in self._controls:
-            self._controls[granted.key] = _Control()
+            self._controls[granted.key] = Control()
         self._controls[granted.key].write(self._generation, granted.revoked)
         if granted.revoked:
             self._controls.pop(granted.key).close()
@@ -136,10 +109,3 @@ class ShmExposure(DoorExposure):
             if busy:
                 with self._lock:
                     granted.busy -= 1
-
-
-def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """(pid, uid, gid) of the process that connected to a unix socket, or that listened on it."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, gid = struct.unpack("3i", data)
-    return pid, uid, gid

@@ -53,19 +53,17 @@ from mx.transport import (
 from mx.units import MIB
 from mx_transports import _frames as frames
 from mx_transports import _vm as vm
+from mx_transports._control import CONTROL, CONTROL_BYTES, peer_credentials
 from mx_transports._lanes import LaneSession, Part, steps
 from mx_transports._shm_source import (
     BATCH,
     BUSY,
-    CONTROL,
-    CONTROL_BYTES,
     ENTRY,
     IDLE,
     INFO,
     MAGIC,
     MAX_REGIONS,
     ShmExposure,
-    peer_credentials,
 )
 from mx_transports._stream import Stream
 

@@ -1,0 +1,50 @@
+"""What a source and a reader of one machine share beside the bytes: who the other is, and a page.
+
+The page is a memfd that the source writes and its reader maps: whether the grant still stands, and
+the memory's generation, are known without asking.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+
+from mx.errors import LocalError
+from mx_transports import _vm as vm
+
+#: The control page, in this machine's byte order: generation, whether the grant has ended.
+CONTROL = struct.Struct("=QQ")
+CONTROL_BYTES = mmap.PAGESIZE
+
+
+class Control:
+    """One grant's page, written here and read by its reader without a round trip."""
+
+    def __init__(self) -> None:
+        try:
+            self.descriptor = os.memfd_create("mx-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise LocalError(f"no control page for a reader: {error.strerror}") from error
+        os.ftruncate(self.descriptor, CONTROL_BYTES)
+        self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)
+        # The mapping above stays writable; nobody gets another such.
+        vm.add_seals(
+            self.descriptor,
+            vm.F_SEAL_SHRINK | vm.F_SEAL_GROW | vm.F_SEAL_FUTURE_WRITE | vm.F_SEAL_SEAL,
+        )
+
+    def write(self, generation: int, ended: bool) -> None:
+        CONTROL.pack_into(self._page, 0, generation, ended)
+
+    def close(self) -> None:
+        self._page.close()
+        os.close(self.descriptor)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the process that connected to a unix socket, or that listened on it."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", data)
+    return pid, uid, gid
