@@ -100,6 +100,11 @@ class PathSlowError(SourceError):
     """The path works, but the others would do its work long before it: it was given up."""
 
 
+class PathError(SourceError):
+    """One way to the peer does not work here: a driver's call, peer access, a registration or an
+    export failed. The message names the way; others to the same peer may well work."""
+
+
 class PeerProtocolError(SourceError):
     """The peer said something that the protocol does not allow."""
 

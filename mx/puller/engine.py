@@ -30,6 +30,7 @@ from mx.errors import (
     ClosedError,
     DigestError,
     MxError,
+    PathError,
     PeerLostError,
     PeerRefusedError,
     PeerTimeoutError,
@@ -38,8 +39,9 @@ from mx.errors import (
 from mx.puller.report import PathReport, Telling
 from mx.transport import Piece, Read, Session, Span
 
-#: Errors of a read after which its session is given up: the peer, not the chunk, is the problem.
+#: Errors of a read after which its session is given up: peer or path, not the chunk, are at fault.
 _LANE_ERRORS = (
+    PathError,
     PeerLostError,
     PeerTimeoutError,
     PeerRefusedError,
