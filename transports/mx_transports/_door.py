@@ -19,13 +19,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mx.errors import ClosedError
+from mx.errors import ClosedError, LocalError
 from mx_transports import _frames as frames
 from mx_transports._stream import Stream
 
 PREAMBLE_DEADLINE_S = 2.0
 MAX_UNPROVED = 64
 MAX_CONNECTIONS_PER_GRANT = 32
+
+
+def listen(hosts: Sequence[str]) -> list[socket.socket]:
+    """Listening sockets on free ports, one for each host. Raises LocalError."""
+    listeners: list[socket.socket] = []
+    for host in hosts:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listeners.append(socket.create_server((host, 0), family=family, backlog=256))
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            raise LocalError(
+                f"can't listen on {host} for data: {error.strerror or error}",
+                hint="give an address of this machine's own",
+            ) from error
+    return listeners
 
 
 @dataclass

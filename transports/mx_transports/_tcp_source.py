@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 from collections.abc import Sequence
 
-from mx.errors import LocalError
 from mx.transport import ExposedRegion, ExposeOptions, host_view
 from mx_transports import _frames as frames
-from mx_transports._door import DoorExposure, Granted
+from mx_transports._door import DoorExposure, Granted, listen
 from mx_transports._stream import Stream
 from mx_transports._tcp_wire import MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE
-
-
-def _listen(hosts: Sequence[str]) -> list[socket.socket]:
-    listeners: list[socket.socket] = []
-    for host in hosts:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listeners.append(socket.create_server((host, 0), family=family, backlog=256))
-        except OSError as error:
-            for listener in listeners:
-                listener.close()
-            raise LocalError(
-                f"can't listen on {host} for data: {error.strerror or error}",
-                hint="give an address of this machine's own",
-            ) from error
-    return listeners
 
 
 class TcpExposure(DoorExposure):
@@ -40,7 +22,7 @@ class TcpExposure(DoorExposure):
         tls: ssl.SSLContext | None,
     ) -> None:
         self._views = {region.index: host_view(region.view) for region in regions}
-        listeners = _listen(options.hosts)
+        listeners = listen(options.hosts)
         self._addresses = [list(listener.getsockname()[:2]) for listener in listeners]
         super().__init__(
             name="mx-tcp-source",

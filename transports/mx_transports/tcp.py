@@ -7,9 +7,6 @@ never waits for one.
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-import ssl
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,7 +16,6 @@ from mx.errors import (
     PeerLostError,
     PeerProtocolError,
     PeerRefusedError,
-    PeerTimeoutError,
     SourceError,
     StaleGenerationError,
 )
@@ -36,6 +32,7 @@ from mx.transport import (
     Viable,
 )
 from mx.units import MIB
+from mx_transports import _dial as dial
 from mx_transports import _frames as frames
 from mx_transports._lanes import LaneSession, steps
 from mx_transports._stream import Stream
@@ -71,7 +68,7 @@ class TcpTransport:
         if here.device != "cpu" or there.device != "cpu":
             return None
         same_net = (here.boot_id, here.net_namespace) == (there.boot_id, there.net_namespace)
-        if not same_net and (_only_loopback(here) or _only_loopback(there)):
+        if not same_net and (dial.only_loopback(here) or dial.only_loopback(there)):
             return None
         if same_net:
             return Path(self.name, LOOPBACK_GB_PER_S, detail="loopback")
@@ -85,133 +82,22 @@ class TcpTransport:
     def open(self, grant: Grant) -> Session:
         """Raises SourceError, or ConfigError for bad TLS files."""
         ticket = frames.decode_ticket(grant.ticket, grant.peer)
-        addresses = _addresses(ticket, grant)
+        addresses = dial.addresses(ticket, grant)
         tls = tls_context(grant.tls, server=False) if grant.tls else None
         streams: list[Stream] = []
         try:
             for lane in range(max(1, grant.streams)):
                 # Spread over the source's addresses, but any that answers will do.
                 order = addresses[lane % len(addresses) :] + addresses[: lane % len(addresses)]
-                streams.append(_connect_any(order, addresses, ticket, grant, tls))
+                streams.append(dial.connect_any(MAGIC, order, addresses, ticket, grant, tls))
             # Only now, so that the source admits all of them while the first is waited for.
             for stream in streams:
-                _greet(stream, grant)
+                dial.greet(MAGIC, stream, grant)
         except BaseException:
             for stream in streams:
                 stream.close()
             raise
         return TcpSession(grant, streams)
-
-
-def _only_loopback(place: Place) -> bool:
-    return all(address == "localhost" or _is_loopback(address) for address in place.addresses)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def _addresses(ticket: frames.Ticket, grant: Grant) -> list[tuple[str, int]]:
-    """What the ticket says to dial; with a rail, at its far end alone."""
-    peer, found = grant.peer, []
-    listed = ticket.fields.get("addresses")
-    for entry in listed if isinstance(listed, list) else []:
-        try:
-            host, port = entry
-            ipaddress.ip_address(host)
-            if type(port) is int and 0 < port < 1 << 16:
-                found.append((host, port))
-        except (ValueError, TypeError):
-            continue
-    if not found:
-        raise PeerProtocolError(f"{peer} handed out a ticket without any address", peer=peer)
-    if grant.rail is None:
-        return found
-    far = grant.rail.remote_address
-    found = [address for address in found if address[0] == far]
-    if not found:
-        raise PeerProtocolError(f"{peer} does not listen at {far}, as it had said", peer=peer)
-    return found
-
-
-def _connect_any(
-    order: Sequence[tuple[str, int]],
-    addresses: list[tuple[str, int]],
-    ticket: frames.Ticket,
-    grant: Grant,
-    tls: ssl.SSLContext | None,
-) -> Stream:
-    """Connect to the first address that answers; those that don't leave `addresses`."""
-    failure: SourceError | None = None
-    for address in order:
-        try:
-            return _connect(address, ticket, grant, tls)
-        except (PeerLostError, PeerTimeoutError) as error:
-            failure = error
-            if len(addresses) > 1:
-                addresses.remove(address)
-    assert failure is not None
-    raise failure
-
-
-def _connect(
-    address: tuple[str, int], ticket: frames.Ticket, grant: Grant, tls: ssl.SSLContext | None
-) -> Stream:
-    where = f"{grant.peer} (data at {address[0]}:{address[1]})"
-    sock: socket.socket | None = None
-    try:
-        near = None if grant.rail is None else (grant.rail.local_address, 0)
-        sock = socket.create_connection(address, grant.stall_timeout_s, source_address=near)
-        if tls is not None:
-            sock = tls.wrap_socket(sock)
-        stream = Stream(sock, grant.stall_timeout_s)
-        stream.send_all([frames.PREAMBLE.pack(MAGIC, ticket.key, ticket.secret)])
-    except BaseException as error:
-        if sock is not None:
-            sock.close()
-        if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
-            raise _tls_failed(error, where, grant.peer) from error
-        if isinstance(error, OSError):
-            raise _translate(error, where, grant.peer) from error
-        raise
-    return stream
-
-
-def _greet(stream: Stream, grant: Grant) -> None:
-    """Read what the source says to our preamble."""
-    where = f"{grant.peer} (its data endpoint)"
-    hello = memoryview(bytearray(frames.HELLO.size))
-    try:
-        stream.fill(hello)
-    except ssl.SSLError as error:
-        raise _tls_failed(error, where, grant.peer) from error
-    except OSError as error:
-        raise _translate(error, where, grant.peer) from error
-    magic, status = frames.HELLO.unpack(hello)
-    if magic != MAGIC:
-        raise PeerProtocolError(f"{where} does not speak mx's tcp", peer=grant.peer)
-    if status != frames.OK:
-        raise PeerRefusedError(
-            f"{where}: {frames.STATUS_TEXT.get(status, f'refused ({status})')}",
-            peer=grant.peer,
-        )
-
-
-def _tls_failed(error: ssl.SSLError, where: str, peer: str) -> PeerRefusedError:
-    return PeerRefusedError(
-        f"{where}: TLS failed: {error.reason or error}",
-        peer=peer,
-        hint="both sides need TLS, and certificates of the same CA",
-    )
-
-
-def _translate(error: OSError, where: str, peer: str) -> SourceError:
-    if isinstance(error, TimeoutError):
-        return PeerTimeoutError(f"{where} does not answer: {error}", peer=peer)
-    return PeerLostError(f"{where} is gone: {error.strerror or error}", peer=peer)
 
 
 class TcpSession(LaneSession):
@@ -239,7 +125,7 @@ class TcpSession(LaneSession):
             while taken or self._request(stream, taken, wait=True):
                 self._receive(stream, taken)
         except OSError as error:
-            failure = _translate(error, self._peer, self._peer)
+            failure = dial.translate(error, self._peer, self._peer)
             raise failure from error
         except SourceError as error:
             failure = error
