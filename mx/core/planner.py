@@ -185,7 +185,8 @@ def why_not(way: Way, chosen: Sequence[Way]) -> str | None:
         return None
     best = chosen[0]
     if way.source.source_id != best.source.source_id:
-        return f"{best.source.endpoint} is nearer"
+        nearer = "nearer" if best.gb_per_s > way.gb_per_s else "as near"
+        return f"{best.source.endpoint} is {nearer}"
     if best.attach:
         return f"{best.label} attaches: there is nothing to move"
     for other in chosen:

@@ -1,0 +1,173 @@
+"""Which ways a pull opens, and what it opens instead of those that it loses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+from mx.core.paths import Medium, Rail
+from mx.core.planner import Plan, Spare, Way
+from mx.errors import (
+    ConfigError,
+    LocalError,
+    MxError,
+    PathSlowError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from mx.puller.crew import Crew
+from mx.puller.engine import Engine
+from mx.puller.lease import Lease
+from mx.puller.links import Link, Links
+from mx.transport import Session
+from tests.unit.test_planner import source
+
+A, B = source("a"), source("b")
+
+
+def way(record: Any, transport: str, rail: int = 0) -> Way:
+    pair = Rail(f"l{rail}", f"10.0.{rail}.2", f"r{rail}", f"10.0.{rail}.1", 1.0)
+    return Way(record, transport, 1.0, False, "", Medium.NETWORK, pair)
+
+
+TCP0, TCP1, UCX0, OTHER = way(A, "tcp", 0), way(A, "tcp", 1), way(A, "ucx", 0), way(B, "tcp", 0)
+PLAN = Plan((TCP0, TCP1), (Spare(UCX0, ""), Spare(OTHER, "")), ())
+
+
+class GoodLease:
+    error: MxError | None = None
+
+    def check(self) -> MxError | None:
+        return self.error
+
+
+class Stage:
+    """A crew, and what it opened; `fails` says which ways can't be."""
+
+    def __init__(self, fails: dict[Way, MxError] | None = None) -> None:
+        self.opened: list[Way] = []
+        self.added: list[Way] = []
+        self.given_back: list[Way] = []
+        self.causes: list[MxError] = []
+        self.ended = False
+        self.no_more = 0
+        self.fails = fails or {}
+        self.crew = Crew(PLAN, cast(Links, self), self.open, self.add, self.causes)
+
+    async def open(self, way: Way) -> Link:
+        self.opened.append(way)
+        await asyncio.sleep(0)
+        if way in self.fails:
+            raise self.fails[way]
+        return Link(way, cast(Lease, GoodLease()), cast(Session, None))
+
+    def add(self, link: Link) -> int:
+        self.added.append(link.way)
+        return len(self.added) - 1
+
+    async def give_back(self, link: Link) -> None:
+        self.given_back.append(link.way)
+
+    def no_more_lanes(self) -> None:
+        self.no_more += 1
+        self.end()
+
+    def tick(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self.ended = True
+        self.crew.wake()
+
+    def play(self, *steps: Callable[[], None]) -> None:
+        """Run the crew; each step is taken once everything before it has settled."""
+
+        async def main() -> None:
+            running = asyncio.create_task(
+                self.crew.run(
+                    lambda: self.ended, lambda: cast(Engine, self) if self.added else None
+                )
+            )
+            for step in steps:
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                step()
+            try:
+                await asyncio.wait_for(running, 5)
+            finally:
+                await self.crew.close()
+
+        asyncio.run(main())
+
+
+def test_the_ways_that_go_together_are_opened_at_once() -> None:
+    stage = Stage()
+    stage.play(stage.end)
+    assert stage.opened == [TCP0, TCP1]
+    assert stage.no_more == 0
+
+
+def test_a_way_that_is_lost_is_replaced_by_another_over_the_same_rail() -> None:
+    stage = Stage()
+    stage.play(lambda: stage.crew.lane_lost(0, PeerLostError("cut")), stage.end)
+    assert stage.opened == [TCP0, TCP1, UCX0]
+    assert stage.given_back == [TCP0]
+
+
+def test_a_way_that_cannot_be_opened_is_replaced_and_said_why() -> None:
+    refused = LocalError("no memory to register")
+    stage = Stage({TCP0: refused})
+    stage.play(stage.end)
+    assert stage.opened == [TCP0, TCP1, UCX0]
+    assert stage.causes == [refused]
+
+
+def test_a_source_that_stopped_is_left_for_another() -> None:
+    stage = Stage()
+    stage.play(
+        lambda: stage.crew.lane_lost(0, PeerTimeoutError("stopped")),
+        lambda: stage.crew.lane_lost(1, PeerTimeoutError("stopped")),
+        stage.end,
+    )
+    assert stage.opened == [TCP0, TCP1, OTHER]
+
+
+def test_a_slow_way_is_taken_again_when_nothing_else_is_left() -> None:
+    stage = Stage({UCX0: PeerLostError("no"), OTHER: PeerLostError("no")})
+    stage.play(
+        lambda: stage.crew.lane_lost(0, PathSlowError("slow")),
+        lambda: stage.crew.lane_lost(1, PeerLostError("cut")),
+        stage.end,
+    )
+    assert stage.opened[:3] == [TCP0, TCP1, UCX0]
+    assert stage.opened[3:] == [OTHER, TCP0]
+
+
+def test_the_engine_hears_when_nothing_is_left() -> None:
+    gone = PeerLostError("gone")
+    stage = Stage({UCX0: gone, OTHER: gone})
+    stage.play(
+        lambda: stage.crew.lane_lost(0, gone),
+        lambda: stage.crew.lane_lost(1, gone),
+    )
+    assert stage.no_more == 1
+    assert sorted(map(str, stage.causes)) == ["gone", "gone"]
+
+
+def test_nobody_there_ends_it() -> None:
+    gone = PeerLostError("gone")
+    stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), gone))
+    stage.play()
+    assert stage.added == []
+    assert len(stage.causes) == 4
+
+
+def test_what_no_other_way_would_mend_is_raised() -> None:
+    stage = Stage({TCP0: ConfigError("bad certificate")})
+    try:
+        stage.play()
+    except ConfigError as error:
+        assert "certificate" in str(error)
+    else:
+        raise AssertionError("it was swallowed")
