@@ -17,6 +17,24 @@ from mx.core.types import BLOCK_BYTES, Segment
 DIGEST_BYTES = 16
 
 
+def block_parts(segments: Sequence[Segment]) -> list[list[tuple[int, int, int]]]:
+    """The blocks of a chunk's segments in order, each as parts (segment's index, offset within
+    the segment, bytes). A block without payload is left out."""
+    found: list[list[tuple[int, int, int]]] = []
+    block = -1
+    for index, segment in enumerate(segments):
+        done = 0
+        while done < segment.nbytes:
+            offset = segment.offset + done
+            take = min(segment.nbytes - done, BLOCK_BYTES - offset % BLOCK_BYTES)
+            if offset // BLOCK_BYTES != block:
+                block = offset // BLOCK_BYTES
+                found.append([])
+            found[-1].append((index, done, take))
+            done += take
+    return found
+
+
 class ChunkHasher:
     """Hashes one chunk while it lands, front to back.
 
@@ -34,21 +52,9 @@ class ChunkHasher:
         self._blocks: list[bytes] = []
         self._next = 0
         payload = 0
-        block = -1
-        for segment, view in zip(segments, views, strict=True):
-            done = 0
-            while done < segment.nbytes:
-                offset = segment.offset + done
-                take = min(segment.nbytes - done, BLOCK_BYTES - offset % BLOCK_BYTES)
-                payload += take
-                piece = view[done : done + take]
-                if offset // BLOCK_BYTES == block:
-                    self._pieces[-1][1].append(piece)
-                    self._pieces[-1] = (payload, self._pieces[-1][1])
-                else:
-                    block = offset // BLOCK_BYTES
-                    self._pieces.append((payload, [piece]))
-                done += take
+        for parts in block_parts(segments):
+            payload += sum(nbytes for _, _, nbytes in parts)
+            self._pieces.append((payload, [views[i][at : at + nbytes] for i, at, nbytes in parts]))
 
     def landed(self, payload_nbytes: int) -> None:
         pieces = self._pieces

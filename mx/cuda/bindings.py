@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import uuid
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -355,6 +356,39 @@ class BindingsDriver:
 
     def host_device_pointer(self, address: int) -> int:
         return int(self._call("cuMemHostGetDevicePointer", address, 0))
+
+    # -- kernels -----------------------------------------------------------------------------------
+
+    def module_load(self, image: bytes) -> int:
+        return int(self._call("cuModuleLoadData", image, detail=format_bytes(len(image))))
+
+    def module_function(self, module: int, name: str) -> int:
+        handle = self._d.CUmodule(module)
+        return int(self._call("cuModuleGetFunction", handle, name.encode(), detail=name))
+
+    def launch(
+        self,
+        function: int,
+        grid: tuple[int, int],
+        threads: int,
+        shared_nbytes: int,
+        stream: int,
+        parameters: Sequence[int],
+    ) -> None:
+        count = len(parameters)
+        values = (ctypes.c_uint64 * count)(*parameters)
+        first = ctypes.addressof(values)
+        places = (ctypes.c_void_p * count)(*(first + 8 * i for i in range(count)))
+        self._call(
+            "cuLaunchKernel",
+            self._d.CUfunction(function),
+            *(*grid, 1),
+            *(threads, 1, 1),
+            shared_nbytes,
+            stream,
+            ctypes.addressof(places),
+            0,
+        )
 
     # -- words that streams wait for ---------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -253,6 +253,25 @@ class Driver(Protocol):
 
     def host_device_pointer(self, address: int) -> int:
         """Where the current device sees pinned memory (cuMemHostGetDevicePointer)."""
+
+    # -- kernels (current context) -----------------------------------------------------------------
+
+    def module_load(self, image: bytes) -> int:
+        """A module from a cubin for this device (cuModuleLoadData). It stays with the context."""
+
+    def module_function(self, module: int, name: str) -> int:
+        """cuModuleGetFunction."""
+
+    def launch(
+        self,
+        function: int,
+        grid: tuple[int, int],
+        threads: int,
+        shared_nbytes: int,
+        stream: int,
+        parameters: Sequence[int],
+    ) -> None:
+        """Queue a kernel whose parameters are all of 64 bits (cuLaunchKernel)."""
 
     # -- words that streams wait for (current context) ---------------------------------------------
 

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, PointerInfo
@@ -27,6 +27,7 @@ from mx.cuda.errors import FATAL_CODES, cuda_error
 from mx.testing import fake_cuda_memory as memory
 from mx.testing.fake_cuda_memory import Range, Ranges
 from mx.testing.fake_cuda_streams import FakeEvent, FakeStream, Step
+from mx.testing.fake_kernels import KERNELS
 from mx.units import GIB, MIB
 
 GRANULARITY_BYTES = 2 * MIB
@@ -94,6 +95,7 @@ class FakeDriver:
         self._reservations: dict[int, int] = {}
         self._streams: dict[int, FakeStream] = {}
         self._events: dict[int, FakeEvent] = {}
+        self._functions: dict[int, str] = {}
         self._opened: Counter[int] = Counter()
         self._failures: dict[str, list[Any]] = {}
         self._broken = ""
@@ -649,6 +651,44 @@ class FakeDriver:
 
         with self._lock:
             self._queue("break", stream, step)
+
+    # -- kernels -----------------------------------------------------------------------------------
+
+    @_call
+    def module_load(self, image: bytes) -> int:
+        self._ordinal("cuModuleLoadData")
+        if not image:
+            raise cuda_error("cuModuleLoadData", "CUDA_ERROR_INVALID_IMAGE")
+        return next(self._ids)
+
+    @_call
+    def module_function(self, module: int, name: str) -> int:
+        if name not in KERNELS:
+            raise cuda_error("cuModuleGetFunction", "CUDA_ERROR_NOT_FOUND")
+        function = next(self._ids)
+        self._functions[function] = name
+        return function
+
+    @_call
+    def launch(
+        self,
+        function: int,
+        grid: tuple[int, int],
+        threads: int,
+        shared_nbytes: int,
+        stream: int,
+        parameters: Sequence[int],
+    ) -> None:
+        if function not in self._functions:
+            raise cuda_error("cuLaunchKernel", "CUDA_ERROR_INVALID_HANDLE")
+        kernel, given = KERNELS[self._functions[function]], tuple(parameters)
+
+        def step() -> bool:
+            if not self._broken:
+                kernel(grid, given)
+            return True
+
+        self._queue("cuLaunchKernel", stream, step)
 
     # -- host memory -------------------------------------------------------------------------------
 

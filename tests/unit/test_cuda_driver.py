@@ -195,21 +195,24 @@ def test_freed_memory_breaks_the_device(fake: FakeDriver) -> None:
 
 
 def test_another_gpu_s_memory_needs_peer_access(fake: FakeDriver) -> None:
-    with Device(fake, 0) as here, Device(fake, 1) as there:
-        with DeviceMemory(here, 16) as target, DeviceMemory(there, 16) as source:
-            put(source.address, b"y" * 16)
-            with Stream(here) as stream, here.current():
-                fake.enable_peer_access(there.context)
-                fake.copy_dtod(target.address, source.address, 16, stream.handle)
-            assert get(target.address, 16) == b"y" * 16
+    with (
+        Device(fake, 0) as here,
+        Device(fake, 1) as there,
+        DeviceMemory(here, 16) as target,
+        DeviceMemory(there, 16) as source,
+    ):
+        put(source.address, b"y" * 16)
+        with Stream(here) as stream, here.current():
+            fake.enable_peer_access(there.context)
+            fake.copy_dtod(target.address, source.address, 16, stream.handle)
+        assert get(target.address, 16) == b"y" * 16
 
 
 def test_host_memory_is_pinned_once(device: Device) -> None:
     buffer = ctypes.create_string_buffer(4096)
     address = ctypes.addressof(buffer)
-    with PinnedRegion(device, address, 4096):
-        with pytest.raises(CudaError, match="pinned already"):
-            PinnedRegion(device, address, 10)
+    with PinnedRegion(device, address, 4096), pytest.raises(CudaError, match="pinned already"):
+        PinnedRegion(device, address, 10)
     PinnedRegion(device, address, 10).close()
 
 
@@ -247,11 +250,13 @@ class TestVmm:
             descriptors.append(descriptor)
             sizes.append(nbytes)
         other = FakeDriver()
-        with Device(other, 0) as there:
-            with VmmMemory.from_fds(there, descriptors, sizes) as whole:
-                assert whole.nbytes == sum(sizes)
-                for index, size in enumerate(sizes):
-                    assert get(whole.address + index * size, size) == bytes([index]) * size
+        with (
+            Device(other, 0) as there,
+            VmmMemory.from_fds(there, descriptors, sizes) as whole,
+        ):
+            assert whole.nbytes == sum(sizes)
+            for index, size in enumerate(sizes):
+                assert get(whole.address + index * size, size) == bytes([index]) * size
         assert other.live() == []
         for owned in parts:
             owned.close()
