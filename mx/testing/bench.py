@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mx.core.topology import Place
 from mx.errors import MxError, SourceError
+from mx.testing import spans
 from mx.testing.child import GRANT_ID, ChildSource, load_transport
 from mx.testing.memory import Kind, Memory, pattern
 from mx.transport import (
@@ -24,6 +26,7 @@ from mx.transport import (
     Piece,
     Read,
     Session,
+    Span,
     TlsFiles,
     Transport,
 )
@@ -32,6 +35,9 @@ from mx.units import MIB
 PEER = "source.test:7601"
 GENERATION = 1
 GUARD = 0xA5
+
+
+HERE = Place(boot_id="boot-1", hostname="a", uid=1000, pid=100, addresses=("127.0.0.1",))
 
 
 class RuleBroken(AssertionError):
@@ -69,6 +75,9 @@ class Harness:
     stall_timeout_s: float = 2.0
     deadline_s: float = 15.0
     tls: TlsFiles | None = None
+    #: The reader's place and the source's: what paths are between, and where memory is made.
+    here: Place = HERE
+    there: Place = HERE
 
     def transport(self) -> Transport:
         return load_transport(self.target)
@@ -82,6 +91,7 @@ class Harness:
             kind=self.kind,
             generation=GENERATION,
             stall_timeout_s=self.stall_timeout_s,
+            device=self.there.device,
         )
 
     def tamper(self, ticket: bytes) -> bytes:
@@ -193,7 +203,7 @@ class Bench:
     def source(self, *sizes: int, kind: Kind | None = None) -> Source:
         self._seed += 10
         memories = [
-            Memory(nbytes, self._seed + index, kind or self.harness.kind)
+            Memory(nbytes, self._seed + index, kind or self.harness.kind, self.harness.there.device)
             for index, nbytes in enumerate(sizes)
         ]
         exposure = self.transport.expose(
@@ -252,6 +262,7 @@ class Bench:
                 tls=tls,
                 stall_timeout_s=self.harness.stall_timeout_s,
                 streams=streams,
+                place=self.harness.here,
             )
         )
         self._sessions.append(session)
@@ -265,6 +276,18 @@ class Bench:
             return "" if error.peer == PEER else f"the error does not name the peer: {error!r}"
         return "it was let in"
 
+    def room(self, nbytes: int) -> Span:
+        """A destination on the reader's device, full of anything."""
+        return spans.room(nbytes, self.harness.here.device)
+
+    def peek(self, span: Span) -> bytes:
+        """What is in a span."""
+        return spans.peek(span)
+
+    def poke(self, span: Span, data: bytes) -> None:
+        """Fill a span."""
+        spans.poke(span, data)
+
     def sink(self, **options: object) -> Recorder:
         sink = Recorder(**options)  # type: ignore[arg-type]
         self._sinks.append(sink)
@@ -275,7 +298,7 @@ class Bench:
         session: Session,
         region: int,
         offset: int,
-        view: memoryview,
+        view: Span,
         *,
         tag: str = "chunk 0",
         sink: Recorder | None = None,
@@ -285,7 +308,7 @@ class Bench:
         session.read([Read(tag, [Piece(region, offset, view)], sink)])
         return sink
 
-    def held_read(self, session: Session, view: memoryview, tag: str = "held") -> Recorder:
+    def held_read(self, session: Session, view: Span, tag: str = "held") -> Recorder:
         """A read of region 0 from its start that waits at its first `landed`."""
         sink = self.read(session, 0, 0, view, tag=tag, sink=self.sink(hold=True))
         self.wait(sink.held, "a read's first bytes did not land")

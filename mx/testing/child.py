@@ -45,6 +45,7 @@ class ChildSource:
         kind: Kind = Kind.SEALED,
         generation: int = 1,
         stall_timeout_s: float = 5.0,
+        device: str = "cpu",
     ) -> None:
         arguments = {
             "target": target,
@@ -53,6 +54,7 @@ class ChildSource:
             "kind": kind.value,
             "generation": generation,
             "stall_timeout_s": stall_timeout_s,
+            "device": device,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(arguments)],
@@ -95,7 +97,7 @@ def main() -> None:
     arguments = json.loads(sys.argv[2])
     transport = load_transport(arguments["target"])
     memories = [
-        Memory(nbytes, arguments["seed"] + index, Kind(arguments["kind"]))
+        Memory(nbytes, arguments["seed"] + index, Kind(arguments["kind"]), arguments["device"])
         for index, nbytes in enumerate(arguments["sizes"])
     ]
     exposure = transport.expose(

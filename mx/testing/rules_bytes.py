@@ -26,7 +26,7 @@ def right_bytes(bench: Bench) -> None:
                 continue
             expected += source.memories[region].expected[start : start + nbytes]
             pieces.append((region, start, nbytes))
-        view, at, parts = memoryview(bytearray(len(expected))), 0, []
+        view, at, parts = bench.room(len(expected)), 0, []
         for region, start, nbytes in pieces:
             parts.append(Piece(region, start, view[at : at + nbytes]))
             at += nbytes
@@ -36,27 +36,29 @@ def right_bytes(bench: Bench) -> None:
     session.read(reads)
     bench.succeed(*(sink for sink, _, _ in checks))
     for number, (_, view, expected) in enumerate(checks):
-        require(bytes(view) == expected, f"chunk {number} arrived with wrong bytes")
+        require(bench.peek(view) == expected, f"chunk {number} arrived with wrong bytes")
 
 
 def nothing_outside(bench: Bench) -> None:
     """Not one byte is written outside of a read's pieces."""
     source = bench.source(2 * MIB)
     session = bench.open(source)
-    room = bytearray([GUARD]) * (3 * MIB)
-    want = bytearray(room)
+    want = bytearray([GUARD]) * (3 * MIB)
+    room = bench.room(len(want))
+    bench.poke(room, bytes(want))
     pieces, at = [], 4096
     for nbytes in (1, 63, 64, 4096, 4097, 1 << 20, 333):
         start = bench.random.randrange(source.sizes[0] - nbytes)
         want[at : at + nbytes] = source.memories[0].expected[start : start + nbytes]
-        pieces.append(Piece(0, start, memoryview(room)[at : at + nbytes]))
+        pieces.append(Piece(0, start, room[at : at + nbytes]))
         at += nbytes + 4096 + nbytes % 7
     sink = bench.sink()
     session.read([Read("guarded", pieces, sink)])
     bench.succeed(sink)
-    if room == want:
+    got = bench.peek(room)
+    if got == want:
         return
-    wrong = [offset for offset in range(len(room)) if room[offset] != want[offset]]
+    wrong = [offset for offset in range(len(got)) if got[offset] != want[offset]]
     inside = [offset for offset in wrong if want[offset] != GUARD]
     require(not inside, "a piece has wrong bytes")
     require(not wrong, f"bytes outside of the pieces were written, at {wrong[:5]}")
@@ -66,9 +68,9 @@ def completes_once(bench: Bench) -> None:
     """Each sink hears `done` or `failed` exactly once, and nothing after it."""
     source = bench.source(2 * MIB)
     session = bench.open(source)
-    views = [memoryview(bytearray(MIB)) for _ in range(8)]
+    views = [bench.room(MIB) for _ in range(8)]
     sinks = [bench.read(session, 0, n * 4096, view) for n, view in enumerate(views)]
-    bad = bench.read(session, 0, 2 * MIB, memoryview(bytearray(1)), tag="outside")
+    bad = bench.read(session, 0, 2 * MIB, bench.room(1), tag="outside")
     empty = bench.sink()
     session.read([Read("empty", [], empty)])
     bench.finish(*sinks, bad, empty)
@@ -84,11 +86,11 @@ def tells_progress(bench: Bench) -> None:
     """`landed` never goes back, ends at the read's size, and never runs ahead of the bytes."""
     source = bench.source(5 * MIB + 3)
     session = bench.open(source)
-    view = memoryview(bytearray(source.sizes[0]))
+    view = bench.room(source.sizes[0])
     ahead: list[int] = []
 
     def look(nbytes: int) -> None:
-        if bytes(view[:nbytes]) != source.memories[0].expected[:nbytes]:
+        if bench.peek(view[:nbytes]) != source.memories[0].expected[:nbytes]:
             ahead.append(nbytes)
 
     sink = bench.sink(on_landed=look)
@@ -117,12 +119,12 @@ def starts_in_order(bench: Bench) -> None:
 
         return bench.sink(on_landed=landed)
 
-    first = bench.held_read(session, memoryview(bytearray(MIB)))
+    first = bench.held_read(session, bench.room(MIB))
     sinks = [note(number) for number in range(24)]
     for start in (0, 8, 16):
         session.read(
             [
-                Read(f"chunk {n}", [Piece(0, n, memoryview(bytearray(4096)))], sinks[n])
+                Read(f"chunk {n}", [Piece(0, n, bench.room(4096))], sinks[n])
                 for n in range(start, start + 8)
             ]
         )
@@ -137,7 +139,7 @@ def refuses_out_of_range(bench: Bench) -> None:
     top = (1 << 64) - 1
     for sizes in (source.sizes, (top, top, top)):
         session = bench.open(source, sizes=sizes)
-        good = [bench.read(session, 0, 0, memoryview(bytearray(MIB)))]
+        good = [bench.read(session, 0, 0, bench.room(MIB))]
         for region, offset, nbytes in (
             (0, MIB, 1),
             (0, MIB - 1, 2),
@@ -148,12 +150,13 @@ def refuses_out_of_range(bench: Bench) -> None:
             (2, 0, 1),
             ((1 << 32) - 1, 0, 1),
         ):
-            view = memoryview(bytearray([GUARD]) * nbytes)
+            view = bench.room(nbytes)
+            bench.poke(view, bytes([GUARD]) * nbytes)
             tag = f"{nbytes} bytes at {offset} of {region}"
             sink = bench.read(session, region, offset, view, tag=tag)
             bench.failure(sink, SourceError, tag)
-            require(bytes(view) == bytes([GUARD]) * nbytes, f"{tag}: something was written")
-            good.append(bench.read(session, 1, 96, memoryview(bytearray(4000))))
+            require(bench.peek(view) == bytes([GUARD]) * nbytes, f"{tag}: something was written")
+            good.append(bench.read(session, 1, 96, bench.room(4000)))
         bench.succeed(*good)
 
 
@@ -161,24 +164,24 @@ def checks_generation(bench: Bench) -> None:
     """Reads that name another generation than the source's are refused, before and during."""
     source = bench.source(bench.harness.big_nbytes)
     stale = bench.open(source, generation=GENERATION + 1)
-    sink = bench.read(stale, 0, 0, memoryview(bytearray(64)), tag="early")
+    sink = bench.read(stale, 0, 0, bench.room(64), tag="early")
     bench.failure(sink, StaleGenerationError, "early")
 
     session = bench.open(source)
-    bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(64))))
-    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), tag="running")
+    bench.succeed(bench.read(session, 0, 0, bench.room(64)))
+    running = bench.held_read(session, bench.room(source.sizes[0]), tag="running")
     source.exposure.set_generation(GENERATION + 1)
     running.release()
     bench.failure(running, StaleGenerationError, "running")
-    late = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="late")
+    late = bench.read(session, 0, 0, bench.room(64), tag="late")
     bench.failure(late, StaleGenerationError, "late")
-    bench.succeed(bench.read(stale, 0, 0, memoryview(bytearray(64))))
+    bench.succeed(bench.read(stale, 0, 0, bench.room(64)))
 
 
 def several_sessions(bench: Bench) -> None:
     """Sessions that run at the same time do not disturb each other's bytes."""
     source = bench.source(4 * MIB)
-    views = [memoryview(bytearray(3 * MIB)) for _ in range(3)]
+    views = [bench.room(3 * MIB) for _ in range(3)]
     sessions = [bench.open(source, streams=1) for _ in views]
     held = bench.held_read(sessions[0], views[0])
     others = [bench.read(sessions[n], 0, n * 1000, views[n]) for n in (1, 2)]
@@ -187,7 +190,7 @@ def several_sessions(bench: Bench) -> None:
     bench.succeed(held)
     for n, view in enumerate(views):
         expected = source.memories[0].expected[n * 1000 : n * 1000 + len(view)]
-        require(bytes(view) == expected, f"session {n} got wrong bytes")
+        require(bench.peek(view) == expected, f"session {n} got wrong bytes")
 
 
 def two_exposures(bench: Bench) -> None:
@@ -195,9 +198,10 @@ def two_exposures(bench: Bench) -> None:
     one, other = bench.source(MIB), bench.source(MIB)
     sessions = [bench.open(source) for source in (one, other)]
     for source, session in zip((one, other), sessions, strict=True):
-        view = memoryview(bytearray(MIB))
+        view = bench.room(MIB)
         bench.succeed(bench.read(session, 0, 0, view))
-        require(bytes(view) == source.memories[0].expected, "bytes came from the other exposure")
+        got = bench.peek(view)
+        require(got == source.memories[0].expected, "bytes came from the other exposure")
     one.exposure.close()
     require(one.exposure.join(bench.harness.deadline_s), "the exposure's join did not return")
-    bench.succeed(bench.read(sessions[1], 0, 0, memoryview(bytearray(MIB))))
+    bench.succeed(bench.read(sessions[1], 0, 0, bench.room(MIB)))

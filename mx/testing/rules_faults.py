@@ -10,10 +10,8 @@ from mx.units import MIB
 def peer_dies(bench: Bench) -> None:
     """A source killed in the middle of a read is an error that names it; so are later reads."""
     remote, session = bench.remote(bench.harness.big_nbytes)
-    running = bench.held_read(session, memoryview(bytearray(bench.harness.big_nbytes)), "running")
-    queued = [
-        bench.read(session, 0, 0, memoryview(bytearray(MIB)), tag=f"queued {n}") for n in range(4)
-    ]
+    running = bench.held_read(session, bench.room(bench.harness.big_nbytes), "running")
+    queued = [bench.read(session, 0, 0, bench.room(MIB), tag=f"queued {n}") for n in range(4)]
     remote.kill()
     running.release()
     bench.failure(running, SourceError, "running")
@@ -22,7 +20,7 @@ def peer_dies(bench: Bench) -> None:
     for n, sink in enumerate(queued):
         if sink.failures:
             bench.failure(sink, SourceError, f"queued {n}")
-    later = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="later")
+    later = bench.read(session, 0, 0, bench.room(64), tag="later")
     bench.failure(later, SourceError, "later")
 
 
@@ -30,7 +28,7 @@ def peer_stops(bench: Bench) -> None:
     """A source that is stopped, not dead, runs into the deadline, if it is needed at all."""
     nbytes = bench.harness.big_nbytes
     remote, session = bench.remote(nbytes)
-    view = memoryview(bytearray(nbytes))
+    view = bench.room(nbytes)
     running = bench.held_read(session, view, "running")
     remote.stop()
     running.release()
@@ -45,21 +43,21 @@ def peer_resumes(bench: Bench) -> None:
     """Bytes of a source that paused for less than the deadline are right."""
     nbytes = bench.harness.big_nbytes
     remote, session = bench.remote(nbytes)
-    view = memoryview(bytearray(nbytes))
+    view = bench.room(nbytes)
     running = bench.held_read(session, view, "running")
     remote.stop()
     running.release()
     remote.resume()
     bench.succeed(running)
     seed = bench.last_seed
-    require(bytes(view) == pattern(nbytes, seed), "a source that paused sent wrong bytes")
+    require(bench.peek(view) == pattern(nbytes, seed), "a source that paused sent wrong bytes")
 
 
 def short_read(bench: Bench) -> None:
     """A source that ends in good order in the middle of a read has not done it."""
     source = bench.source(bench.harness.big_nbytes)
     session = bench.open(source)
-    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), "running")
+    running = bench.held_read(session, bench.room(source.sizes[0]), "running")
     source.exposure.close()
     running.release()
     bench.failure(running, SourceError, "running")
@@ -69,8 +67,8 @@ def clogged_reader(bench: Bench) -> None:
     """A reader that stops taking bytes holds up neither other readers nor the source's end."""
     source = bench.source(bench.harness.big_nbytes)
     clogged, other = bench.open(source), bench.open(source)
-    held = bench.held_read(clogged, memoryview(bytearray(source.sizes[0])))
-    bench.succeed(*(bench.read(other, 0, n, memoryview(bytearray(MIB))) for n in range(6)))
+    held = bench.held_read(clogged, bench.room(source.sizes[0]))
+    bench.succeed(*(bench.read(other, 0, n, bench.room(MIB)) for n in range(6)))
     source.exposure.close()
     require(
         source.exposure.join(bench.harness.deadline_s), "the source can't end: a reader clogs it"
@@ -86,14 +84,14 @@ def revoked(bench: Bench) -> None:
     session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
     other = bench.open(source)
     source.exposure.revoke("nobody's")
-    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), "running")
+    running = bench.held_read(session, bench.room(source.sizes[0]), "running")
     source.exposure.revoke("mine")
     running.release()
     bench.failure(running, SourceError, "running")
-    later = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="later")
+    later = bench.read(session, 0, 0, bench.room(64), tag="later")
     bench.failure(later, SourceError, "later")
     require(not (what := bench.refuses(grant_id, ticket, source.sizes)), f"revoked: {what}")
-    bench.succeed(bench.read(other, 0, 0, memoryview(bytearray(MIB))))
+    bench.succeed(bench.read(other, 0, 0, bench.room(MIB)))
 
 
 def wrong_tickets(bench: Bench) -> None:
@@ -113,7 +111,7 @@ def wrong_tickets(bench: Bench) -> None:
         what = bench.refuses(grant_id, bad, source.sizes)
         require(not what, f"with {name} for a ticket: {what}")
     session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
-    bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(4096))))
+    bench.succeed(bench.read(session, 0, 0, bench.room(4096)))
     source.exposure.close()
     require(source.exposure.join(bench.harness.deadline_s), "the exposure's join did not return")
     what = bench.refuses(grant_id, ticket, source.sizes)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
-from mx.core.topology import Place
+from mx.core.topology import Gpu, GpuPeer, Place
 from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
 from mx.testing.bench import Bench, Kind, require
 from mx.testing.holdings import Holdings
-from mx.transport import Piece, Read, Unavailable, Viable, host_view
+from mx.transport import DeviceView, Piece, Read, Unavailable, Viable, host_view
 from mx.units import MIB
 
-HERE = Place(boot_id="boot-1", hostname="a", uid=1000, pid=100, addresses=("127.0.0.1",))
+GPUS = (
+    Gpu("GPU-1", pcie_generation=5, pcie_width=16, nvlinks=18, nvlink_gb_per_s=25.0),
+    Gpu("GPU-2", pcie_generation=4, pcie_width=8, nvlinks=12, nvlink_gb_per_s=25.0),
+)
+PEERS = (GpuPeer("GPU-1", 18, True, True, "nvlink"), GpuPeer("GPU-2", 12, True, False, "nvlink"))
+#: With and without NVLink between them, and as one side alone may tell of it.
+GPU_SETS = (
+    GPUS,
+    (replace(GPUS[0], peers=PEERS[1:]), replace(GPUS[1], peers=PEERS[:1])),
+    (replace(GPUS[0], peers=PEERS[1:]), GPUS[1]),
+)
 
 
 def probes(bench: Bench) -> None:
@@ -28,18 +39,22 @@ def probes(bench: Bench) -> None:
 def reaches_both_ways(bench: Bench) -> None:
     """`reach` gives the same path in both directions, for any two places."""
     places = [
-        Place(boot, boot, uid, pid, 7, pid_ns, net_ns, 1, 1, device, addresses)
-        for boot, uid, pid, pid_ns, net_ns, device, addresses in itertools.product(
+        Place(boot, boot, uid, pid, 7, pid_ns, net_ns, 1, 1, device, addresses, gpus=gpus)
+        for boot, uid, pid, pid_ns, net_ns, device, addresses, gpus in itertools.product(
             ("boot-1", "boot-2", ""),
             (0, 1000),
             (100, 200),
             (1, 2),
             (1, 2),
-            ("cpu", "cuda:GPU-1"),
+            ("cpu", "cuda:GPU-1", "cuda:GPU-2"),
             (("127.0.0.1",), ("10.0.0.1", "::1")),
+            GPU_SETS,
         )
     ]
-    for here, there in itertools.product(bench.random.sample(places, 60), repeat=2):
+    # Many that differ in everything, and some that differ in their devices and GPUs alone.
+    near = [p for p in places if (p.boot_id, p.uid, p.pid_namespace) == ("boot-1", 0, 1)]
+    sample = bench.random.sample(places, 60) + bench.random.sample(near, 60)
+    for here, there in itertools.product(sample, repeat=2):
         path, back = bench.transport.reach(here, there), bench.transport.reach(there, here)
         require(path == back, f"{here} -> {there}: {path}, but back: {back}")
         name = path.transport if path else bench.transport.name
@@ -50,10 +65,8 @@ def close_cancels(bench: Bench) -> None:
     """`close` fails what runs and what is queued with ClosedError; afterwards nothing starts."""
     source = bench.source(bench.harness.big_nbytes)
     session = bench.open(source, streams=1)
-    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), "running")
-    queued = [
-        bench.read(session, 0, 0, memoryview(bytearray(MIB)), tag=f"queued {n}") for n in range(5)
-    ]
+    running = bench.held_read(session, bench.room(source.sizes[0]), "running")
+    queued = [bench.read(session, 0, 0, bench.room(MIB), tag=f"queued {n}") for n in range(5)]
     session.close()
     running.release()
     bench.failure(running, ClosedError, "running")
@@ -65,12 +78,12 @@ def hands_off(bench: Bench) -> None:
     """Once a read has failed, its destination is never written to again."""
     source = bench.source(bench.harness.big_nbytes)
     session = bench.open(source)
-    view = memoryview(bytearray(source.sizes[0]))
+    view = bench.room(source.sizes[0])
     blank = bytes(len(view))
 
     # At the moment the read fails its destination is wiped, as a new owner would.
     def wipe() -> None:
-        view[:] = blank
+        bench.poke(view, blank)
 
     sink = bench.sink(hold=True, on_end=wipe)
     bench.read(session, 0, 0, view, sink=sink)
@@ -79,7 +92,7 @@ def hands_off(bench: Bench) -> None:
     sink.release()
     bench.finish(sink)
     require(session.join(bench.harness.deadline_s), "join did not return")
-    require(bytes(view) == blank, "memory was written to after its read had failed")
+    require(bench.peek(view) == blank, "memory was written to after its read had failed")
 
 
 def closed_is_closed(bench: Bench) -> None:
@@ -92,7 +105,7 @@ def closed_is_closed(bench: Bench) -> None:
         require(session.join(bench.harness.deadline_s), "join did not return")
     sink = bench.sink()
     try:
-        session.read([Read("late", [Piece(0, 0, memoryview(bytearray(1)))], sink)])
+        session.read([Read("late", [Piece(0, 0, bench.room(1))], sink)])
     except ClosedError:
         require(not sink.ended.is_set(), "a refused read's sink was called")
     else:
@@ -108,7 +121,7 @@ def refills(bench: Bench) -> None:
     session = bench.open(source, streams=1)
     later = [bench.sink(), bench.sink()]
     trouble: list[BaseException] = []
-    views = [memoryview(bytearray(4096)) for _ in range(3)]
+    views = [bench.room(4096) for _ in range(3)]
 
     def more(number: int) -> None:
         try:
@@ -131,7 +144,7 @@ def counts_readers(bench: Bench) -> None:
     require(active() == 0, f"{active()} readers are active before any has read")
     sinks = []
     for number, session in enumerate(sessions):
-        sinks.append(bench.held_read(session, memoryview(bytearray(source.sizes[0]))))
+        sinks.append(bench.held_read(session, bench.room(source.sizes[0])))
         bench.eventually(
             lambda number=number: active() == number + 1,  # type: ignore[misc]
             lambda number=number: f"{active()} active, should be {number + 1}",  # type: ignore[misc]
@@ -144,9 +157,40 @@ def counts_readers(bench: Bench) -> None:
 
 def attaches(bench: Bench) -> None:
     """Where paths can be attached to: the bytes, private, outliving the session, or refused."""
-    path = bench.transport.reach(HERE, HERE)
+    path = bench.transport.reach(bench.harness.here, bench.harness.there)
     if path is None or not path.attach:
         return
+    if bench.harness.kind.on_gpu:
+        _attaches_gpu(bench)
+    else:
+        _attaches_host(bench)
+
+
+def _attaches_gpu(bench: Bench) -> None:
+    """Shared, not private: so the source's memory stays until the last view has gone."""
+    source = bench.source(3 * MIB, MIB)
+    expected = source.memories[1].expected
+    session = bench.open(source)
+    views = [session.attach(1), session.attach(1)]
+    for view in views:
+        require(isinstance(view, DeviceView), f"a GPU's memory was attached as {type(view)}")
+        require(len(view) == len(expected), f"{len(view)} bytes were attached")
+        require(bench.peek(view) == expected, "the attached bytes are wrong")
+    views.pop()
+    session.close()
+    require(session.join(bench.harness.deadline_s), "join waits for attached views")
+    source.exposure.close()
+    require(not source.exposure.join(0.1), "the source ends while its memory is attached")
+    part = views.pop()[4096:8192]
+    del view
+    require(bench.peek(part) == expected[4096:8192], "an attached view ended with its session")
+    require(not source.exposure.join(0.1), "the source ends while a part of it is attached")
+    del part
+    ended = source.exposure.join(bench.harness.deadline_s)
+    require(ended, "the source does not hear that the last attached view has gone")
+
+
+def _attaches_host(bench: Bench) -> None:
     source = bench.source(MIB, kind=Kind.SEALED)
     expected = source.memories[0].expected
     session = bench.open(source)
@@ -175,9 +219,9 @@ def leaves_nothing(bench: Bench) -> None:
         source = bench.source(bench.harness.big_nbytes)
         grant_id, ticket = source.grant()
         session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
-        bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
+        bench.succeed(bench.read(session, 0, 0, bench.room(MIB)))
         if ending != "idle":
-            held = bench.held_read(session, memoryview(bytearray(source.sizes[0])))
+            held = bench.held_read(session, bench.room(source.sizes[0]))
             if ending == "revoked":
                 source.exposure.revoke(grant_id)
             held.release()
