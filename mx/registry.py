@@ -28,7 +28,12 @@ from mx.transport import (
 
 GROUP = "mx.transports"
 #: Also what the distribution's own metadata says; "module:callable".
-BUILT_IN = {"shm": "mx_transports.shm:ShmTransport", "tcp": "mx_transports.tcp:TcpTransport"}
+BUILT_IN = {
+    "shm": "mx_transports.shm:ShmTransport",
+    "tcp": "mx_transports.tcp:TcpTransport",
+    "cuda_ipc": "mx_transports.cuda_ipc:CudaIpcTransport",
+    "pcie_p2p": "mx_transports.pcie_p2p:PciePeerTransport",
+}
 
 #: What a module that does not suit this machine or version raises while it is imported.
 _LOAD_FAILURES = (

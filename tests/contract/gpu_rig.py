@@ -1,0 +1,91 @@
+"""GPUs for the transports' contract tests: real ones where there are any, else fake ones.
+
+The transports below are made in this process and, by name, in the children that are sources, which
+have the same GPUs. A child gets its fake driver here, at the first transport that it makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+from mx.core.topology import Gpu, GpuPeer, Place
+from mx.cuda import driver as cuda
+from mx.testing.conformance import Harness, Kind
+from mx.testing.fake_cuda import FakeDriver
+from mx.transport import Viable
+from mx.units import MIB
+from mx_transports.cuda_ipc import CudaIpcTransport
+from mx_transports.pcie_p2p import PciePeerTransport
+
+HERE = "tests.contract.gpu_rig"
+#: Small, so that what is read takes many.
+STEP_BYTES = MIB
+_child = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def gpus(*, peers: bool = True) -> Iterator[cuda.Driver]:
+    """The driver for one test. A fake one must have got everything back at the end."""
+    if isinstance(cuda.probe(), Viable):
+        yield cuda.load()
+        return
+    fake = FakeDriver(gpus=2, peers=peers)
+    with cuda.installed(fake):
+        yield fake
+    # A sink may be in a cycle with what it looks at.
+    gc.collect()
+    assert fake.live() == []
+
+
+def cuda_ipc(*, peers: bool = True) -> CudaIpcTransport:
+    _ensure_driver(peers)
+    return CudaIpcTransport(STEP_BYTES)
+
+
+def pcie_p2p(*, peers: bool = True) -> PciePeerTransport:
+    _ensure_driver(peers)
+    return PciePeerTransport(STEP_BYTES, STEP_BYTES)
+
+
+def pcie_without_peers() -> PciePeerTransport:
+    return pcie_p2p(peers=False)
+
+
+def _ensure_driver(peers: bool) -> None:
+    if not isinstance(cuda.probe(), Viable):
+        _child.enter_context(cuda.installed(FakeDriver(gpus=2, peers=peers)))
+
+
+def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = True) -> Place:
+    """A process's place on "cpu" or on GPU "0", "1", as its topology would tell it."""
+    uuids = [driver.device_uuid(ordinal) for ordinal in range(driver.device_count())]
+    found = tuple(
+        Gpu(
+            uuid,
+            index,
+            pcie_generation=5,
+            pcie_width=16,
+            nvlinks=nvlinks,
+            nvlink_gb_per_s=25.0,
+            peers=tuple(GpuPeer(other, nvlinks, p2p, p2p) for other in uuids if other != uuid),
+        )
+        for index, uuid in enumerate(uuids)
+    )
+    name = device if device == "cpu" else f"cuda:{uuids[int(device)]}"
+    return Place("boot-1", "a", 1000, 100, device=name, driver="580", gpus=found)
+
+
+def harness(
+    name: str, kind: Kind, driver: cuda.Driver, there: str, here: str, *, nvlinks: int = 0
+) -> Harness:
+    """Of the transport that `name` makes: memory of `kind` on `there`, read from `here`."""
+    return Harness(
+        f"{HERE}:{name}",
+        kind=kind,
+        big_nbytes=12 * MIB,
+        stall_timeout_s=1.0,
+        here=place(driver, here, nvlinks=nvlinks),
+        there=place(driver, there, nvlinks=nvlinks),
+    )

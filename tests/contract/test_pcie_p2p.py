@@ -1,0 +1,26 @@
+"""The pcie_p2p transport keeps the rules: between host and GPU both ways, and between GPUs."""
+
+import pytest
+
+from mx.testing import conformance
+from mx.testing.conformance import Kind
+from tests.contract import gpu_rig
+
+#: Transport, memory, the source's device, the reader's.
+WAYS = {
+    "memfd to GPU": ("pcie_p2p", Kind.SEALED, "cpu", "0"),
+    "process to GPU": ("pcie_p2p", Kind.ANONYMOUS, "cpu", "0"),
+    "GPU to host": ("pcie_p2p", Kind.GPU, "0", "cpu"),
+    "peer to peer": ("pcie_p2p", Kind.GPU_VMM, "0", "1"),
+    "staged": ("pcie_without_peers", Kind.GPU, "0", "1"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rule", conformance.RULES)
+def test_pcie_p2p(rule: str, way: str) -> None:
+    name, kind, there, here = WAYS[way]
+    with gpu_rig.gpus(peers=name != "pcie_without_peers") as driver:
+        if driver.device_count() < 2 and {here, there} == {"0", "1"}:
+            pytest.skip("one GPU only")
+        conformance.check(rule, gpu_rig.harness(name, kind, driver, there, here))

@@ -1,0 +1,311 @@
+"""The target side of the GPU transports: lanes that keep several copies on their way each.
+
+A lane takes reads, cuts them into steps, and queues the copies of the next steps while it waits
+for the oldest: the sinks hear of bytes only when the event behind their copies has happened, and
+the source, its grant and its generation were looked at after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from mx.cuda.device import Device
+from mx.cuda.errors import CudaError
+from mx.errors import ClosedError, LocalError, MxError, NotAllowedError, PeerLostError, SourceError
+from mx.transport import DeviceView, Grant, Read
+from mx_transports import _cuda_wire as wire
+from mx_transports._cuda_copy import SLOTS, Copier, Part, steps
+from mx_transports._cuda_link import Link, translated
+from mx_transports._cuda_wire import Where
+from mx_transports._lanes import LaneSession
+
+
+class _Job:
+    """A read that a lane has taken and not completed."""
+
+    def __init__(self, read: Read, step_nbytes: int) -> None:
+        self.read = read
+        self.steps: Iterator[tuple[list[Part], int]] = steps(read, step_nbytes)
+
+
+class _Flight(NamedTuple):
+    """A step that was started: its number, and how much of its read it completes."""
+
+    number: int
+    job: _Job
+    landed: int
+
+
+class _Work:
+    """What one lane has on its hands, oldest first."""
+
+    def __init__(self) -> None:
+        self.jobs: list[_Job] = []
+        self.flights: deque[_Flight] = deque()
+        #: The job whose steps are being started: the last one, or None.
+        self.current: _Job | None = None
+        self.started = 0
+
+
+class Attachment:
+    """Keeps what was attached mapped, and its source's memory in place; ends with the last view."""
+
+    def __init__(self, link: Link) -> None:
+        self._finalizer = weakref.finalize(self, link.drop)
+        # The process's end does it all at once.
+        self._finalizer.atexit = False
+
+
+class GpuSession(LaneSession):
+    """`link` is connected and mapped, and the session's from here on, as are `devices`."""
+
+    def __init__(
+        self,
+        grant: Grant,
+        link: Link,
+        target: Device | None,
+        devices: Sequence[Device],
+        step_nbytes: int,
+    ) -> None:
+        lanes = max(1, grant.streams)
+        super().__init__(f"mx-{link.path}", grant, lanes)
+        self.depth = SLOTS * lanes
+        self._link = link
+        self._target = target
+        self._devices = devices
+        self._step_nbytes = step_nbytes
+        self._sizes = link.region_sizes
+        self._copiers = [Copier(link, target, step_nbytes) for _ in range(lanes)]
+        self._busy = 0
+        self._detached: MxError | None = None
+        #: Held while the link is used by whoever is no lane.
+        self._link_lock = threading.Lock()
+        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._lanes = list(self._threads)
+        self._threads.append(
+            threading.Thread(target=self._watch, name=f"mx-{link.path}-watch", daemon=True)
+        )
+        self._start()
+
+    def attach(self, region: int) -> DeviceView:
+        """The region on this session's GPU, in place. Raises NotAllowedError where it is on
+        another one, in the host, or not in one piece here."""
+        with self._wake:
+            if self._closed:
+                raise ClosedError(f"the session with {self._peer} is closed")
+        with self._link_lock:
+            if self._detached is not None:
+                raise _again(self._detached)
+            address = self._place_of(region)
+            self._link.hold()
+        owner = Attachment(self._link)
+        # From when the source hears this it waits for the view's end, should the grant have ended
+        # by now or not; what must not be is that it never hears of it.
+        self._link.say(wire.HELD)
+        poll = select.poll()
+        self._link.register(poll)
+        self._link.check(poll, self._grant.generation)
+        assert self._target is not None
+        return DeviceView(self._target.key, address, self._sizes[region], owner)
+
+    def _place_of(self, region: int) -> int:
+        found = self._link.regions.get(region)
+        if self._target is not None and found is not None and found.where is Where.DEVICE:
+            assert self._link.maps is not None
+            pieces = list(self._link.maps.pieces(found.address, found.nbytes))
+            if len(pieces) == 1 and pieces[0][0].uuid == self._target.uuid:
+                return pieces[0][1]
+        raise NotAllowedError(
+            f"{self._peer}: region {region} is not in one piece on this GPU: it can be copied, "
+            "not attached"
+        )
+
+    # --- the end
+
+    def _abort(self) -> None:
+        os.eventfd_write(self._closing, 1)
+
+    def _release(self) -> None:
+        pass  # The watcher's, which comes after the lanes.
+
+    def _watch(self) -> None:
+        """Let go of the source's memory as soon as the source or this session ends."""
+        poll = select.poll()
+        poll.register(self._closing, select.POLLIN)
+        self._link.register(poll)
+        poll.poll()
+        self._detach()
+        os.eventfd_read(self._closing)
+        for lane in self._lanes:
+            lane.join()
+        for device in self._devices:
+            with contextlib.suppress(CudaError):
+                device.close()
+        os.close(self._closing)
+
+    def _detach(self) -> None:
+        for copier in self._copiers:
+            # Where CUDA has broken, nothing runs any more.
+            with contextlib.suppress(CudaError):
+                copier.end()
+        poll = select.poll()
+        self._link.register(poll)
+        why: MxError = PeerLostError("closed", peer=self._peer)
+        try:
+            self._link.check(poll, self._grant.generation)
+        except SourceError as error:
+            why = error.with_traceback(None)
+        with self._link_lock:
+            self._detached = why
+        self._link.drop()
+
+    # --- the lanes
+
+    def _carry(self, lane: int) -> None:
+        copier, work, busy = self._copiers[lane], _Work(), False
+        try:
+            while True:
+                busy = self._start_steps(copier, work, busy)
+                if work.flights:
+                    self._land(copier, work)
+                    continue
+                # The source is told at the end of a run of reads, not between them.
+                busy = self._say_busy(busy, False)
+                if not self._next(work, wait=True):
+                    return
+        finally:
+            # By an error of the path, or of a sink: what was taken is completed all the same.
+            self._synchronize(copier)
+            for job in work.jobs:
+                self._fail(job.read, PeerLostError(f"{self._peer}: abandoned", peer=self._peer))
+            self._say_busy(busy, False)
+            with contextlib.suppress(CudaError):
+                copier.close()
+
+    def _next(self, work: _Work, *, wait: bool) -> bool:
+        read = self._take(wait=wait)
+        if read is None:
+            return False
+        work.current = _Job(read, self._step_nbytes)
+        work.jobs.append(work.current)
+        return True
+
+    def _start_steps(self, copier: Copier, work: _Work, busy: bool) -> bool:
+        """Start what there are slots for. Returns whether the lane is busy now."""
+        while len(work.flights) < SLOTS:
+            if work.current is None and not self._next(work, wait=False):
+                break
+            busy = self._say_busy(busy, True)
+            job = work.current
+            assert job is not None
+            try:
+                flight = self._start_step(copier, job, work.started)
+            except MxError as error:
+                work.current = None
+                self._give_up(copier, work, job, error)
+                if isinstance(error, PeerLostError):
+                    raise
+                continue
+            work.started += 1
+            work.flights.append(flight)
+            if flight.landed == job.read.nbytes:
+                work.current = None
+        return busy
+
+    def _start_step(self, copier: Copier, job: _Job, number: int) -> _Flight:
+        parts, landed = next(job.steps, ([], 0))
+        if landed <= self._step_nbytes:  # the first one
+            self._check_bounds(job.read, self._sizes)
+            self._check_target(job.read)
+        with copier.lock:
+            self._check(copier)
+            try:
+                with translated(self._link.path, self._peer):
+                    copier.start(number, parts)
+            except MxError:
+                copier.discard(number)
+                raise
+        return _Flight(number, job, landed)
+
+    def _land(self, copier: Copier, work: _Work) -> None:
+        number, job, landed = work.flights.popleft()
+        try:
+            with translated(self._link.path, self._peer):
+                copier.finish(number)
+            # After the bytes: what was read is good only if nothing had changed by then.
+            with copier.lock:
+                self._check(copier)
+        except MxError as error:
+            if work.current is job:
+                work.current = None
+            self._give_up(copier, work, job, error)
+            if isinstance(error, PeerLostError):
+                raise  # no other read can succeed
+            return
+        if landed:
+            job.read.sink.landed(landed)
+        if landed == job.read.nbytes:
+            work.jobs.remove(job)
+            job.read.sink.done()
+
+    def _give_up(self, copier: Copier, work: _Work, job: _Job, error: MxError) -> None:
+        """Fail a job once nothing of it runs any more."""
+        self._synchronize(copier)
+        kept = [flight for flight in work.flights if flight.job is not job]
+        for flight in work.flights:
+            if flight.job is job:
+                copier.discard(flight.number)
+        work.flights = deque(kept)
+        work.jobs.remove(job)
+        self._fail(job.read, error)
+
+    def _synchronize(self, copier: Copier) -> None:
+        # Where CUDA has broken, nothing runs any more.
+        with contextlib.suppress(CudaError):
+            copier.synchronize()
+
+    def _check(self, copier: Copier) -> None:
+        """Raises what must fail a read now; the copier's lock is held."""
+        if self._closed:
+            raise PeerLostError("closed", peer=self._peer)
+        if copier.ended:
+            # Its own detaching is under way, or through.
+            with self._link_lock:
+                found = self._detached
+            raise _again(found) if found is not None else self._ending()
+        self._link.check(copier.poll, self._grant.generation)
+
+    def _ending(self) -> MxError:
+        return PeerLostError(f"{self._peer}: the source has ended", peer=self._peer)
+
+    def _check_target(self, read: Read) -> None:
+        """Raises LocalError for destinations that this session is not for."""
+        device = "the host" if self._target is None else self._target.key
+        for piece in read.pieces:
+            there = piece.view.device if isinstance(piece.view, DeviceView) else "the host"
+            if there != device:
+                raise LocalError(f"{self._link.path}: the session is for {device}, not for {there}")
+
+    def _say_busy(self, before: bool, now: bool) -> bool:
+        """Change what this lane adds to the session's being busy; tells the source if it must."""
+        if before == now:
+            return now
+        with self._link_lock:
+            self._busy += 1 if now else -1
+            # The first lane to begin, or the last to end.
+            if self._busy == now and self._detached is None:
+                self._link.tell(wire.BUSY if now else wire.IDLE)
+        return now
+
+
+def _again(error: MxError) -> MxError:
+    """The same error to be raised on another thread."""
+    peer = getattr(error, "peer", "")
+    return type(error)(error.message, peer=peer, hint=error.hint)  # type: ignore[call-arg]
