@@ -6,12 +6,14 @@ capitals behind `MX_PEER_`; the file is TOML with the same names at the top leve
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
 import re
+import threading
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
 FILE_VARIABLE = "MX_PEER_CONFIG"
 DEFAULT_ORIGIN = "default"
+
+_environment_lock = threading.Lock()
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -148,6 +152,9 @@ class Settings:
     data_plaintext: bool = _setting(
         False, "send weights without TLS although control uses it", _flag
     )
+    trusted_fabric: bool = _setting(
+        False, "let transports that enforce no bounds (ucx) work beyond this machine", _flag
+    )
     nics: tuple[str, ...] = _setting(
         (), "network interfaces for weights (all that are up, if none is named)", _names
     )
@@ -212,6 +219,26 @@ def default_file(environ: Mapping[str, str]) -> Path:
     # The XDG specification: a relative path is as good as none.
     home = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/"), ".config")
     return home / "mx" / "config.toml"
+
+
+def inherited(*prefixes: str) -> dict[str, str]:
+    """This process's variables whose names begin so: what those who run the machine have set for
+    a library that mx uses, to be passed on to a child that uses it."""
+    return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+
+
+@contextlib.contextmanager
+def library_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """While a library is loaded that reads its settings from the environment and nowhere else:
+    set those variables that nobody has set, and take them out again."""
+    with _environment_lock:
+        added = {name: text for name, text in values.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name in added:
+                del os.environ[name]
 
 
 def load(

@@ -31,6 +31,7 @@ GROUP = "mx.transports"
 BUILT_IN = {
     "shm": "mx_transports.shm:ShmTransport",
     "tcp": "mx_transports.tcp:TcpTransport",
+    "ucx": "mx_transports.ucx:UcxTransport",
     "cuda_ipc": "mx_transports.cuda_ipc:CudaIpcTransport",
     "pcie_p2p": "mx_transports.pcie_p2p:PciePeerTransport",
 }

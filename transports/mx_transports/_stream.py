@@ -67,6 +67,29 @@ class Stream:
                 raise StreamClosed("the connection was closed")
             return got
 
+    def poll(self, view: memoryview) -> int:
+        """Receive what is there, without waiting for it: how many bytes, 0 if there are none.
+
+        Raises StreamClosed at the stream's end, or OSError.
+        """
+        try:
+            if self._tls:
+                tick_s = self._sock.gettimeout()
+                self._sock.settimeout(0)
+                try:
+                    got = self._sock.recv_into(view)
+                finally:
+                    self._sock.settimeout(tick_s)
+            else:
+                got = self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return 0
+        except ssl.SSLEOFError:
+            got = 0
+        if not got:
+            raise StreamClosed("the connection was closed")
+        return got
+
     def fill(self, view: memoryview) -> None:
         """Receive exactly `len(view)` bytes. Raises StreamClosed, TimeoutError or OSError."""
         done, deadline = 0, 0.0
@@ -150,6 +173,12 @@ class Stream:
         """Send one byte if there is room for it and somebody to get it."""
         with contextlib.suppress(OSError):
             self._sock.send(byte, socket.MSG_DONTWAIT)
+
+    @property
+    def local_host(self) -> str:
+        """The IP address of this end."""
+        host: str = self._sock.getsockname()[0]
+        return host
 
     def fileno(self) -> int:
         return self._sock.fileno()

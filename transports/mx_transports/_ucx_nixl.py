@@ -1,0 +1,211 @@
+"""NIXL as the target side uses it: found, loaded once, and its exceptions made errors of ours.
+
+This is the only edge: what comes out of here is an MxError or nothing. The extension module is
+used directly; NIXL's Python on top of it adds conveniences that are not needed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import resource
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from mx import config
+from mx.errors import PathError, PeerLostError, SourceError
+from mx_transports import _ucx_agent
+
+#: Distribution by package. The first that is there is used, but one that the process has loaded
+#: already comes before it: types of two copies would collide.
+PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
+
+#: What UCX and NIXL take from the environment alone, at the moment they are loaded: they log to
+#: standard output otherwise, catch SIGSEGV in place of faulthandler, and start a thread for a
+#: virtual file system.
+LIBRARY_SETTINGS = {
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_VFS_ENABLE": "n",
+    "NIXL_LOG_LEVEL": "FATAL",
+}
+#: Everything but shared memory: CMA would work only where the `shm` transport does, which checks
+#: whom it reads from; and it takes processes of two network namespaces for neighbours.
+#: 256 KiB segments: five times the bandwidth of UCX's own 8 KiB over tcp (shared facts: 0.5
+#: against 0.1 of memcpy).
+UCX_SETTINGS = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+
+_load_lock = threading.Lock()
+_loaded = False
+
+
+class Installed(NamedTuple):
+    package: str
+    version: str
+    bindings: str  # the path of the extension module
+
+
+@functools.cache
+def find() -> Installed | None:
+    """The copy of NIXL to use, without importing any of it."""
+    loaded = [package for package in PACKAGES if package in sys.modules]
+    for package in (*loaded, *PACKAGES):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+                path = Path(folder, f"_bindings{suffix}")
+                if path.is_file():
+                    return Installed(package, _version(package), str(path))
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(PACKAGES[package])
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _bindings(peer: str) -> ModuleType:
+    found = find()
+    if found is None:
+        raise PathError(f"{peer} can't be reached by ucx: NIXL is not installed", peer=peer)
+    try:
+        return importlib.import_module(f"{found.package}._bindings")
+    except (ImportError, OSError) as error:
+        raise PathError(
+            f"{peer} can't be reached by ucx: {found.package} does not load: {error}", peer=peer
+        ) from error
+
+
+def engine_config(device: str) -> str:
+    """NIXL's way to hand settings to UCX; values can't hold commas, so it is one device at most
+    ("" for all there are)."""
+    settings = UCX_SETTINGS | ({"NET_DEVICES": device} if device else {})
+    return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def memlock_hint() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    return f"RDMA locks memory and the limit is {soft} bytes: try `ulimit -l unlimited`"
+
+
+@contextlib.contextmanager
+def _library_loaded() -> Iterator[None]:
+    """The process's first agent loads UCX, with its settings; later ones leave them alone."""
+    global _loaded
+    with _load_lock:
+        if not _loaded:
+            with config.library_environment(LIBRARY_SETTINGS):
+                yield
+            _loaded = True
+            return
+    yield
+
+
+def load(peer: str) -> None:
+    """Have UCX loaded: 0.4 s the first time where it has to measure the clock, as on CPUs that do
+    not tell their frequency. Raises PathError."""
+    if not _loaded:
+        TargetAgent(peer, "").close()
+
+
+class Block(NamedTuple):
+    """Bytes at an address of this process or of the peer's."""
+
+    address: int
+    nbytes: int
+
+
+class Pin:
+    """A writable view's address; the buffer stays where it is while this lives."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._hold = ctypes.c_char.from_buffer(view)
+        self.block = Block(ctypes.addressof(self._hold), len(view))
+
+
+class TargetAgent:
+    """An agent that reads from one peer. Not thread-safe; not in need of any other thread.
+
+    Every method raises PathError or PeerLostError, `peer` named. After `close` nothing is written
+    to registered memory any more, whatever was in flight.
+    """
+
+    def __init__(self, peer: str, device: str) -> None:
+        self._peer = peer
+        self._remote = ""
+        nixl: Any = _bindings(peer)
+        self._nixl = nixl
+        self._failures = _ucx_agent.failures(nixl)
+        self._agent: Any = None
+        with self._edge(f"a UCX agent on {device or 'any device'}"), _library_loaded():
+            self._agent, self._backends = _ucx_agent.new_agent(nixl, engine_config(device))
+
+    @contextlib.contextmanager
+    def _edge(self, what: str, hint: str = "") -> Iterator[None]:
+        try:
+            yield
+        except self._failures as error:
+            raise self._translate(error, what, hint) from error
+
+    def _translate(self, error: Exception, what: str, hint: str = "") -> SourceError:
+        text = f"{self._peer} by ucx: {what}: {str(error) or type(error).__name__}"
+        gone = (self._nixl.nixlRemoteDisconnectError, self._nixl.nixlCancelledError)
+        if isinstance(error, gone):
+            return PeerLostError(text, peer=self._peer)
+        return PathError(text, peer=self._peer, hint=hint)
+
+    def connect(self, metadata: bytes) -> None:
+        """Take a peer's metadata for that of the peer. It is NIXL that parses it."""
+        with self._edge("its metadata is refused"):
+            self._remote = self._agent.loadRemoteMD(metadata).decode()
+
+    def register(self, block: Block) -> Any:
+        """Allow reads into a block; the answer is for `deregister`."""
+        with self._edge(f"registering {block.nbytes} bytes", memlock_hint()):
+            descs = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(*block, 0, "")])
+            self._agent.registerMem(descs, self._backends)
+            return descs
+
+    def deregister(self, descs: Any) -> None:
+        with self._edge("deregistering"):
+            self._agent.deregisterMem(descs, self._backends)
+
+    def post(self, local: Sequence[Block], remote: Sequence[Block]) -> int:
+        """Begin to read remote blocks into local ones of the same sizes; returns a handle."""
+        with self._edge("a read"):
+            handle: int = self._agent.createXferReq(
+                self._nixl.NIXL_READ, self._list(local), self._list(remote), self._remote
+            )
+            self._agent.postXferReq(handle)
+            return handle
+
+    def _list(self, blocks: Sequence[Block]) -> Any:
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(*block, 0) for block in blocks])
+
+    def poll(self, handle: int) -> bool:
+        """Let UCX work; has the read ended? Then its handle is no more."""
+        try:
+            status = self._agent.getXferStatus(handle)
+            if status != self._nixl.NIXL_SUCCESS:
+                return False
+            self._agent.releaseXferReq(handle)
+            return True
+        except self._failures as error:
+            raise self._translate(error, "a read failed") from error
+
+    def close(self) -> None:
+        """Destroy the agent: connections, registrations, and transfers in flight. Idempotent."""
+        self._agent = None
