@@ -271,6 +271,7 @@ def pull_options(
         out=None if out is None else Path(out),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
+        trusted_fabric=settings.trusted_fabric,
         insecure=settings.insecure,
         streams=settings.streams,
         stall_timeout_s=settings.stall_timeout_s,

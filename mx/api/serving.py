@@ -118,6 +118,7 @@ def source_options(settings: config.Settings) -> SourceOptions:
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
         insecure=settings.insecure,
+        trusted_fabric=settings.trusted_fabric,
         nics=settings.nics,
         reader_lease_s=settings.reader_lease_s,
         stall_timeout_s=settings.stall_timeout_s,

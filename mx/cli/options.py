@@ -62,6 +62,14 @@ DataPlaintext = Annotated[
         rich_help_panel=_CONNECTION,
     ),
 ]
+TrustedFabric = Annotated[
+    bool | None,
+    typer.Option(
+        "--trusted-fabric",
+        help="Use ucx beyond this machine: everybody who reaches that network is trusted.",
+        rich_help_panel=_CONNECTION,
+    ),
+]
 Nics = Annotated[
     str | None,
     typer.Option(

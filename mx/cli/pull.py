@@ -45,7 +45,7 @@ def pull(
         bool, typer.Option("--hold", help="Stay, and pass the model on to others.")
     ] = False,
     transport: Annotated[
-        str | None, typer.Option(help="Only this one: shm or tcp.", metavar="NAME")
+        str | None, typer.Option(help="Only this one, like shm, tcp or ucx.", metavar="NAME")
     ] = None,
     verify: Annotated[
         str,
@@ -75,6 +75,7 @@ def pull(
     tls_ca: options.TlsCa = None,
     insecure: options.Insecure = None,
     data_plaintext: options.DataPlaintext = None,
+    trusted_fabric: options.TrustedFabric = None,
     nics: options.Nics = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,

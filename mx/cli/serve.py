@@ -38,6 +38,7 @@ def serve(
     tls_ca: options.TlsCa = None,
     insecure: options.Insecure = None,
     data_plaintext: options.DataPlaintext = None,
+    trusted_fabric: options.TrustedFabric = None,
     nics: options.Nics = None,
     chunk_bytes: Annotated[
         str | None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mx import discovery, trace
 from mx.core.types import SourceRecord, SourceState
-from mx.errors import LocalError, MxError
+from mx.errors import LocalError, MxError, NotAllowedError
 from mx.source.model import HeldModel
 from mx.source.service import PeerServicer, Served
 from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport, Unavailable
@@ -29,6 +29,7 @@ class SourceOptions:
     tls: TlsFiles | None = None
     data_tls: TlsFiles | None = None
     insecure: bool = False
+    trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
     reader_lease_s: float = 6.0
     stall_timeout_s: float = 4.0
@@ -99,6 +100,8 @@ class SourceServer:
             hosts=self._place.addresses,
             tls=self.options.data_tls,
             stall_timeout_s=self.options.stall_timeout_s,
+            place=self._place,
+            trusted_fabric=self.options.trusted_fabric,
         )
         exposures: dict[str, Exposure] = {}
         reasons: list[str] = []
@@ -111,7 +114,9 @@ class SourceServer:
                 exposure = transport.expose(held.regions(), options)
             except MxError as error:
                 reasons.append(f"{name}: {error}")
-                log.warning("%s is not offered: %s", name, error)
+                # What nobody has allowed is no surprise.
+                level = logging.INFO if isinstance(error, NotAllowedError) else logging.WARNING
+                log.log(level, "%s is not offered: %s", name, error)
                 continue
             exposure.set_generation(held.generation)
             exposures[name] = exposure
