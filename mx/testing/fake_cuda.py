@@ -157,7 +157,7 @@ class FakeDriver:
         self._used[ordinal] += nbytes
 
     def _drain(self, ordinal: int) -> None:
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             if stream.ordinal == ordinal:
                 stream.run()
 
@@ -286,7 +286,7 @@ class FakeDriver:
         ordinal = self._ordinal("cuCtxSynchronize")
 
         def done() -> bool:
-            streams = [s for s in self._streams.values() if s.ordinal == ordinal]
+            streams = [s for s in list(self._streams.values()) if s.ordinal == ordinal]
             return all([stream.run() for stream in streams])
 
         self._until("cuCtxSynchronize", done)
@@ -579,9 +579,8 @@ class FakeDriver:
 
         def done() -> bool:
             while not found.has(count):
-                if stream is None or not stream.steps or not stream.steps[0]():
+                if stream is None or not stream.advance():
                     return False
-                stream.steps.popleft()
             return True
 
         self._until("cuEventSynchronize", done)

@@ -32,19 +32,31 @@ class FakeEvent:
 class FakeStream:
     ordinal: int
     steps: deque[Step] = field(default_factory=deque)
+    #: In the middle of a step: a collection there may free something, which drains the streams.
+    busy: bool = False
+
+    def advance(self) -> bool:
+        """Do one thing. False if there is none, or it can't be done yet."""
+        if self.busy or not self.steps:
+            return False
+        self.busy = True
+        try:
+            done = self.steps[0]()
+        finally:
+            self.busy = False
+        if done:
+            self.steps.popleft()
+        return done
 
     def run(self) -> bool:
         """Do all that can be done now. True if nothing is left."""
-        while self.steps:
-            if not self.steps[0]():
-                return False
-            self.steps.popleft()
-        return True
+        while self.advance():
+            pass
+        return not self.steps
 
     def run_one(self) -> bool:
         """Do one thing, if it can be done. True if nothing is left."""
-        if self.steps and self.steps[0]():
-            self.steps.popleft()
+        self.advance()
         return not self.steps
 
     def record(self, event: FakeEvent) -> None:
@@ -64,9 +76,8 @@ class FakeStream:
 
         def step() -> bool:
             while not event.has(count):
-                if other is None or not other.steps or not other.steps[0]():
+                if other is None or not other.advance():
                     return False
-                other.steps.popleft()
             return True
 
         self.steps.append(step)

@@ -1,0 +1,277 @@
+"""A session that fills GPU memory through one that knows host memory only.
+
+Reads are cut into parts of a pinned slot each. The inner session reads a part into its slot; from
+the thread that brought its last byte the copy to the device is queued; and this session's own
+thread waits for the copies in order, tells the sinks, and hands the slots to the next parts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mx.cuda.device import Device
+from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, Slot
+from mx.errors import ClosedError, LocalError, MxError, NotAllowedError
+from mx.transport import DeviceView, Piece, Read, Session, Span
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """What goes through one slot: (region, offset there, device address, bytes), in order, and
+    the read's payload bytes up to its end."""
+
+    job: _Job
+    runs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    nbytes: int = 0
+    slot: Slot | None = None
+    #: Copied to the device, for all that the driver said.
+    landed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A read of the caller's, and how far it is."""
+
+    read: Read
+    parts: list[_Part] = field(default_factory=list)
+    #: Parts that the inner session, or the copy engine, has not ended yet.
+    running: int = 0
+    told: int = 0  # parts that `landed` has told of
+    told_nbytes: int = 0
+    error: MxError | None = None
+    ended: bool = False
+
+
+class StagedSession:
+    """See `mx.transport.Session`. Owns `inner` and its ring of pinned memory; `device` stays the
+    caller's, and open until `join`. Raises CudaMemoryError where the ring can't be pinned."""
+
+    def __init__(
+        self,
+        inner: Session,
+        device: Device,
+        *,
+        slot_nbytes: int = SLOT_BYTES,
+        slots: int = SLOTS,
+    ) -> None:
+        self._inner = inner
+        self._device = device
+        self._ring = PinnedRing(device, slot_nbytes=slot_nbytes, slots=slots)
+        self.depth = inner.depth
+        inner.adopt(self._ring.view)
+        self._wake = threading.Condition()
+        self._waiting: deque[_Part] = deque()
+        self._ended: deque[_Part] = deque()
+        self._jobs: set[_Job] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name="mx-staged", daemon=True)
+        self._thread.start()
+
+    # -- mx.transport.Session ----------------------------------------------------------------------
+
+    def adopt(self, arena: Span) -> None:
+        """The inner session has adopted the ring: nothing else is ever read into."""
+        del arena
+
+    def read(self, reads: Sequence[Read]) -> None:
+        jobs = [self._job(read) for read in reads]
+        with self._wake:
+            if self._closed:
+                raise ClosedError("the session is closed")
+            for job in jobs:
+                self._jobs.add(job)
+                self._waiting.extend(job.parts)
+            self._wake.notify()
+
+    def attach(self, region: int) -> Span:
+        raise NotAllowedError(f"region {region} is host memory, which a GPU can't attach")
+
+    def close(self) -> None:
+        with self._wake:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake.notify()
+        self._inner.close()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._inner.join(timeout_s):
+            return False
+        self._thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    # -- cutting -----------------------------------------------------------------------------------
+
+    def _job(self, read: Read) -> _Job:
+        job = _Job(read)
+        part = _Part(job)
+        job.parts.append(part)
+        for piece in read.pieces:
+            if not isinstance(piece.view, DeviceView) or piece.view.device != self._device.key:
+                job.error = LocalError(f"{read.tag}: its place is not on {self._device.key}")
+                continue
+            done, nbytes = 0, len(piece.view)
+            while done < nbytes:
+                if part.nbytes == self._ring.slot_nbytes:
+                    part = _Part(job)
+                    job.parts.append(part)
+                take = min(nbytes - done, self._ring.slot_nbytes - part.nbytes)
+                address = piece.view.address + done
+                part.runs.append((piece.region, piece.region_offset + done, address, take))
+                part.nbytes += take
+                done += take
+        return job
+
+    # -- from the inner session's threads ----------------------------------------------------------
+
+    def part_read(self, part: _Part, error: MxError | None) -> None:
+        """A part's bytes are in its slot, or will not come."""
+        job = part.job
+        if error is None and part.slot is not None:
+            try:
+                self._push(part, part.slot)
+            except MxError as failed:
+                error = failed
+        if error is not None:
+            # Its traceback holds on to the reads, and they to the device's memory.
+            error = error.with_traceback(None)
+        with self._wake:
+            job.error = job.error or error
+            self._ended.append(part)
+            self._wake.notify()
+
+    def _push(self, part: _Part, slot: Slot) -> None:
+        start = end = 0
+        target = -1
+        for _, _, address, nbytes in part.runs:
+            if address != target + (end - start):
+                if end > start:
+                    self._ring.push(slot, target, end - start, offset=start)
+                start, target = end, address
+            end += nbytes
+        if end > start:
+            self._ring.push(slot, target, end - start, offset=start)
+
+    # -- the session's thread ----------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._work()
+        finally:
+            if self._over():
+                self._ring.close()
+            else:  # a sink raised: end all other reads before this thread ends with that
+                self.close()
+                self._main()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._ended and not self._can_issue() and not self._over():
+                    self._wake.wait()
+                if self._over():
+                    return
+                part = self._ended.popleft() if self._ended else None
+            if part is None:
+                self._issue()
+            else:
+                self._finish(part)
+
+    def _over(self) -> bool:
+        return self._closed and not self._jobs
+
+    def _can_issue(self) -> bool:
+        return bool(self._waiting) and (self._ring.free > 0 or self._skips(self._waiting[0]))
+
+    def _skips(self, part: _Part) -> bool:
+        """Is it not to be read any more?"""
+        return self._closed or part.job.error is not None
+
+    def _issue(self) -> None:
+        """Read the next parts, as many as there are slots for."""
+        reads: list[tuple[_Part, Slot]] = []
+        skipped: list[_Part] = []
+        with self._wake:
+            while self._can_issue():
+                part = self._waiting.popleft()
+                part.job.running += 1
+                if self._skips(part):
+                    skipped.append(part)
+                else:
+                    part.slot = self._ring.take()
+                    reads.append((part, part.slot))
+        for part in skipped:
+            self.part_read(part, ClosedError(f"{part.job.read.tag}: the session was closed"))
+        if not reads:
+            return
+        try:
+            self._inner.read([self._read(part, slot) for part, slot in reads])
+        except MxError as error:
+            for part, _ in reads:
+                self.part_read(part, error)
+
+    def _read(self, part: _Part, slot: Slot) -> Read:
+        pieces, at = [], 0
+        for region, offset, _, nbytes in part.runs:
+            pieces.append(Piece(region, offset, slot.view[at : at + nbytes]))
+            at += nbytes
+        return Read(part.job.read.tag, pieces, _PartSink(self, part))
+
+    def _finish(self, part: _Part) -> None:
+        """A part has been read, or not: wait for its copy, tell the sink, free the slot."""
+        job, slot = part.job, part.slot
+        if slot is not None:
+            part.slot = None
+            try:
+                slot.wait()
+                part.landed = job.error is None
+            except MxError as error:
+                job.error = job.error or error.with_traceback(None)
+            finally:
+                self._ring.give(slot)
+        else:
+            part.landed = job.error is None
+        with self._wake:
+            job.running -= 1
+            over = not job.running and (
+                job.error is not None or all(part.landed for part in job.parts)
+            )
+            if over:
+                self._jobs.discard(job)
+                # Those that were never issued.
+                self._waiting = deque(p for p in self._waiting if p.job is not job)
+        before = job.told_nbytes
+        while job.error is None and job.told < len(job.parts) and job.parts[job.told].landed:
+            job.told_nbytes += job.parts[job.told].nbytes
+            job.told += 1
+        if over:
+            job.parts.clear()  # parts and job refer to each other
+        if job.told_nbytes > before:
+            job.read.sink.landed(job.told_nbytes)
+        if over and job.error is not None:
+            job.read.sink.failed(job.error)
+        elif over:
+            job.read.sink.done()
+
+
+class _PartSink:
+    """Hears how one part's read ended."""
+
+    __slots__ = ("_part", "_session")
+
+    def __init__(self, session: StagedSession, part: _Part) -> None:
+        self._session, self._part = session, part
+
+    def landed(self, nbytes: int) -> None:
+        """Parts are small: they go to the device whole."""
+
+    def done(self) -> None:
+        self._session.part_read(self._part, None)
+
+    def failed(self, error: MxError) -> None:
+        self._session.part_read(self._part, error)
