@@ -161,9 +161,6 @@ def _without_task_leaks(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    no_gpu = None if Path("/dev/nvidiactl").exists() else pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        if no_gpu is not None and item.get_closest_marker("gpu"):
-            item.add_marker(no_gpu)
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = _without_task_leaks(item.obj)
