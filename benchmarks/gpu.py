@@ -1,0 +1,389 @@
+"""The GPU rows of the design's table, next to the bare copies in the same process.
+
+    PYTHONPATH=.:transports python -m benchmarks.gpu [--rounds 5] [--gib 8] [--resident-gb 100]
+
+Sources are processes of their own; bare copies are the driver's calls on memory of this process,
+in the same chunks, with no word said to anybody. Rounds interleave them; a row is a ratio of
+medians. What does not fit is scaled down and says so. Needs one GPU, cuda-bindings, and Triton for
+the digests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mx.core.topology import Place
+from mx.cuda import driver as cuda
+from mx.cuda.device import Device, DeviceMemory, Event, PinnedMemory, PinnedRegion, Stream
+from mx.errors import LocalError, MxError
+from mx.testing import spans
+from mx.transport import Grant, Piece, Read, Session, Span, Transport, Unavailable
+from mx.units import GIB, MIB
+from mx_transports.cuda_ipc import CudaIpcTransport
+from mx_transports.pcie_p2p import PciePeerTransport
+
+from . import harness
+
+READ_BYTES = 64 * MIB
+#: What the source keeps to itself of the GPU's memory, and what this process needs there.
+SPARE_BYTES = 4 * GIB
+
+#: Serves `argv[2]` bytes of memory of the kind argv[1] by the transport argv[3]; says the ticket.
+_SOURCE = """
+import sys
+from benchmarks.gpu import serve
+serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
+"""
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "cuda_ipc": CudaIpcTransport,
+    "pcie_p2p": PciePeerTransport,
+}
+
+
+def serve(kind: str, nbytes: int, transport: str, device: str) -> None:
+    """The source process: until its standard input ends."""
+    from mx.cuda.vmm import VmmMemory
+    from mx.testing.memory import Kind, Memory
+    from mx.transport import DeviceView, ExposedRegion, ExposeOptions
+
+    with contextlib.ExitStack() as stack:
+        if kind == "host":
+            memory = Memory(nbytes, 1, Kind.SEALED)
+            stack.callback(memory.close)
+            region = memory.region(0)
+        else:
+            gpu = stack.enter_context(Device.open(cuda.load(), device))
+            owner: DeviceMemory | VmmMemory
+            owner = VmmMemory.allocate(gpu, nbytes) if kind == "vmm" else DeviceMemory(gpu, nbytes)
+            stack.callback(owner.close)
+            with Stream(gpu) as stream, gpu.current():
+                gpu.driver.memset(owner.address, 0x5C, nbytes, stream.handle)
+            view = DeviceView(gpu.key, owner.address, nbytes, owner)
+            region = ExposedRegion(0, view, owner.address, gpu.key)
+        exposure = TRANSPORTS[transport]().expose([region], ExposeOptions())
+        exposure.set_generation(1)
+        print(exposure.grant("bench").hex(), flush=True)
+        sys.stdin.read()
+        exposure.close()
+        exposure.join()
+        # Views of the memory must be gone before it is.
+        del region
+
+
+@dataclass
+class Remote:
+    """A source in its own process, and how to open it from `place`."""
+
+    transport: Transport
+    ticket: bytes
+    nbytes: int
+    place: Place
+
+    def open(self) -> Session:
+        return self.transport.open(
+            Grant("bench", self.ticket, 1, (self.nbytes,), "source", place=self.place)
+        )
+
+
+@contextlib.contextmanager
+def remote(
+    kind: str, nbytes: int, transport: str, device: Device, place: Place
+) -> Iterator[Remote]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _SOURCE, kind, str(nbytes), transport, device.key],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert child.stdout is not None and child.stdin is not None
+        line = child.stdout.readline()
+        if not line:
+            raise LocalError(f"the source of {nbytes} bytes of {kind} memory did not start")
+        yield Remote(TRANSPORTS[transport](), bytes.fromhex(line), nbytes, place)
+        child.stdin.close()
+        child.wait(30)
+    finally:
+        child.kill()
+        child.wait()
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class _Countdown:
+    """A sink for many reads."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.error: MxError | None = None
+
+    def landed(self, nbytes: int) -> None:
+        pass
+
+    def done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self.ended.set()
+
+    def failed(self, error: MxError) -> None:
+        self.error = error
+        self.ended.set()
+
+
+def read_all(session: Session, target: Span) -> float:
+    """Seconds to read region 0 into `target`, by reads of 64 MiB, as a pull merges them."""
+    starts = range(0, len(target), READ_BYTES)
+    sink = _Countdown(len(starts))
+    begun_s = time.perf_counter()
+    session.read(
+        [
+            Read(f"at {at}", [Piece(0, at, target[at : min(at + READ_BYTES, len(target))])], sink)
+            for at in starts
+        ]
+    )
+    sink.ended.wait()
+    seconds = time.perf_counter() - begun_s
+    if sink.error is not None:
+        raise sink.error
+    return seconds
+
+
+Copy = Callable[[int, int, int, int], None]
+
+
+def bare(device: Device, copy: Copy, target: int, source: int, nbytes: int) -> float:
+    """Seconds for the driver's copies alone, in the same pieces, on one stream."""
+    with Stream(device) as stream, Event(device) as event:
+        begun_s = time.perf_counter()
+        with device.current():
+            for at in range(0, nbytes, READ_BYTES):
+                copy(target + at, source + at, min(READ_BYTES, nbytes - at), stream.handle)
+        event.record(stream)
+        event.synchronize()
+        return time.perf_counter() - begun_s
+
+
+def attach_row(device: Device, place: Place, resident: int, rounds: int) -> list[harness.Row]:
+    """Open, attach, and look at both ends of what is attached."""
+    free, _ = device.memory_info()
+    nbytes = min(resident, free - SPARE_BYTES) // MIB * MIB
+    rows = []
+    for kind in ("vmm", "legacy"):
+        with remote(kind, nbytes, "cuda_ipc", device, place) as source:
+
+            def once(source: Remote = source) -> float:
+                begun_s = time.perf_counter()
+                session = source.open()
+                view = session.attach(0)
+                seconds = time.perf_counter() - begun_s
+                ends = (view[:1], view[len(view) - 1 :])
+                assert all(spans.peek(end) == b"\x5c" for end in ends)
+                session.close()
+                session.join()
+                return seconds
+
+            samples = harness.interleave({"attach": once}, rounds)
+        value = harness.median(samples, "attach") * 1e3
+        work = f"same-GPU attach, {nbytes / 1e9:.1f} GB resident, {kind}"
+        rows.append(harness.Row(work, round(value, 2), "ms", "< 60 ms", value < 60, "", samples))
+    return rows
+
+
+def _ratio(work: str, nbytes: int, samples: dict[str, list[float]], bar: float) -> harness.Row:
+    ours, theirs = harness.median(samples, "mx"), harness.median(samples, "bare")
+    detail = ", ".join(
+        f"{name} {nbytes / harness.median(samples, name) / 1e9:.1f} GB/s" for name in samples
+    )
+    value = theirs / ours
+    return harness.Row(work, round(value, 3), "x", f">= {bar}", value >= bar, detail, samples)
+
+
+def device_copy_row(device: Device, place: Place, nbytes: int, rounds: int) -> harness.Row:
+    driver = device.driver
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(remote("vmm", nbytes, "cuda_ipc", device, place))
+        # Memory of this process for the bare copy; the targets are one and the same.
+        own = stack.enter_context(DeviceMemory(device, nbytes))
+        target = spans.room(nbytes, device.key)
+        session = source.open()
+        try:
+            samples = harness.interleave(
+                {
+                    "mx": lambda: read_all(session, target),
+                    "bare": lambda: bare(
+                        device, driver.copy_dtod, _address(target), own.address, nbytes
+                    ),
+                },
+                rounds,
+            )
+        finally:
+            session.close()
+            session.join()
+    return _ratio("device copy", nbytes, samples, 0.9)
+
+
+def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[harness.Row]:
+    """Host to device and back, against copies from and to memory that is pinned already."""
+    driver, rows = device.driver, []
+    on_host = replace(place, device="cpu")
+    with PinnedMemory(device, nbytes) as pinned, DeviceMemory(device, nbytes) as own:
+        target = spans.room(nbytes, device.key)
+        room = spans.room(nbytes)
+        ways: list[tuple[str, str, Place, Span, Callable[[], float]]] = [
+            (
+                "host to device",
+                "host",
+                place,
+                target,
+                lambda: bare(device, driver.copy_htod, own.address, pinned.address, nbytes),
+            ),
+            (
+                "device to host",
+                "vmm",
+                on_host,
+                room,
+                lambda: bare(device, driver.copy_dtoh, pinned.address, own.address, nbytes),
+            ),
+        ]
+        for work, kind, here, into, reference in ways:
+            with remote(kind, nbytes, "pcie_p2p", device, here) as source:
+                session = source.open()
+
+                def ours(session: Session = session, into: Span = into) -> float:
+                    return read_all(session, into)
+
+                try:
+                    samples = harness.interleave({"mx": ours, "bare": reference}, rounds)
+                finally:
+                    session.close()
+                    session.join()
+            rows.append(_ratio(work, nbytes, samples, 0.9))
+        rows.append(_registered_row(device, own.address, nbytes, rounds))
+    return rows
+
+
+def _registered_row(device: Device, target: int, nbytes: int, rounds: int) -> harness.Row:
+    """What pinning a source's memfd where it is would give: to be weighed against the slots."""
+    descriptor = os.memfd_create("mx-bench", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        with mmap.mmap(descriptor, nbytes) as mapped:
+            mapped.write(b"\x5c" * nbytes)
+            anchor = ctypes.c_char.from_buffer(mapped)
+            address = ctypes.addressof(anchor)
+
+            def once() -> float:
+                begun_s = time.perf_counter()
+                with PinnedRegion(device, address, nbytes):
+                    bare(device, device.driver.copy_htod, target, address, nbytes)
+                    return time.perf_counter() - begun_s
+
+            samples = harness.interleave({"register and copy": once}, rounds)
+            del anchor
+    finally:
+        os.close(descriptor)
+    speed = nbytes / harness.median(samples, "register and copy") / 1e9
+    work = "host to device, a memfd pinned for it and copied"
+    return harness.Row(work, round(speed, 1), "GB/s", "none", True, "for comparison", samples)
+
+
+def digest_row(device: Device, nbytes: int, rounds: int) -> harness.Row:
+    """Digests of 1 MiB blocks, in the batches that a read of 64 MiB makes."""
+    from mx.cuda.digest import BlockDigester
+
+    with DeviceMemory(device, nbytes) as memory:
+        digester = BlockDigester(device)
+        try:
+
+            def once() -> float:
+                begun_s = time.perf_counter()
+                for start in range(0, nbytes, READ_BYTES):
+                    end = min(start + READ_BYTES, nbytes)
+                    blocks = range(start, end, MIB)
+                    digester.digests([[(memory.address + at, min(MIB, end - at))] for at in blocks])
+                return time.perf_counter() - begun_s
+
+            samples = harness.interleave({"digests": once}, rounds)
+        finally:
+            digester.close()
+    speed = nbytes / harness.median(samples, "digests") / 1e9
+    return harness.Row("digests on the device", round(speed, 1), "GB/s", "none", True, "", samples)
+
+
+def run(
+    *, nbytes: int, resident: int, rounds: int, say: Callable[[str], None]
+) -> list[harness.Row]:
+    """All rows. Raises LocalError where there is no CUDA."""
+    found = cuda.probe()
+    if isinstance(found, Unavailable):
+        raise LocalError(found.reason)
+    say(found.detail)
+    rows: list[harness.Row] = []
+    with Device(cuda.load(), 0) as device:
+        # Where bytes go is all that a session asks of its place on a machine of one GPU.
+        place = Place(device=device.key)
+        steps: list[Callable[[], Sequence[harness.Row]]] = [
+            lambda: attach_row(device, place, resident, rounds),
+            lambda: [device_copy_row(device, place, nbytes, rounds)],
+            lambda: host_rows(device, place, nbytes, rounds),
+            lambda: [digest_row(device, nbytes, rounds)],
+        ]
+        for step in steps:
+            try:
+                rows += step()
+            except MxError as error:
+                say(f"a row could not be measured: {error}")
+    return rows
+
+
+def _address(span: Span) -> int:
+    assert not isinstance(span, memoryview)
+    return span.address
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gib", type=float, default=4.0, help="of the copies")
+    parser.add_argument("--resident-gb", type=float, default=100.0, help="of what is attached")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        rows = run(
+            nbytes=int(arguments.gib * GIB) // MIB * MIB,
+            resident=int(arguments.resident_gb * 1e9),
+            rounds=arguments.rounds,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    except LocalError as error:
+        print(f"no GPU rows: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        table = [row.to_json() for row in rows]
+        print(json.dumps({"machine": harness.machine(), "rows": table}, indent=1))
+        return 0
+    print(harness.machine())
+    for row in rows:
+        verdict = "met" if row.ok else "missed"
+        print(f"{row.work:52} {row.value:10g} {row.unit:5} {row.bar:10} {verdict:7} {row.detail}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
