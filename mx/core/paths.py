@@ -65,16 +65,20 @@ def rails(here: Place, there: Place) -> list[Rail]:
     """The rails from `there`'s data endpoints to `here`, in a fixed order.
 
     Interfaces pair up within a subnet, each used once; where one side has fewer of them there,
-    they are used several times. Empty if the two share no subnet (what routes between them then
-    is for the kernel to know), or if one of them does not tell of its interfaces.
+    they are used several times. Two interfaces that share several subnets make one rail, over
+    IPv4 if they can. Empty if the two places share no subnet (what routes between them then is
+    for the kernel to know), or if one of them does not tell of its interfaces.
     """
     mine, theirs = _by_subnet(here), _by_subnet(there)
-    found = []
-    for subnet in sorted(mine.keys() & theirs.keys()):
+    found: dict[tuple[str, str], Rail] = {}
+    for subnet in sorted(mine.keys() & theirs.keys(), key=lambda subnet: (":" in subnet, subnet)):
         near, far = mine[subnet], theirs[subnet]
         for i in range(max(len(near), len(far))):
-            found.append(_rail(near[i % len(near)], far[i % len(far)]))
-    return found
+            one, other = near[i % len(near)], far[i % len(far)]
+            # Equal addresses are each host's own: a bridge for its containers, say.
+            if one.address != other.address:
+                found.setdefault((one.nic.name, other.nic.name), _rail(one, other))
+    return list(found.values())
 
 
 def _by_subnet(place: Place) -> dict[str, list[_End]]:

@@ -14,8 +14,8 @@ class PullOptions:
     """Made by the API from its arguments and the settings.
 
     `name` may be NAME@IDENTITY. One of `coordinator`, `peer` and `disk` says where to look;
-    `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `into` is the
-    caller's memory.
+    `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
+    "cpu" or "cuda:UUID", `into` the caller's memory.
     """
 
     name: str
@@ -26,6 +26,7 @@ class PullOptions:
     disk: Path | None = None
     fall_back_to_disk: bool = False
     out: Path | None = None
+    device: str = "cpu"
     hold: bool = False
     into: memoryview | None = None
     transport: str | None = None
@@ -39,3 +40,4 @@ class PullOptions:
     connect_timeout_s: float = 3.0
     chunk_nbytes: int = CHUNK_BYTES
     trusted_fabric: bool = False
+    nics: tuple[str, ...] = ()

@@ -63,5 +63,6 @@ async def plan_pull(
 
 def target_place(options: PullOptions) -> Place:
     """Where a pull with these options runs. With its interfaces' addresses: without any it would
-    look like a machine that nothing can be routed to."""
-    return discovery.here(addresses=tuple(discovery.interface_addresses().values()))
+    look like a machine that nothing can be routed to. Raises ConfigError for an interface that is
+    not there."""
+    return discovery.here(options.device, nics=options.nics)

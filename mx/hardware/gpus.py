@@ -1,0 +1,221 @@
+"""GPUs, through NVML (nvidia-ml-py): what they are, and what they are to each other.
+
+NVML is loaded only where NVIDIA's driver is. Whatever call of it fails, for want of permission,
+support or a newer driver, leaves what it would have told unknown.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mx.core.topology import Gpu, GpuPeer
+from mx.hardware import sysfs
+
+_DRIVER_SIGNS = ("dev/nvidiactl", "proc/driver/nvidia")
+_NOT_INSTALLED = "nvidia-ml-py is not installed: pip install 'mx-peer[cuda13]' (or [cuda12])"
+
+# nvml.h. Taken from there since nvidia-ml-py's NVML_P2P_CAPS_INDEX_READ is the tuple (0,).
+_P2P_READ, _P2P_WRITE, _P2P_NVLINK = 0, 1, 2
+_P2P_OK = 0
+_REMOTE_IS_SWITCH = 2
+_ACTIVE = 1
+
+#: nvmlGpuTopologyLevel_t, in the words of GpuPeer. 0 is two GPUs of one board.
+_RELATIONS = {0: "switch", 10: "switch", 20: "bridge", 30: "host", 40: "node", 50: "system"}
+
+#: GB/s of one NVLink lane, one way, by nvmlNvlinkVersion_t (NVIDIA's data sheets: P100 4 x 20,
+#: V100 6 x 25, A100 12 x 25, H100 18 x 25, B200 18 x 50).
+_LANE_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
+#: Some drivers call Hopper's lanes version 5; those before Blackwell have none of 50 GB/s.
+_BLACKWELL = 10
+
+
+@dataclass(frozen=True, slots=True)
+class GpusFound:
+    """`reason` says why there are none, or which are missing; "" if all is known."""
+
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """Active NVLink lanes: to other GPUs by their PCI addresses, and to switches."""
+
+    to_gpus: dict[str, int]
+    to_switches: int
+    gb_per_s: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.to_gpus.values()) + self.to_switches
+
+
+def _pynvml() -> Any:
+    return importlib.import_module("pynvml")
+
+
+def read_gpus(load: Callable[[], Any] = _pynvml, root: Path = Path("/")) -> GpusFound:
+    """Every GPU that NVML shows, by its index. Never raises for what the machine lacks.
+
+    `load` gives nvidia-ml-py's module; tests give another.
+    """
+    if not any((root / sign).exists() for sign in _DRIVER_SIGNS):
+        return GpusFound(reason="there is no NVIDIA driver on this machine")
+    try:
+        nvml = load()
+    except ImportError:
+        return GpusFound(reason=_NOT_INSTALLED)
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return GpusFound(reason=f"NVML does not start: {error}{_hint(nvml, error)}")
+    try:
+        return _Reader(nvml, root / "sys").read()
+    finally:
+        _ask(nvml, nvml.nvmlShutdown)
+
+
+def _hint(nvml: Any, error: Exception) -> str:
+    code = getattr(error, "value", None)
+    if code == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+        return " (the driver was updated: reboot, or load its new module)"
+    if code == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+        return " (libnvidia-ml.so.1 belongs to the driver; in a container: enable utility)"
+    if code == nvml.NVML_ERROR_NO_PERMISSION:
+        return " (this user may not open /dev/nvidiactl)"
+    return ""
+
+
+def _ask(nvml: Any, function: Callable[..., Any], *arguments: object) -> Any:
+    """The call's answer, or None where NVML has none."""
+    try:
+        return function(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+class _Reader:
+    """Reads all GPUs while NVML is initialised."""
+
+    def __init__(self, nvml: Any, sys: Path) -> None:
+        self._nvml = nvml
+        self._sys = sys
+
+    def _ask(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return _ask(self._nvml, function, *arguments)
+
+    def read(self) -> GpusFound:
+        nvml = self._nvml
+        driver = _string(self._ask(nvml.nvmlSystemGetDriverVersion))
+        try:
+            count = nvml.nvmlDeviceGetCount()
+        except nvml.NVMLError as error:
+            return GpusFound(driver=driver, reason=f"NVML can't count the GPUs: {error}")
+        if not count:
+            return GpusFound(driver=driver, reason="the driver shows no GPU to this process")
+        handles, gpus, lanes, missing = [], [], [], []
+        for index in range(count):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = _string(nvml.nvmlDeviceGetUUID(handle))
+            except nvml.NVMLError as error:
+                missing.append(f"GPU {index}: {error}")
+                continue
+            gpu = self._gpu(handle, index, uuid)
+            handles.append(handle)
+            lanes.append(self._lanes(handle, gpu))
+            gpus.append(replace(gpu, nvlinks=lanes[-1].total, nvlink_gb_per_s=lanes[-1].gb_per_s))
+        found = tuple(
+            replace(gpu, peers=self._peers(i, handles, gpus, lanes)) for i, gpu in enumerate(gpus)
+        )
+        return GpusFound(found, driver, "; ".join(missing))
+
+    def _gpu(self, handle: Any, index: int, uuid: str) -> Gpu:
+        nvml = self._nvml
+        capability = self._ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        address = _pci_address(self._ask(nvml.nvmlDeviceGetPciInfo, handle))
+        numa_node = self._sys / "bus/pci/devices" / address / "numa_node"
+        return Gpu(
+            uuid=uuid,
+            index=index,
+            name=_string(self._ask(nvml.nvmlDeviceGetName, handle)),
+            compute_capability="" if capability is None else "{}.{}".format(*capability),
+            memory_nbytes=0 if memory is None else memory.total,
+            pci_address=address,
+            # Not nvmlDeviceGetNumaNodeId: that names the GPU's own memory where it is a node.
+            numa_node=sysfs.number(numa_node, -1) if address else -1,
+            pcie_generation=self._ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,
+            pcie_width=self._ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
+        )
+
+    def _lanes(self, handle: Any, gpu: Gpu) -> _Lanes:
+        nvml, found, speeds = self._nvml, _Lanes({}, 0, 0.0), []
+        to_switches = 0
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            if self._ask(nvml.nvmlDeviceGetNvLinkState, handle, link) != _ACTIVE:
+                continue
+            version = self._ask(nvml.nvmlDeviceGetNvLinkVersion, handle, link)
+            speeds.append(_lane_gb_per_s(version, gpu.compute_capability))
+            kind = self._ask(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+            if kind == _REMOTE_IS_SWITCH:
+                to_switches += 1
+            else:
+                far = _pci_address(self._ask(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
+                found.to_gpus[far] = found.to_gpus.get(far, 0) + 1
+        return replace(found, to_switches=to_switches, gb_per_s=min(speeds, default=0.0))
+
+    def _peers(
+        self, index: int, handles: Sequence[Any], gpus: Sequence[Gpu], lanes: Sequence[_Lanes]
+    ) -> tuple[GpuPeer, ...]:
+        found = []
+        for other in range(len(handles)):
+            if other == index:
+                continue
+            pair = (handles[index], handles[other])
+            far = gpus[other].pci_address
+            count = lanes[index].to_gpus.get(far, 0) if far else 0
+            # Through switches all lanes of both lead to each other, once the fabric is set up.
+            if not count and self._p2p(*pair, _P2P_NVLINK):
+                count = min(lanes[index].to_switches, lanes[other].to_switches)
+            level = self._ask(self._nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
+            found.append(
+                GpuPeer(
+                    gpus[other].uuid,
+                    count,
+                    self._p2p(*pair, _P2P_READ),
+                    self._p2p(*pair, _P2P_WRITE),
+                    "nvlink" if count else _RELATIONS.get(level, ""),
+                )
+            )
+        return tuple(found)
+
+    def _p2p(self, near: Any, far: Any, capability: int) -> bool:
+        status = self._ask(self._nvml.nvmlDeviceGetP2PStatus, near, far, capability)
+        return bool(status == _P2P_OK)
+
+
+def _lane_gb_per_s(version: int | None, compute_capability: str) -> float:
+    speed = _LANE_GB_PER_S.get(version or 0, 0.0)
+    major = compute_capability.partition(".")[0]
+    if major.isdigit() and int(major) < _BLACKWELL:
+        speed = min(speed, _LANE_GB_PER_S[6])
+    return speed
+
+
+def _string(value: object) -> str:
+    """Older releases of nvidia-ml-py give bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+
+
+def _pci_address(info: Any) -> str:
+    """NVML's "00000000:3B:00.0" as sysfs has it, "0000:3b:00.0"; "" if it is not known."""
+    text = _string(getattr(info, "busId", "")).lower()
+    domain, colon, rest = text.partition(":")
+    return domain[-4:].rjust(4, "0") + colon + rest if colon else ""

@@ -1,0 +1,132 @@
+"""Network interfaces: what netlink lists, and what sysfs knows of the hardware behind.
+
+sysfs: Documentation/ABI/testing/sysfs-class-net and stable/sysfs-class-infiniband.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx.core.topology import Nic
+from mx.hardware import sysfs
+from mx.hardware.netlink import Interface
+
+_PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
+#: The first GIDs of a RoCE port are those of its own interface.
+_GIDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """An RDMA port."""
+
+    device: str
+    port: int
+    link_layer: str
+    mbit_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class NicHardware:
+    """What does not change while an interface exists. `physical` ones have a device behind."""
+
+    physical: bool = False
+    numa_node: int = -1
+    pci_address: str = ""
+    port: _Port | None = None
+
+
+def read_nics(
+    interfaces: Sequence[Interface],
+    sys: Path = sysfs.SYS,
+    known: dict[tuple[int, str], NicHardware] | None = None,
+) -> tuple[Nic, ...]:
+    """Every interface but loopback that has an address or hardware, in the order given.
+
+    `known` is the caller's memory, by index and name, of what was read before.
+    """
+    known = {} if known is None else known
+    new = [each for each in interfaces if (each.index, each.name) not in known]
+    if new:
+        ports = list(_ports(sys / "class/infiniband"))
+        known |= {(each.index, each.name): _hardware(each, sys, ports) for each in new}
+    found = []
+    for interface in interfaces:
+        hardware = known[interface.index, interface.name]
+        if not interface.loopback and (interface.addresses or hardware.physical):
+            found.append(_nic(interface, hardware, sys))
+    return tuple(found)
+
+
+def _folder(interface: Interface, sys: Path) -> Path | None:
+    """The interface's in sysfs, if that is of this network namespace."""
+    path = sys / "class/net" / interface.name
+    return path if sysfs.number(path / "ifindex", -1) == interface.index else None
+
+
+def _nic(interface: Interface, hardware: NicHardware, sys: Path) -> Nic:
+    path, port = _folder(interface, sys), hardware.port
+    speed = -1 if path is None else sysfs.number(path / "speed", -1)
+    if speed <= 0 and port is not None:
+        speed = port.mbit_per_s  # IP over InfiniBand does not tell
+    return Nic(
+        interface.name,
+        interface.state,
+        interface.addresses,
+        max(speed, 0),
+        interface.mtu,
+        hardware.numa_node,
+        hardware.pci_address,
+        port.device if port else "",
+        port.port if port else 0,
+        port.link_layer if port else "",
+    )
+
+
+def _hardware(
+    interface: Interface, sys: Path, ports: Sequence[tuple[_Port, frozenset[str]]]
+) -> NicHardware:
+    path = _folder(interface, sys)
+    if path is None:
+        return NicHardware()
+    device = path / "device"
+    # A port says whose it is; only InfiniBand's do not, and there the device they share does.
+    port = next((port for port, names in ports if interface.name in names), None)
+    if port is None:
+        siblings = sysfs.names(device / "infiniband")
+        number = sysfs.number(path / "dev_port", 0) + 1
+        port = next(
+            (port for port, names in ports
+             if not names and port.device in siblings and port.port == number), None
+        )  # fmt: skip
+    address = _pci_address(device)
+    numa_node = sysfs.number(sys / "bus/pci/devices" / address / "numa_node", -1) if address else -1
+    return NicHardware(device.exists(), numa_node, address, port)
+
+
+def _pci_address(device: Path) -> str:
+    """Of the nearest PCI device: virtio's hang on one."""
+    try:
+        parts = device.resolve(strict=True).parts
+    except OSError:
+        return ""
+    return next((part for part in reversed(parts) if _PCI.fullmatch(part)), "")
+
+
+def _ports(root: Path) -> Iterator[tuple[_Port, frozenset[str]]]:
+    """Every RDMA port and the interfaces that it names."""
+    for device in sysfs.names(root):
+        ports = root / device / "ports"
+        for number in sysfs.names(ports):
+            path = ports / number
+            if not number.isdigit():
+                continue
+            rate = _RATE.match(sysfs.text(path / "rate"))
+            layer = sysfs.text(path / "link_layer")
+            names = {sysfs.text(path / f"gid_attrs/ndevs/{i}") for i in range(_GIDS)} - {""}
+            speed = int(float(rate[1]) * 1000) if rate else 0
+            yield _Port(device, int(number), layer, speed), frozenset(names)
