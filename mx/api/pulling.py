@@ -277,6 +277,7 @@ def pull_options(
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         chunk_nbytes=settings.chunk_bytes,
+        nics=settings.nics,
         transport=transport,
         **rest,
     )
