@@ -1,0 +1,94 @@
+"""mx serve and mx pull in real processes on one GPU: what arrives is what the checkpoint holds."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import mx
+from benchmarks.processes import Cluster
+
+pytestmark = pytest.mark.gpu
+MODEL = "small"
+
+
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """A few layers of odd shapes and dtypes, 70 MB."""
+    made = torch.Generator().manual_seed(11)
+    tensors = {"model.embed_tokens.weight": torch.randn(4099, 1024, generator=made).bfloat16()}
+    for layer in range(3):
+        name = f"model.layers.{layer}"
+        tensors[f"{name}.mlp.weight"] = torch.randn(2048, 1027, generator=made)
+        tensors[f"{name}.norm.weight"] = torch.randn(1027, generator=made).half()
+        tensors[f"{name}.flags"] = torch.randint(0, 2, (13,), generator=made).bool()
+    tensors["lm_head.weight"] = torch.randn(4099, 1024, generator=made).bfloat16()
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+@contextmanager
+def served(folder: Path, device: str) -> Iterator[Cluster]:
+    cluster = Cluster()
+    try:
+        process = cluster.start(
+            *("-m", "mx", "serve", str(folder), "--model", MODEL, "--device", device),
+            *("--coordinator", cluster.coordinator),
+        )
+        cluster.wait_for(MODEL, process)
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], device: str) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert got[name].device.type == device, name
+        assert got[name].dtype == tensor.dtype and torch.equal(got[name].cpu(), tensor), name
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_gpu_to_gpu(tmp_path: Path, attach: bool) -> None:
+    tensors = checkpoint(tmp_path)
+    with served(tmp_path, "cuda:0") as cluster:
+        with mx.pull(
+            MODEL, coordinator=cluster.coordinator, device="cuda:0", attach=attach
+        ) as pull:
+            assert len(list(pull.layers())) == 5
+            report, state = pull.wait(60), pull.state_dict()
+        assert [path.transport for path in report.paths] == ["cuda_ipc"]
+        assert [path.attached for path in report.paths] == [attach]
+        same(state, tensors, "cuda")
+        del state
+
+
+@pytest.mark.parametrize("source, target", [("cpu", "cuda:0"), ("cuda:0", "cpu")])
+def test_between_host_and_gpu(tmp_path: Path, source: str, target: str) -> None:
+    tensors = checkpoint(tmp_path)
+    with served(tmp_path, source) as cluster:
+        with mx.pull(MODEL, coordinator=cluster.coordinator, device=target) as pull:
+            report, state = pull.wait(60), pull.state_dict()
+        assert "pcie_p2p" in [path.transport for path in report.paths]
+        same(state, tensors, target.partition(":")[0])
+
+
+def test_the_command_says_by_which_path(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    with served(tmp_path, "cuda:0") as cluster:
+        found = subprocess.run(
+            [
+                *(sys.executable, "-m", "mx", "pull", MODEL, "--device", "cuda:0", "--json"),
+                *("--coordinator", cluster.coordinator),
+            ],
+            stdout=subprocess.PIPE,
+            timeout=100,
+            check=True,
+        )
+    told = json.loads(found.stdout)
+    assert told["verified"] and [path["transport"] for path in told["paths"]] == ["cuda_ipc"]
