@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 
 from mx import config, registry
+from mx.cuda.device import device_key, find_ordinal
+from mx.cuda.driver import load
+from mx.cuda.errors import CudaUnavailableError
 from mx.errors import ConfigError
 from mx.transport import TlsFiles, Transport
 
@@ -24,8 +27,18 @@ def tls_of(settings: config.Settings) -> TlsFiles | None:
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
 
 
-def require_cpu(device: str) -> None:
-    if device != "cpu":
-        raise ConfigError(
-            f"device {device!r} is not supported by this version", hint="use --device cpu"
-        )
+def resolve_device(device: str) -> str:
+    """ "cpu", or "cuda:UUID" for "cuda:N", "cuda" and "cuda:GPU-...".
+
+    Raises ConfigError where there is no such GPU, naming those there are, or none at all.
+    """
+    if device == "cpu":
+        return device
+    if device != "cuda" and not device.startswith("cuda:"):
+        raise ConfigError(f"there is no device {device!r}", hint="it is cpu or cuda:N")
+    try:
+        driver = load()
+    except CudaUnavailableError as error:
+        hint = f"{error.hint}; or use cpu" if error.hint else "use cpu"
+        raise ConfigError(f"{device} can't be used: {error.message}", hint=hint) from error
+    return device_key(driver.device_uuid(find_ordinal(driver, device)))

@@ -12,16 +12,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
-from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, require_cpu, tls_of, transports
+from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.errors import ClosedError, ConfigError
 from mx.memory.arena import MemfdArena
+from mx.memory.device import DeviceArena
 from mx.puller.options import PullOptions
 from mx.puller.puller import Puller
 from mx.puller.report import LayerEvent, Progress, PullReport
 from mx.puller.state import PullState
 from mx.source.model import HeldModel
+from mx.transport import Span
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +47,7 @@ class Pull:
         self._settings = settings
         self._state = PullState(started_s)
         self._puller, self._task = loop.run(self._begin(options))
-        self._view: memoryview | None = None
+        self._view: Span | None = None
         self._held: Source | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -109,15 +111,15 @@ class Pull:
     def model(self) -> ModelKey:
         return self._puller.key
 
-    def buffer(self) -> memoryview:
+    def buffer(self) -> Span:
         """The model's bytes as an arena lays them out, once everything is ready; a view that
-        stays valid after `close`. Writing to it reaches nobody else."""
+        stays valid after `close`. Writing to it reaches nobody else. On a GPU, a `DeviceView`."""
         self.wait()
         return self._arena_view()[1]
 
     # -- tensors ----------------------------------------------------------------------------------
 
-    def _arena_view(self) -> tuple[Manifest, memoryview]:
+    def _arena_view(self) -> tuple[Manifest, Span]:
         if self._state.error is not None:
             raise self._state.error
         with self._lock:
@@ -172,7 +174,7 @@ class Pull:
 
     def _begin_to_hold(self) -> Source:
         arena, manifest = self._puller.arena, self._puller.manifest
-        if not isinstance(arena, MemfdArena) or manifest is None:
+        if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
         arena.seal()
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
@@ -315,8 +317,9 @@ def pull(
     source, no coordinator), "disk=PATH", or "auto[=PATH]": peers first, then the disk. `out` is a
     folder to write a checkpoint to; `hold` keeps the memory in a form that others can read and
     allows `Pull.hold`. `transport` forces one by name. `verify="strong"` also compares every
-    tensor with the model's identity. `attach=False` copies even where memory could be shared.
-    `into` is a writable, contiguous buffer to fill instead of new memory (at least
+    tensor with the model's identity. `device` is "cpu", or "cuda:N" for that GPU's memory, which
+    `out` and "strong" copy back to the host. `attach=False` copies even where memory could be
+    shared. `into` is a writable, contiguous buffer to fill instead of new memory (at least
     `manifest.layout.arena_nbytes` long); it is the caller's, who keeps it until the pull is
     closed.
 
@@ -325,7 +328,9 @@ def pull(
     CapacityError, OutputError.
     """
     started_s = time.monotonic()
-    require_cpu(device)
+    where = resolve_device(device)
+    if into is not None and where != "cpu":
+        raise ConfigError("`into` is host memory", hint="leave out either `into` or `device`")
     settings = settings or config.load()
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"verify={verify!r} is not understood", hint="it is chunks or strong")
@@ -337,6 +342,7 @@ def pull(
         revision=revision,
         variant=variant,
         coordinator=coordinator or settings.coordinator,
+        device=where,
         hold=hold,
         transport=transport,
         strong=verify == "strong",

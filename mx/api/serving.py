@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime, trace
-from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, require_cpu, tls_of, transports
+from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.types import Manifest, ModelKey
 from mx.errors import CoordinatorError
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
@@ -170,13 +170,14 @@ def serve(
     `what` is a checkpoint (a safetensors file or a folder), a state dict of CPU tensors, or a
     `torch.nn.Module`; tensors are copied, so that later changes to them reach nobody. Without
     `coordinator` (HOST:PORT) it joins the one that answers at the settings' address, else embeds
-    one there (unless `embed` is False). `on_progress` is told (bytes read, bytes in all) from
+    one there (unless `embed` is False). `device` is where it is held: "cpu", or "cuda:N" for a
+    copy in that GPU's memory. `on_progress` is told (bytes read, bytes in all) from
     other threads; `cancelled` is asked while reading.
 
     Raises CheckpointError, CapacityError (before memory is taken), ConfigError, LocalError (port
     in use), CoordinatorError, BindingError (the name belongs to other weights).
     """
-    require_cpu(device)
+    where = resolve_device(device)
     settings = settings or config.load()
     key = ModelKey(model, revision, variant)
     explicit = coordinator is not None or settings.is_set("coordinator")
@@ -195,6 +196,7 @@ def serve(
                     held = hold_checkpoint(
                         Path(what),
                         key,
+                        device=where,
                         chunk_nbytes=settings.chunk_bytes,
                         threads=2,
                         progress=on_progress,
@@ -204,7 +206,9 @@ def serve(
             else:
                 from mx.memory.torch_source import describe
 
-                held = hold_tensors(*describe(what), key, chunk_nbytes=settings.chunk_bytes)
+                held = hold_tensors(
+                    *describe(what), key, device=where, chunk_nbytes=settings.chunk_bytes
+                )
             loop.run(offer(server, held, address))
         except BaseException:
             loop.run(server.close())

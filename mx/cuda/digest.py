@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_128_digest
 
-from mx.core.digest import block_parts
+from mx.core.digest import block_parts, digest_of_blocks
 from mx.core.types import BLOCK_BYTES, Segment
 from mx.cuda import xxh3
 from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream
@@ -198,8 +198,8 @@ class DeviceHasher:
     """Hashes one chunk in device memory: what `ChunkHasher` is for host memory.
 
     `digester` gives digests of blocks (`BlockDigester.digests`). Bytes announced by `landed` are
-    in place for the device, not merely under way. Hashing begins with `digest`: a chunk's blocks
-    are one batch. Not thread-safe: one thread at a time.
+    in place for the device, not merely under way. Hashing begins with `block_digests`: a chunk's
+    blocks are one batch. Not thread-safe: one thread at a time.
     """
 
     __slots__ = ("_blocks", "_digests")
@@ -219,6 +219,10 @@ class DeviceHasher:
     def landed(self, payload_nbytes: int) -> None:
         """Nothing to do yet: launches cost more than what they would save."""
 
+    def block_digests(self) -> bytes:
+        """Those of all blocks, one after the other. Raises CudaError, LocalError."""
+        return b"".join(self._digests(self._blocks))
+
     def digest(self) -> bytes:
-        """The chunk's digest. Raises CudaError."""
-        return xxh3_128_digest(b"".join(self._digests(self._blocks)))
+        """The digest of the chunk, or of what was given of it."""
+        return digest_of_blocks(self.block_digests())

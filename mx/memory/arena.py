@@ -14,9 +14,14 @@ import gc
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 
+from mx.core.digest import ChunkHasher
+from mx.core.types import Segment
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
+from mx.memory.device import DeviceArena
+from mx.transport import DeviceView, Span, host_view
 from mx.units import MIB, format_bytes
 
 HUGE_PAGE_BYTES = 2 * MIB
@@ -106,7 +111,15 @@ class Populator:
             thread.join()
 
 
-class HostArena:
+class _HostMemory:
+    """What arenas of host memory have in common."""
+
+    def hasher(self, segments: Sequence[Segment], views: Sequence[Span]) -> ChunkHasher:
+        """Hashes part of a chunk that lands in these views of the arena."""
+        return ChunkHasher(segments, [host_view(view) for view in views])
+
+
+class HostArena(_HostMemory):
     """Anonymous private memory of `nbytes`, aligned to huge pages.
 
     `view` is writable and lives as long as anything refers to it; `release` only gives up this
@@ -146,7 +159,7 @@ class HostArena:
         self.view = memoryview(b"")
 
 
-class MemfdArena:
+class MemfdArena(_HostMemory):
     """A memfd of `nbytes`: writable through `view` until `seal`, then immutable.
 
     After `seal`, `view` is a read-only shared map and `memfd` may be given to others; every
@@ -257,27 +270,27 @@ class MemfdArena:
             self.memfd = None
 
 
-class BorrowedArena:
+class BorrowedArena(_HostMemory):
     """Memory that is another's: a source's sealed memfd mapped privately (writable here, seen by
-    nobody else), or a buffer that the caller wants filled."""
+    nobody else), a source's GPU memory, or a buffer that the caller wants filled."""
 
     memfd: int | None = None
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: Span) -> None:
         self.view = view
 
     @property
     def address(self) -> int:
-        return address_of(self.view)
+        return self.view.address if isinstance(self.view, DeviceView) else address_of(self.view)
 
     def settle(self) -> None:
         pass
 
-    def private_view(self) -> memoryview:
+    def private_view(self) -> Span:
         return self.view
 
     def release(self) -> None:
         self.view = memoryview(b"")
 
 
-Arena = HostArena | MemfdArena | BorrowedArena
+Arena = HostArena | MemfdArena | BorrowedArena | DeviceArena

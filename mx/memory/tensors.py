@@ -1,4 +1,4 @@
-"""Torch tensors that are views of an arena: no copy, ties shared."""
+"""Torch tensors that are views of an arena, in the host or on a GPU: no copy, ties shared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 
 from mx.core.layout import kind_nbytes
 from mx.core.types import DTYPE_BITS, Alias, Layout, Tensor
+from mx.cuda.device import find_ordinal
+from mx.cuda.driver import load
+from mx.transport import DeviceView, Span
 
 #: safetensors' names for what torch has too; anything else is handed out as bytes.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -33,8 +36,41 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def tensor_view(arena: memoryview, layout: Layout, tensor: Tensor) -> torch.Tensor:
-    """`tensor` as a view of `arena` (writable bytes), which it keeps alive.
+class _CudaArray:
+    """Bytes of a GPU as the CUDA array interface (version 3) has them, which torch takes without
+    a copy, and refers to for as long as it refers to the bytes."""
+
+    def __init__(self, view: DeviceView) -> None:
+        self.view = view
+        self.__cuda_array_interface__ = {
+            "shape": (len(view),),
+            "typestr": "|u1",
+            "data": (view.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _on_device(array: _CudaArray, ordinal: int) -> torch.Tensor:
+    return torch.as_tensor(array, device=f"cuda:{ordinal}")
+
+
+def _bytes_of(arena: Span, offset: int, nbytes: int) -> torch.Tensor:
+    """`nbytes` (> 0) of `arena` from `offset`, as a uint8 tensor of its own storage."""
+    if isinstance(arena, memoryview):
+        return torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=offset)
+    ordinal = find_ordinal(load(), arena.device)
+    return _on_device(_CudaArray(arena[offset : offset + nbytes]), ordinal)
+
+
+def _empty(arena: Span, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(arena, memoryview):
+        return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=f"cuda:{find_ordinal(load(), arena.device)}")
+
+
+def tensor_view(arena: Span, layout: Layout, tensor: Tensor) -> torch.Tensor:
+    """`tensor` as a view of `arena` (writable bytes, or a GPU's), which it keeps alive.
 
     Sub-byte dtypes (F4, F6_*) come as a 1-D uint8 tensor of their packed bytes.
     """
@@ -43,8 +79,8 @@ def tensor_view(arena: memoryview, layout: Layout, tensor: Tensor) -> torch.Tens
     dtype = torch.uint8 if packed else TORCH_DTYPES[tensor.dtype]
     shape = (tensor.nbytes,) if packed else tensor.shape
     if tensor.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(arena, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
+        return _empty(arena, shape, dtype)
+    flat = _bytes_of(arena, offset, tensor.nbytes)
     return flat.view(dtype).view(shape)
 
 
@@ -61,7 +97,7 @@ def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
 
 
 def state_dict(
-    arena: memoryview, layout: Layout, names: Iterable[str] | None = None
+    arena: Span, layout: Layout, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """All tensors (or those of `names`), aliases included, in execution order."""
     wanted = None if names is None else set(names)

@@ -12,6 +12,7 @@ from mx.puller.output import Output
 from mx.puller.report import LayerEvent, Telling, VerifiedBy
 from mx.puller.state import PullState
 from mx.puller.verify import Verifier
+from mx.transport import Span
 
 
 class Delivery:
@@ -40,7 +41,7 @@ class Delivery:
         self._verifier = Verifier(manifest) if strong else None
         self._output = None if out is None else Output(out, manifest, on_error)
 
-    def landed(self, arena: memoryview, layer: int) -> None:
+    def landed(self, arena: Span, layer: int) -> None:
         """Every chunk of the layer is there and was verified by its digest."""
         if self._verifier is None:
             self.announce(arena, layer, VerifiedBy.DIGEST)
@@ -52,7 +53,7 @@ class Delivery:
             self._on_error,
         )
 
-    def attached(self, arena: memoryview, layer: int) -> None:
+    def attached(self, arena: Span, layer: int) -> None:
         """The source's sealed memory was mapped. Blocks, with `strong` for a look at every byte:
         raises DigestError."""
         if self._verifier is None:
@@ -61,7 +62,7 @@ class Delivery:
         self._verifier.check_all(arena, layer)
         self.announce(arena, layer, VerifiedBy.STRONG)
 
-    def announce(self, arena: memoryview, layer: int, by: VerifiedBy) -> None:
+    def announce(self, arena: Span, layer: int, by: VerifiedBy) -> None:
         place = self._manifest.layout.layers[layer]
         if self._output is not None:
             start = place.arena_offset

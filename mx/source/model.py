@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mx.core import manifest as manifests
@@ -22,9 +22,10 @@ from mx.core.types import (
     SourceState,
 )
 from mx.memory.arena import Arena, MemfdArena
-from mx.storage.load import load_checkpoint
+from mx.memory.device import DeviceArena
+from mx.storage.load import destination, load_checkpoint
 from mx.storage.reader import fill_from_tensors
-from mx.transport import ExposedRegion
+from mx.transport import DeviceView, ExposedRegion
 
 
 @dataclass
@@ -40,8 +41,15 @@ class HeldModel:
     generation: int = 1
     source_id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
+    @property
+    def device(self) -> str:
+        """Where the bytes are: "cpu", or "cuda:UUID"."""
+        view = self.arena.view
+        return view.device if isinstance(view, DeviceView) else "cpu"
+
     def regions(self) -> list[ExposedRegion]:
-        return [ExposedRegion(0, self.arena.view, self.arena.address, "cpu", self.arena.memfd)]
+        arena = self.arena
+        return [ExposedRegion(0, arena.view, arena.address, self.device, arena.memfd)]
 
     def record(
         self, endpoint: str, place: Place, transports: Sequence[str], state: SourceState
@@ -52,12 +60,12 @@ class HeldModel:
             model=self.key,
             ref=self.manifest.ref,
             endpoint=endpoint,
-            place=place,
+            place=replace(place, device=self.device),
             generation=self.generation,
             table=AddressTable(
                 layout_digest=self.manifest.ref.layout,
                 regions=(
-                    Region(0, "cpu", self.arena.address, self.arena.view.nbytes, (0, layers)),
+                    Region(0, self.device, self.arena.address, len(self.arena.view), (0, layers)),
                 ),
                 held=((0, layers),),
             ),
@@ -67,19 +75,27 @@ class HeldModel:
         )
 
 
+def _new_arena(nbytes: int, key: ModelKey, device: str) -> MemfdArena | DeviceArena:
+    if device == "cpu":
+        return MemfdArena(nbytes, name=str(key))
+    return DeviceArena(nbytes, device)
+
+
 def hold_checkpoint(
     path: Path,
     key: ModelKey,
     *,
+    device: str = "cpu",
     chunk_nbytes: int,
     threads: int,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
-    """Read a checkpoint into a sealed arena. Errors are those of `load_checkpoint`."""
+    """Read a checkpoint into a sealed arena on `device`. Errors are those of `load_checkpoint`,
+    and of `DeviceArena`."""
     manifest, arena = load_checkpoint(
         path,
-        lambda nbytes: MemfdArena(nbytes, name=str(key)),
+        lambda nbytes: _new_arena(nbytes, key, device),
         chunk_nbytes=chunk_nbytes,
         threads=threads,
         progress=progress,
@@ -99,14 +115,18 @@ def hold_tensors(
     tensors: Mapping[str, memoryview],
     key: ModelKey,
     *,
+    device: str = "cpu",
     chunk_nbytes: int,
 ) -> HeldModel:
-    """Copy tensors that are in memory into a sealed arena: a snapshot, which later changes of
-    the originals do not reach."""
+    """Copy tensors that are in memory into a sealed arena on `device`: a snapshot, which later
+    changes of the originals do not reach."""
     layout = manifests.plan_layout(specs, aliases)
-    arena = MemfdArena(layout.arena_nbytes, name=str(key))
+    arena = _new_arena(layout.arena_nbytes, key, device)
     try:
-        filled = fill_from_tensors(tensors, layout, arena.view, chunk_nbytes=chunk_nbytes)
+        with destination(arena, layout) as (view, on_layer):
+            filled = fill_from_tensors(
+                tensors, layout, view, chunk_nbytes=chunk_nbytes, on_layer=on_layer
+            )
         arena.seal()
         manifest = manifests.encode(
             layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections.abc import Callable
 
 from blake3 import blake3
 from xxhash import xxh3_128, xxh3_128_digest
@@ -18,10 +19,18 @@ class Landing:
     `layout.arena_nbytes`, which is only read from, and only where bytes have landed. A tensor's
     blake3 has to see its bytes in order: whoever lands the next ones hashes them, and then all
     that landed behind them meanwhile, so that no thread ever waits for another. A 1 MiB block is
-    hashed by the thread that lands its last byte.
+    hashed by the thread that lands its last byte. `on_layer` hears of each layer that has landed
+    and been hashed, of which nothing is looked at in `arena` from then on, by the thread that
+    hashed the last of it.
     """
 
-    def __init__(self, layout: Layout, arena: memoryview, chunk_nbytes: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        arena: memoryview,
+        chunk_nbytes: int,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
         self._layout, self._arena, self._chunk_nbytes = layout, arena, chunk_nbytes
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
@@ -29,6 +38,10 @@ class Landing:
         self.tensor_digests: list[bytes] = [
             b"" if tensor.nbytes else blake3().digest() for tensor in layout.tensors
         ]
+        self._on_layer = on_layer
+        self._tensors_left = [0] * len(layout.layers)
+        for tensor in layout.tensors:
+            self._tensors_left[tensor.layer] += tensor.nbytes > 0
         self._blocks: list[list[bytes]] = []  # per layer, per block
         self._missing: list[list[int]] = []  # payload bytes that a block still waits for
         for layer in layout.layers:
@@ -89,6 +102,7 @@ class Landing:
         if nbytes == tensor.nbytes:
             with self._arena[base : base + nbytes] as view:
                 self.tensor_digests[index] = blake3(view).digest()
+            self._tensor_done(tensor.layer)
             return
         with self._lock:
             pending = self._pending.setdefault(index, _Pending())
@@ -110,7 +124,17 @@ class Landing:
                 self.tensor_digests[index] = pending.state.digest()
                 with self._lock:
                     del self._pending[index]
+                self._tensor_done(tensor.layer)
                 return
+
+    def _tensor_done(self, layer: int) -> None:
+        # Whoever lands a block's last byte hashes the block first and the tensors' part of it
+        # next, so that with the last tensor all blocks are done too.
+        with self._lock:
+            self._tensors_left[layer] -= 1
+            over = not self._tensors_left[layer]
+        if over and self._on_layer is not None:
+            self._on_layer(layer)
 
 
 class _Pending:

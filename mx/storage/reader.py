@@ -47,12 +47,14 @@ def fill(
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    on_layer: Callable[[int], None] | None = None,
 ) -> Filled:
     """Read every tensor of `checkpoint` to its place in `destination`, hashing on the way.
 
     `destination` is a writable view of at least `layout.arena_nbytes` bytes; nothing refers to
     it any more once this returns or raises. `progress` is told the bytes landed so far, from the
-    reader threads, one call at a time. Padding is not written. Apart from `destination`, memory
+    reader threads, one call at a time; `on_layer` of each layer that is complete and will not be
+    looked at again in `destination`. Padding is not written. Apart from `destination`, memory
     is at most 16 MiB of buffers and some hundred bytes per tensor.
 
     Raises CheckpointError if a file shrank or changed since it was opened, LocalError where the
@@ -65,7 +67,7 @@ def fill(
     index_of = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
     readers: list[SpanReader] = []
     with destination.cast("B") as arena:
-        job = _Job(layout, arena, chunk_nbytes, progress, cancelled)
+        job = _Job(layout, arena, chunk_nbytes, progress, cancelled, on_layer)
         try:
             for file in checkpoint.files:
                 readers.append(SpanReader(file, layout, index_of, arena))
@@ -101,6 +103,7 @@ def fill_from_tensors(
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    on_layer: Callable[[int], None] | None = None,
 ) -> Filled:
     """As `fill`, from memory: `tensors` are contiguous byte views by name, none changed meanwhile.
 
@@ -115,7 +118,7 @@ def fill_from_tensors(
         for offset in range(0, tensor.nbytes, SPAN_BYTES)
     )
     with destination.cast("B") as arena:
-        job = _Job(layout, arena, chunk_nbytes, progress, cancelled)
+        job = _Job(layout, arena, chunk_nbytes, progress, cancelled, on_layer)
 
         def work() -> None:
             while job.goes_on():
@@ -148,11 +151,12 @@ class _Job:
         chunk_nbytes: int,
         progress: Callable[[int], None] | None,
         cancelled: Callable[[], bool],
+        on_layer: Callable[[int], None] | None,
     ) -> None:
         if arena.nbytes < layout.arena_nbytes:
             raise ValueError(f"the arena has {arena.nbytes} bytes, not {layout.arena_nbytes}")
         self._layout, self._progress, self._cancelled = layout, progress, cancelled
-        self._landing = Landing(layout, arena, chunk_nbytes)
+        self._landing = Landing(layout, arena, chunk_nbytes, on_layer)
         self._lock = threading.Lock()
         self._done_nbytes = 0
         self._stop = False
