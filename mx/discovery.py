@@ -23,8 +23,8 @@ from mx.transport import Transport
 log = logging.getLogger(__name__)
 
 # A place travels with every request: bounds that only odd machines reach, well inside the codec's.
-_MAX_NICS = 32
-_MAX_ADDRESSES = 8
+_MAX_NICS = 16
+_MAX_ADDRESSES = 4
 
 _nic_hardware: dict[tuple[int, str], NicHardware] = {}
 
@@ -84,8 +84,12 @@ def here(
     ConfigError for one of those that is not there.
     """
     found = _interfaces()
+    registered = _registered(found)
     if addresses is None:
-        chosen = _chosen(found, nics)[:_MAX_NICS]
+        chosen = _chosen(found, nics)
+        if not nics:
+            known_names = {nic.name for nic in registered}
+            chosen = [each for each in chosen if each.name in known_names]
         addresses = [address for each in chosen for address in _plain(each)[:_MAX_ADDRESSES]]
     gpus: tuple[Gpu, ...] = ()
     driver = ""
@@ -93,7 +97,7 @@ def here(
         known = _gpus()
         gpus = tuple(gpu for gpu in known.gpus if f"cuda:{gpu.uuid}" == device)
         driver = known.driver
-    return _place(device, addresses, _registered(found), gpus, driver)
+    return _place(device, addresses, registered, gpus, driver)
 
 
 def topology(transports: Mapping[str, Transport], *, nics: Sequence[str] = ()) -> Topology:
@@ -147,7 +151,7 @@ def _place(
 
 
 def _registered(interfaces: Iterable[Interface]) -> tuple[Nic, ...]:
-    """Interfaces that can carry bytes; where there are too many, those with hardware first."""
+    """Interfaces that have addresses; where those are too many, the ones with hardware first."""
     nics = [nic for nic in read_nics(list(interfaces), known=_nic_hardware) if nic.addresses]
     if len(nics) > _MAX_NICS:
         nics = sorted(nics, key=lambda nic: not nic.pci_address)[:_MAX_NICS]

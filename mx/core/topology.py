@@ -7,13 +7,16 @@ checks every field.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
 _MAX_ITEMS = 1024
+_MAX_INT = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +116,27 @@ class Place:
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        """What is unknown is left out, and so is all space."""
+        return json.dumps(_known(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Place:
-        """Read what `to_json` wrote, unknown keys ignored. Raises ValueError if malformed."""
+        """Read what `to_json` wrote, unknown keys ignored. Raises ValueError if malformed:
+        numbers are finite, at least -1 and of 64 bits, texts can be printed."""
         return _read(cls, json.loads(text or "{}"), "a place")
+
+
+def _known(value: Any) -> Any:
+    """As JSON has it: dataclasses without those fields that are at their defaults."""
+    if is_dataclass(value):
+        items = ((item, getattr(value, item.name)) for item in fields(value))
+        return {item.name: _known(found) for item, found in items if found != item.default}
+    return [_known(each) for each in value] if isinstance(value, tuple) else value
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _read(kind: type[_T], data: object, what: str) -> _T:
@@ -126,7 +144,7 @@ def _read(kind: type[_T], data: object, what: str) -> _T:
     at their defaults."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{what} is a JSON object")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
     values: dict[str, Any] = {}
     for item in fields(kind):  # type: ignore[arg-type]
         if item.name in data:
@@ -142,8 +160,14 @@ def _value(hint: Any, value: object, name: str) -> object:
         return tuple(_value(kind, item, name) for item in value)
     if hint in (Nic, Gpu, GpuPeer, NumaNode):
         return _read(hint, value, name)
-    if hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < _MAX_INT:
         value = float(value)
     if type(value) is not hint:
         raise ValueError(f"{name} has the wrong type")
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{name} has characters that can't be printed")
+    if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is not a quantity")
+    if type(value) is int and not -1 <= value < _MAX_INT:
+        raise ValueError(f"{name} is out of range")
     return value

@@ -114,6 +114,11 @@ def _aligned(nbytes: int) -> int:
     return (nbytes + 3) & ~3
 
 
+def _printable(name: str) -> str:
+    """The kernel allows almost any byte in a name, and places are shown on terminals."""
+    return "".join(each if each.isprintable() else "?" for each in name)
+
+
 def _attributes(view: memoryview) -> Iterator[tuple[int, memoryview]]:
     while len(view) >= _ATTRIBUTE.size:
         length, kind = _ATTRIBUTE.unpack_from(view)
@@ -131,7 +136,7 @@ def _links(messages: list[tuple[int, memoryview]]) -> Iterator[tuple[int, str, s
         name, state, mtu = "", "", 0
         for attribute, value in _attributes(body[_LINK.size :]):
             if attribute == _IFLA_IFNAME:
-                name = bytes(value).rstrip(b"\0").decode(errors="replace")
+                name = _printable(bytes(value).rstrip(b"\0").decode(errors="replace"))
             elif attribute == _IFLA_OPERSTATE and value[0] < len(_STATES):
                 state = _STATES[value[0]]
             elif attribute == _IFLA_MTU:

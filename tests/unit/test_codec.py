@@ -86,7 +86,7 @@ def hostile(path: str, value: object) -> cpb.Source:
         ("place", "{"),
         ("place", "[" * 4000),
         ("place", '{"pid": "1"}'),
-        ("place", '{"hostname": "' + "h" * 5000 + '"}'),
+        ("place", '{"hostname": "' + "h" * 20_000 + '"}'),
         ("role", 0),
         ("role", 77),
         ("state", 0),
