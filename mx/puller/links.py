@@ -34,6 +34,18 @@ class Link:
     session: Session
 
 
+def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
+    """The transport's path; for a GPU that it can't reach, that to this host's memory, from which
+    mx copies on."""
+    path = transport.reach(here, there)
+    if path is None and here.device != "cpu":
+        path = transport.reach(replace(here, device="cpu"), there)
+        if path is not None:
+            detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))
+            path = replace(path, attach=False, staged=True, detail=detail)
+    return path
+
+
 def plan_ways(
     options: PullOptions,
     place: Place,
@@ -47,12 +59,7 @@ def plan_ways(
         viable = transport.probe()
         if isinstance(viable, Unavailable):
             return viable.reason
-        path = transport.reach(place, there)
-        if path is None and place.device != "cpu":
-            path = transport.reach(replace(place, device="cpu"), there)
-            if path is not None:
-                detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))
-                path = replace(path, attach=False, staged=True, detail=detail)
+        path = path_between(transport, place, there)
         return "it does not reach from here to there" if path is None else path
 
     return plan(
