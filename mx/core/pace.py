@@ -36,14 +36,12 @@ class Pace:
         self._since_s = now_s
         self.measured_nbytes += nbytes
 
-    def bytes_per_s(self, now_s: float | None = None, expected_nbytes: int = 0) -> float:
-        """The average. With `now_s` of a busy path, not more than if `expected_nbytes` came this
-        very moment: a path that has stopped is believed less and less."""
-        average = self._nbytes / max(self._seconds, 1e-9)
-        if now_s is None:
-            return average
-        elapsed_s = max(now_s - self._since_s, 0.0)
-        at_best = (self._nbytes * _KEPT + expected_nbytes) / max(
-            self._seconds * _KEPT + elapsed_s, 1e-9
-        )
-        return min(average, at_best)
+    def bytes_per_s(self) -> float:
+        """The average over what has completed."""
+        return self._nbytes / max(self._seconds, 1e-9)
+
+    def now_bytes_per_s(self, now_s: float, landed_nbytes: int) -> float:
+        """Of a busy path: the average, with what has landed since without having completed. A
+        path that has stopped is believed less and less."""
+        seconds = self._seconds * _KEPT + max(now_s - self._since_s, 0.0)
+        return min(self.bytes_per_s(), (self._nbytes * _KEPT + landed_nbytes) / max(seconds, 1e-9))

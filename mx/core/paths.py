@@ -28,14 +28,19 @@ class Medium(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Path:
     """One way from a source to a target. `gb_per_s` is an estimate until it is measured; for a
-    path between hosts it is what the transport itself can do, whatever the rails allow. `staged`
-    is for mx to set: the path ends in host memory, from which mx copies to the target's GPU."""
+    path between hosts it is what the transport itself can do, whatever the rails allow, and
+    `rdma_gb_per_s` what it can do over rails with RDMA (0: it makes no use of it). A `trusting`
+    path enforces no bounds: between hosts it needs a network whose every user is trusted.
+    `staged` is for mx to set: the path ends in host memory, from which mx copies to the target's
+    GPU."""
 
     transport: str
     gb_per_s: float
     attach: bool = False
     detail: str = ""
     medium: Medium = Medium.MEMORY
+    rdma_gb_per_s: float = 0.0
+    trusting: bool = False
     staged: bool = False
 
 

@@ -155,12 +155,17 @@ def _ways(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterat
     if path.medium is Medium.NETWORK:
         found += rails(here, source.place)
     for rail in found or [None]:
+        rate, detail = path.gb_per_s, path.detail
+        if rail is not None:
+            if rail.rdma and path.rdma_gb_per_s:
+                rate, detail = path.rdma_gb_per_s, "RDMA"
+            rate = min(rate, rail.gb_per_s)
         yield Way(
             source,
             path.transport,
-            path.gb_per_s if rail is None else min(path.gb_per_s, rail.gb_per_s),
+            rate,
             path.attach and attach,
-            path.detail,
+            detail,
             path.medium,
             rail,
             path.staged,

@@ -20,7 +20,7 @@ that may be asked for them, and the caller has said that no further lane will co
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mx.core import striping
@@ -80,8 +80,10 @@ class PullMachine:
     """One pull. Not thread-safe; every method returns the commands that follow, in order.
     `now_s` are readings of one monotonic clock."""
 
-    def __init__(self, grid: ChunkGrid) -> None:
+    def __init__(self, grid: ChunkGrid, *, several_lanes: bool = False) -> None:
+        """`several_lanes`: the first one is to be joined by others at once."""
         self._grid = grid
+        self._several_lanes = several_lanes
         self._missing = list(range(len(grid)))  # chunks with blocks nobody was asked for, sorted
         self._pieces: dict[int, list[Part]] = {}  # what of those is not asked for, if not all
         self._left_nbytes = sum(layer.nbytes for layer in grid.layout.layers)  # of all those
@@ -231,9 +233,14 @@ class PullMachine:
         self._causes.append(error)
         return self._assign(now_s) + self._check_hopeless()
 
-    def tick(self, now_s: float) -> list[Command]:
+    def tick(self, now_s: float, landed: Mapping[Part, int] | None = None) -> list[Command]:
         """Time has passed: drop lanes that the others would be through long before. To be called
-        a few times a second."""
+        a few times a second. `landed` says how many bytes of each part in flight have."""
+        so_far = landed or {}
+
+        def landed_nbytes(lane: Lane) -> int:
+            return sum(so_far.get(part, 0) for part in lane.in_flight)
+
         commands: list[Command] = []
         for number, lane in list(self._lanes.items()):
             others = [
@@ -242,7 +249,7 @@ class PullMachine:
                 if other is not lane
                 and all(self._may_read(other, part.chunk) for part in lane.in_flight)
             ]
-            if striping.is_late(lane, others, self._left_nbytes, self._grid.chunk_nbytes, now_s):
+            if striping.is_late(lane, others, self._left_nbytes, now_s, landed_nbytes):
                 reason = PathSlowError("it has become far slower than the other paths")
                 commands += self._drop([number], reason, now_s)
         return commands
@@ -348,14 +355,17 @@ class PullMachine:
         chunk = self._choose(lane)
         if chunk is None:
             return None
-        if len(self._lanes) == 1:
-            return self._cut(chunk, chunk_nbytes)
-        able = [other for other in self._lanes.values() if self._may_read(other, chunk)]
-        budget = striping.budget(lane, self._lanes.values(), self._left_nbytes)
-        piece = striping.piece_nbytes(lane, chunk_nbytes)
-        if budget < piece and not striping.is_first(lane, able, chunk_nbytes):
-            return None  # one of the others will be through sooner, and take it then
-        return self._cut(chunk, max(int(budget), piece))
+        nbytes = chunk_nbytes
+        if len(self._lanes) > 1:
+            able = [other for other in self._lanes.values() if self._may_read(other, chunk)]
+            budget = striping.budget(lane, self._lanes.values(), self._left_nbytes)
+            piece = striping.piece_nbytes(lane, chunk_nbytes)
+            if budget < piece and not striping.is_first(lane, able, chunk_nbytes):
+                return None  # one of the others will be through sooner, and take it then
+            nbytes = max(int(budget), piece)
+        if not lane.pace.measured_nbytes and (self._several_lanes or len(self._lanes) > 1):
+            nbytes = min(nbytes, striping.PROBE_NBYTES)
+        return self._cut(chunk, nbytes)
 
     def _choose(self, lane: Lane) -> int | None:
         """The lowest missing chunk that the lane may read, after as many as the faster lanes will

@@ -19,6 +19,8 @@ from mx.core.types import BLOCK_BYTES
 AHEAD_S = 0.3
 #: The smallest piece of a chunk is what a lane does in this time, in whole blocks.
 PIECE_S = 0.005
+#: What a lane is asked for first where there are several: enough to see how fast it is.
+PROBE_NBYTES = 4 * BLOCK_BYTES
 #: A lane is not called late before this.
 LATE_S = 1.0
 #: How many times the others could do a lane's work before it is through with it: then it is late.
@@ -48,11 +50,14 @@ class Lane:
 
 
 def has_room(lane: Lane, chunk_nbytes: int) -> bool:
-    """Should the lane be asked for more? Beyond half its depth only if it is fast: what a slow
-    one holds is missing elsewhere."""
+    """Should the lane be asked for more? Beyond half its depth only if it was seen to be fast:
+    what a slow one holds is missing elsewhere."""
     if len(lane.in_flight) < -(-lane.depth // 2):
         return True
-    return lane.nbytes + chunk_nbytes <= lane.pace.bytes_per_s() * AHEAD_S
+    return (
+        lane.pace.measured_nbytes > 0
+        and lane.nbytes + chunk_nbytes <= lane.pace.bytes_per_s() * AHEAD_S
+    )
 
 
 def piece_nbytes(lane: Lane, chunk_nbytes: int) -> int:
@@ -92,17 +97,24 @@ def rank(lane: Lane, lanes: Collection[Lane], chunk_nbytes: int) -> int:
 
 
 def is_late(
-    lane: Lane, others: Sequence[Lane], left_nbytes: int, chunk_nbytes: int, now_s: float
+    lane: Lane,
+    others: Sequence[Lane],
+    left_nbytes: int,
+    now_s: float,
+    landed_nbytes: Callable[[Lane], int],
 ) -> bool:
     """Could the others, who may read what it reads, do all that is left and this lane's work with
-    it `LATE_FACTOR` times before it is through?"""
+    it `LATE_FACTOR` times before it is through? `landed_nbytes` says how much of what a lane was
+    asked for has landed."""
     oldest = next(iter(lane.in_flight.values()), now_s)
     if not others or now_s - oldest < LATE_S:
         return False
-    rate = sum(
-        other.pace.bytes_per_s(now_s, chunk_nbytes) if other.in_flight else other.pace.bytes_per_s()
-        for other in others
-    )
-    work = left_nbytes + lane.nbytes + sum(other.nbytes for other in others)
-    own_s = lane.nbytes / lane.pace.bytes_per_s(now_s, min(chunk_nbytes, lane.nbytes))
-    return own_s > LATE_FACTOR * work / rate
+
+    def rate(each: Lane) -> float:
+        if not each.in_flight:
+            return each.pace.bytes_per_s()
+        return max(each.pace.now_bytes_per_s(now_s, landed_nbytes(each)), 1.0)
+
+    work = left_nbytes + lane.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
+    own_s = (lane.nbytes - landed_nbytes(lane)) / rate(lane)
+    return own_s > LATE_FACTOR * work / sum(map(rate, others))

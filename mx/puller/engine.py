@@ -144,6 +144,8 @@ class Engine:
         arena: Span,
         listener: Listener,
         make_hasher: MakeHasher = host_hasher,
+        *,
+        several_lanes: bool = False,
     ) -> None:
         self._manifest = manifest
         self._grid = manifest.grid
@@ -152,7 +154,7 @@ class Engine:
         self._make_hasher = make_hasher
         self.telling = Telling(listener.broken)
         self._lock = threading.Lock()
-        self._machine = PullMachine(self._grid)
+        self._machine = PullMachine(self._grid, several_lanes=several_lanes)
         self._lanes: dict[int, Lane] = {}
         self._in_flight: dict[Part, _PartSink] = {}
         self._unverified: dict[int, list[_Landed]] = {}
@@ -230,7 +232,8 @@ class Engine:
     def tick(self) -> None:
         """Give up lanes that have become too slow to wait for. A few times a second."""
         with self._lock:
-            commands = self._machine.tick(time.monotonic())
+            landed = {part: sink.landed_nbytes for part, sink in self._in_flight.items()}
+            commands = self._machine.tick(time.monotonic(), landed)
         self._run(commands)
 
     def no_more_lanes(self) -> None:

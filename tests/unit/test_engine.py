@@ -34,7 +34,7 @@ def manifest_of_three_chunks() -> Manifest:
 class HeldSession:
     """Keeps what it is asked until the test ends it; after `close`, refuses more."""
 
-    depth = 3
+    depth = 6
 
     def __init__(self) -> None:
         self.reads: list[Read] = []

@@ -235,10 +235,10 @@ def test_a_chunk_of_two_senders_that_is_wrong_is_asked_of_one_to_know_whose_faul
 def test_loss_of_the_last_lane_waits_while_another_may_come() -> None:
     machine = PullMachine(grid_of([2]))
     machine.start()
-    machine.add_lane(0, 2)
+    machine.add_lane(0, 4)  # half of its depth until it was seen to be fast
     gone = PeerLostError("gone")
     assert machine.lane_lost(0, gone) == []
-    assert machine.add_lane(1, 2) == []  # the lost lane may still write where the chunks lie
+    assert machine.add_lane(1, 4) == []  # the lost lane may still write where the chunks lie
     assert machine.failed(0, whole(1), gone) == [Assign(1, (whole(1),))]
     assert machine.failed(0, whole(0), gone) == [Assign(1, (whole(0),))]
     machine.no_more_lanes()
