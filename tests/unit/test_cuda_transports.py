@@ -409,6 +409,13 @@ def test_beside_nvlink_pcie_goes_through_the_host() -> None:
         assert not fake.calls["copy_dtod"]
 
 
+def test_between_two_hosts_memories_it_is_refused() -> None:
+    with rig("pcie_p2p", Kind.SEALED, "cpu", "cpu") as (bench, _):
+        with pytest.raises(PathError, match="GPU") as caught:
+            bench.open(bench.source(4096))
+        assert caught.value.peer == PEER
+
+
 def test_destinations_elsewhere_are_refused() -> None:
     with rig() as (bench, _):
         session = bench.open(bench.source(4096))

@@ -32,13 +32,18 @@ from mx_transports._cuda_wire import Allocation, Region, Where
 from mx_transports._stream import Stream
 
 
+def path_error(error: CudaError, path: str, peer: str) -> PathError:
+    """CUDA's error as one of the path to `peer`, which others may do without."""
+    return PathError(f"{peer} by {path}: {error.message}", peer=peer, hint=error.hint)
+
+
 @contextlib.contextmanager
 def translated(path: str, peer: str) -> Iterator[None]:
-    """CUDA's errors as one of the path to `peer`, which others may do without."""
+    """`path_error` for whatever fails inside."""
     try:
         yield
     except CudaError as error:
-        raise PathError(f"{peer} by {path}: {error.message}", peer=peer, hint=error.hint) from error
+        raise path_error(error, path, peer) from error
 
 
 class Ticket:
@@ -196,6 +201,12 @@ class Link:
 
     def check(self, poll: select.poll, generation: int) -> None:
         """Raises SourceError where what was read just now must not be believed."""
+        self.check_grant(generation)
+        if poll.poll(0):
+            raise self._gone()
+
+    def check_grant(self, generation: int) -> None:
+        """Raises SourceError where the grant has ended or the memory has changed."""
         peer = self.peer
         assert self._control is not None
         now, ended = CONTROL.unpack_from(self._control)
@@ -203,8 +214,6 @@ class Link:
             raise PeerRefusedError(f"{peer}: {frames.STATUS_TEXT[frames.REFUSED]}", peer=peer)
         if now != generation:
             raise StaleGenerationError(f"{peer}: {frames.STATUS_TEXT[frames.STALE]}", peer=peer)
-        if poll.poll(0):
-            raise self._gone()
 
     def tell(self, byte: bytes) -> None:
         """Tell the source, if it listens."""

@@ -75,6 +75,8 @@ def open_session(
     try:
         target = None if grant.place.device == CPU else devices.open(grant.place.device)
         mappers = {uuid: choose(devices, target, uuid) for uuid in sorted(ticket.gpus)}
+        if not devices.all():
+            raise PathError(f"{grant.peer} by {path}: neither side is on a GPU", peer=grant.peer)
         link.connect(grant.stall_timeout_s)
         link.map(Maps(grant.peer, lambda uuid: mappers[uuid]))
         direct = bool(mappers) and all(device is target for device in mappers.values())

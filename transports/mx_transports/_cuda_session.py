@@ -22,7 +22,7 @@ from mx.errors import ClosedError, LocalError, MxError, NotAllowedError, PeerLos
 from mx.transport import DeviceView, Grant, Read
 from mx_transports import _cuda_wire as wire
 from mx_transports._cuda_copy import SLOTS, Copier, Part, steps
-from mx_transports._cuda_link import Link, translated
+from mx_transports._cuda_link import Link, path_error, translated
 from mx_transports._cuda_wire import Where
 from mx_transports._lanes import LaneSession
 
@@ -64,7 +64,8 @@ class Attachment:
 
 
 class GpuSession(LaneSession):
-    """`link` is connected and mapped, and the session's from here on, as are `devices`."""
+    """`link` is connected and mapped, and the session's from here on, as are `devices`, of which
+    there is at least one."""
 
     def __init__(
         self,
@@ -82,7 +83,8 @@ class GpuSession(LaneSession):
         self._devices = devices
         self._step_nbytes = step_nbytes
         self._sizes = link.region_sizes
-        self._copiers = [Copier(link, target, step_nbytes) for _ in range(lanes)]
+        home = target or devices[0]
+        self._copiers = [Copier(link, target, home, step_nbytes) for _ in range(lanes)]
         self._busy = 0
         self._detached: MxError | None = None
         #: Held while the link is used by whoever is no lane.
@@ -169,7 +171,12 @@ class GpuSession(LaneSession):
     # --- the lanes
 
     def _carry(self, lane: int) -> None:
-        copier, work, busy = self._copiers[lane], _Work(), False
+        copier = self._copiers[lane]
+        with translated(self._link.path, self._peer), copier.home.current():
+            self._carry_on(copier)
+
+    def _carry_on(self, copier: Copier) -> None:
+        work, busy = _Work(), False
         try:
             while True:
                 busy = self._start_steps(copier, work, busy)
@@ -225,10 +232,13 @@ class GpuSession(LaneSession):
             self._check_bounds(job.read, self._sizes)
             self._check_target(job.read)
         with copier.lock:
-            self._check(copier)
+            self._check_open(copier)
+            self._link.check_grant(self._grant.generation)
             try:
-                with translated(self._link.path, self._peer):
-                    copier.start(number, parts)
+                copier.start(number, parts)
+            except CudaError as error:
+                copier.discard(number)
+                raise path_error(error, self._link.path, self._peer) from error
             except MxError:
                 copier.discard(number)
                 raise
@@ -237,11 +247,14 @@ class GpuSession(LaneSession):
     def _land(self, copier: Copier, work: _Work) -> None:
         number, job, landed = work.flights.popleft()
         try:
-            with translated(self._link.path, self._peer):
+            try:
                 copier.finish(number)
+            except CudaError as error:
+                raise path_error(error, self._link.path, self._peer) from error
             # After the bytes: what was read is good only if nothing had changed by then.
             with copier.lock:
-                self._check(copier)
+                self._check_open(copier)
+                self._link.check(copier.poll, self._grant.generation)
         except MxError as error:
             if work.current is job:
                 work.current = None
@@ -271,8 +284,8 @@ class GpuSession(LaneSession):
         with contextlib.suppress(CudaError):
             copier.synchronize()
 
-    def _check(self, copier: Copier) -> None:
-        """Raises what must fail a read now; the copier's lock is held."""
+    def _check_open(self, copier: Copier) -> None:
+        """Raises what must fail a read once this session has let go; the copier's lock is held."""
         if self._closed:
             raise PeerLostError("closed", peer=self._peer)
         if copier.ended:
@@ -280,7 +293,6 @@ class GpuSession(LaneSession):
             with self._link_lock:
                 found = self._detached
             raise _again(found) if found is not None else self._ending()
-        self._link.check(copier.poll, self._grant.generation)
 
     def _ending(self) -> MxError:
         return PeerLostError(f"{self._peer}: the source has ended", peer=self._peer)

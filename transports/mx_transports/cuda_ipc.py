@@ -33,8 +33,8 @@ from mx_transports._cuda_open import CPU, Devices, open_session, same_user
 from mx_transports._cuda_source import GpuExposure
 
 MAGIC = b"mxcuda\0\1"
-#: A copy within one GPU, until it is measured: half of the memory bandwidth of an A100, the
-#: slowest of those that engines run on. (An H200 copied at 2,150 GB/s; docs/gpu.md.)
+#: A copy within one GPU, until it is measured: half of the memory bandwidth of an A100 (1.6 TB/s),
+#: the slowest of those that engines usually run on.
 SAME_GPU_GB_PER_S = 700.0
 #: What of a link's raw rate a copy gets at best (NVIDIA's p2pBandwidthLatencyTest: 0.8 to 0.9).
 NVLINK_EFFICIENCY = 0.85
