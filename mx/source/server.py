@@ -116,7 +116,8 @@ class SourceServer:
                 reasons.append(f"{name}: {error}")
                 # What nobody has allowed is no surprise.
                 level = logging.INFO if isinstance(error, NotAllowedError) else logging.WARNING
-                log.log(level, "%s is not offered: %s", name, error)
+                # As text: who keeps log records would keep the regions, by the error's traceback.
+                log.log(level, "%s is not offered: %s", name, str(error))
                 continue
             exposure.set_generation(held.generation)
             exposures[name] = exposure
