@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +16,14 @@ from mx import trace
 from mx.core.planner import Plan, Way, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
+from mx.cuda.device import Device
+from mx.cuda.driver import load
 from mx.errors import MxError, PeerProtocolError, SourceError
 from mx.puller.lease import Granted, Lease
 from mx.puller.options import PullOptions
+from mx.puller.staged import StagedSession
 from mx.runtime import uncut
-from mx.transport import Grant, Path, Session, Transport, Unavailable, host_view
+from mx.transport import Grant, Path, Session, Span, Transport, Unavailable
 from mx.wire.channel import dial
 
 log = logging.getLogger(__name__)
@@ -60,7 +64,11 @@ def plan_ways(
         if isinstance(viable, Unavailable):
             return viable.reason
         path = path_between(transport, place, there)
-        return "it does not reach from here to there" if path is None else path
+        if path is None:
+            return "it does not reach from here to there"
+        if path.trusting and not options.trusted_fabric:
+            return "it enforces no bounds: say --trusted-fabric if that network can be trusted"
+        return path
 
     return plan(
         place,
@@ -91,6 +99,8 @@ class Links:
         self._leases: list[Lease] = []
         self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
         self._sessions: list[Session] = []
+        self._lock = threading.Lock()
+        self._device: Device | None = None
         self._users: Counter[Lease] = Counter()  # sessions, open or being opened
         self._begun: dict[Way, asyncio.Task[tuple[Link, int]]] = {}
 
@@ -154,10 +164,20 @@ class Links:
         def connect() -> Session:
             session = transport.open(grant)
             self._sessions.append(session)
+            if way.staged:
+                session = StagedSession(session, self._open_device())
+                self._sessions[-1] = session  # which owns the other
             return session
 
         # It blocks, so it has a thread; a cancelled pull waits for it, to close what it opens.
         return await uncut(asyncio.to_thread(connect))
+
+    def _open_device(self) -> Device:
+        """The target's, for as long as there are sessions that stage into it."""
+        with self._lock:
+            if self._device is None:
+                self._device = Device.open(load(), self._options.device)
+            return self._device
 
     def _grant(self, way: Way, granted: Granted) -> Grant:
         peer = way.source.endpoint
@@ -176,7 +196,8 @@ class Links:
             stall_timeout_s=self._options.stall_timeout_s,
             streams=self._options.streams,
             rail=way.rail,
-            place=self._place,
+            # A staged session's own destinations are in host memory.
+            place=replace(self._place, device="cpu") if way.staged else self._place,
             trusted_fabric=self._options.trusted_fabric,
         )
 
@@ -190,14 +211,14 @@ class Links:
         if self._users[lease] <= 0:
             await lease.close()  # now: a source that drains would wait for it
 
-    async def attach(self, link: Link, nbytes: int) -> memoryview:
+    async def attach(self, link: Link, nbytes: int) -> Span:
         """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
         with the link still good, where it can only be copied; SourceError; LocalError."""
         try:
-            view = host_view(await uncut(asyncio.to_thread(link.session.attach, 0)))
-            if view.nbytes < nbytes:
+            view = await uncut(asyncio.to_thread(link.session.attach, 0))
+            if len(view) < nbytes:
                 raise PeerProtocolError(
-                    f"{link.lease.peer} holds {view.nbytes} bytes of a model that takes {nbytes}",
+                    f"{link.lease.peer} holds {len(view)} bytes of a model that takes {nbytes}",
                     peer=link.lease.peer,
                 )
         except SourceError:
@@ -219,6 +240,8 @@ class Links:
         for session in sessions:
             if not await asyncio.to_thread(session.join, 2 * self._options.stall_timeout_s):
                 log.warning("a session has not ended: %r", session)
+        if self._device is not None:
+            self._device.close()
         leases, self._leases = self._leases, []
         channels, self._channels = self._channels, {}
         for lease in leases:

@@ -45,7 +45,7 @@ from mx.puller.report import (
 from mx.puller.state import PullState
 from mx.runtime import uncut
 from mx.storage.load import load_checkpoint
-from mx.transport import Transport
+from mx.transport import Span, Transport
 
 
 class Puller:
@@ -209,7 +209,7 @@ class Puller:
             hint="mx sources shows who is registered",
         )
 
-    async def _attach(self, manifest: Manifest, way: Way) -> tuple[Link | None, memoryview | None]:
+    async def _attach(self, manifest: Manifest, way: Way) -> tuple[Link | None, Span | None]:
         """A link if it could be opened, and the source's memory if it could be mapped."""
         try:
             link = await self._links.open(way, manifest.layout.arena_nbytes)
@@ -227,9 +227,7 @@ class Puller:
             self._causes.append(error)
             return None, None
 
-    async def _deliver_attached(
-        self, manifest: Manifest, link: Link, view: memoryview
-    ) -> PullReport:
+    async def _deliver_attached(self, manifest: Manifest, link: Link, view: Span) -> PullReport:
         """The map outlives session, lease and source."""
         assert self._delivery is not None
         link.session.close()
@@ -255,7 +253,7 @@ class Puller:
         if self.arena is None:
             self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
         if self._engine is None:
-            self._engine = Engine(manifest, self.arena.view, self)
+            self._engine = Engine(manifest, self.arena.view, self, self.arena.hasher)
             self._engine.start()
         # What is not populated by now is faulted by the threads that write there: beside them,
         # a populating thread only takes their cores and memory bandwidth.

@@ -1,0 +1,216 @@
+"""Serving from and pulling into GPU memory, on fake GPUs: everything but the kernels is real."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mx import api, config
+from mx.core.topology import Place
+from mx.core.types import ModelKey, SourceState
+from mx.cuda import driver as cuda
+from mx.cuda import xxh3
+from mx.cuda.device import device_key
+from mx.cuda.errors import CudaUnavailableError
+from mx.errors import CapacityError, ConfigError, DigestError
+from mx.memory import tensors as tensor_views
+from mx.memory.torch_source import describe
+from mx.source.model import hold_checkpoint, hold_tensors
+from mx.testing import fake_kernels
+from mx.testing.fake_cuda import FakeDriver, fake_uuid
+from mx.transport import DeviceView
+from mx.units import MIB
+from tests.integration.conftest import free_port
+
+pytestmark = pytest.mark.integration
+
+
+def on_fake_device(array: object, ordinal: int) -> torch.Tensor:
+    """A GPU's bytes where the fake one has them."""
+    view = array.view  # type: ignore[attr-defined]
+    buffer = (ctypes.c_ubyte * len(view)).from_address(view.address)
+    buffer.owner = view.owner  # type: ignore[attr-defined]
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+@pytest.fixture(params=[False, True], ids=["late", "at once"])
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    monkeypatch.setattr(xxh3, "compiled", fake_kernels.images)
+    monkeypatch.setattr(tensor_views, "_on_device", on_fake_device)
+    driver = FakeDriver(gpus=2, eager=request.param)
+    with cuda.installed(driver):
+        yield driver
+    gc.collect()
+    assert driver.live() == []
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(3)
+    found = {
+        f"model.layers.{layer}.{name}": torch.randn(*shape, generator=made).to(dtype)
+        for layer in range(3)
+        for name, shape, dtype in (
+            ("self_attn.q_proj.weight", (512, 700), torch.bfloat16),
+            ("input_layernorm.weight", (333,), torch.float32),  # not a multiple of 256 bytes
+            ("mlp.up_proj.weight", (1500, 512), torch.float16),
+            ("mlp.bias", (3,), torch.uint8),
+        )
+    }
+    found["model.embed_tokens.weight"] = torch.randn(1000, 64, generator=made)
+    found["lm_head.weight"] = torch.randn(1000, 64, generator=made)
+    return found
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, weights: dict[str, torch.Tensor]) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+@pytest.fixture
+def settings() -> config.Settings:
+    found = config.load()
+    return replace(found, coordinator=f"127.0.0.1:{free_port()}", chunk_bytes=MIB)
+
+
+@pytest.fixture
+def source(fake: FakeDriver, checkpoint: Path, settings: config.Settings) -> Iterator[api.Source]:
+    with api.serve(checkpoint, model="m", settings=settings) as found:
+        yield found
+
+
+def pull(source: api.Source, settings: config.Settings, **options: Any) -> api.Pull:
+    where = f"peer={source.endpoint}"
+    return api.pull("m", source=where, settings=settings, device="cuda:1", **options)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("verify", ["chunks", "strong"])
+def test_from_host_memory_through_staging(
+    source: api.Source,
+    settings: config.Settings,
+    weights: dict[str, torch.Tensor],
+    transport: str,
+    verify: str,
+) -> None:
+    with pull(source, settings, transport=transport, verify=verify) as found:
+        report = found.wait(30)
+        view = found.buffer()
+        assert isinstance(view, DeviceView) and view.device == device_key(fake_uuid(1))
+        assert same(found.state_dict(), weights)
+        tensors = found.layer_state_dict(1)
+    assert report.verified == {"chunks": "digest", "strong": "strong"}[verify]
+    assert report.paths[0].transport == transport
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+
+
+def test_written_to_disk_by_a_copy_back(
+    source: api.Source,
+    settings: config.Settings,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "out"
+    with pull(source, settings, out=out) as found:
+        found.wait(30)
+    assert same(load_file(out / "model.safetensors"), weights)
+
+
+def test_from_disk(
+    fake: FakeDriver, checkpoint: Path, weights: dict[str, torch.Tensor], settings: config.Settings
+) -> None:
+    where = f"disk={checkpoint}"
+    with api.pull("m", source=where, settings=settings, device="cuda:0") as found:
+        found.wait(30)
+        assert same(found.state_dict(), weights)
+        assert fake.used_nbytes(0) and not fake.used_nbytes(1)
+
+
+def test_a_source_on_a_gpu_says_so(
+    fake: FakeDriver,
+    checkpoint: Path,
+    weights: dict[str, torch.Tensor],
+    settings: config.Settings,
+) -> None:
+    manifests = []
+    for what in (checkpoint, weights):
+        key = ModelKey("m", "main", "checkpoint")
+        held = (
+            hold_checkpoint(checkpoint, key, device="cuda:0", chunk_nbytes=MIB, threads=2)
+            if what is checkpoint
+            else hold_tensors(*describe(weights), key, device="cuda:0", chunk_nbytes=MIB)
+        )
+        (region,) = held.regions()
+        record = held.record("here:1", Place(), ["cuda_ipc"], SourceState.SERVING)
+        expected = device_key(fake_uuid(0))
+        assert region.device == record.place.device == record.table.regions[0].device == expected
+        assert isinstance(region.view, DeviceView)
+        assert same(tensor_views.state_dict(region.view, held.manifest.layout), weights)
+        manifests.append(held.manifest.ref.identity)
+        del region
+        held.arena.release()
+    cpu = hold_checkpoint(checkpoint, key, chunk_nbytes=MIB, threads=2)
+    assert manifests == [cpu.manifest.ref.identity] * 2
+    assert cpu.manifest.chunking.digests == held.manifest.chunking.digests
+    cpu.arena.release()
+
+
+def test_wrong_bytes_are_noticed_on_the_device(
+    fake: FakeDriver,
+    source: api.Source,
+    settings: config.Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy = FakeDriver.copy_htod
+
+    def torn(self: FakeDriver, target: int, host: int, nbytes: int, stream: int) -> None:
+        # The digests' own lists are small; a chunk loses its last byte on the way.
+        copy(self, target, host, nbytes - (nbytes > 100_000), stream)
+
+    monkeypatch.setattr(FakeDriver, "copy_htod", torn)
+    with pull(source, settings, transport="tcp") as found, pytest.raises(DigestError):
+        found.wait(30)
+
+
+def test_too_big_for_the_gpu(
+    source: api.Source, settings: config.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeDriver, "mem_info", lambda self: (70 * MIB, 1 << 30))
+    with pull(source, settings) as found, pytest.raises(CapacityError, match="free memory on"):
+        found.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [("cuda:7", fake_uuid(1)), ("gpu", "cpu or cuda:N"), ("cuda:x", "cuda:0")]
+)
+def test_no_such_device(fake: FakeDriver, device: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        api.pull("m", device=device)
+    with pytest.raises(ConfigError, match=says):
+        api.serve("nowhere", model="m", device=device)
+
+
+def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_driver", CudaUnavailableError("no libcuda", hint="get one"))
+    with pytest.raises(ConfigError, match=r"no libcuda \(get one; or use cpu\)"):
+        api.pull("m", device="cuda:0")
+
+
+def test_into_is_host_memory(fake: FakeDriver) -> None:
+    with pytest.raises(ConfigError, match="host memory"):
+        api.pull("m", device="cuda:0", into=memoryview(bytearray(10)))
