@@ -184,7 +184,9 @@ def _attaches_gpu(bench: Bench) -> None:
     part = views.pop()[4096:8192]
     del view
     require(bench.peek(part) == expected[4096:8192], "an attached view ended with its session")
-    require(not source.exposure.join(0.1), "the source ends while a part of it is attached")
+    # Longer than it may wait for a reader that does not listen.
+    longer_s = 3 * bench.harness.stall_timeout_s
+    require(not source.exposure.join(longer_s), "the source ends while a part of it is attached")
     del part
     ended = source.exposure.join(bench.harness.deadline_s)
     require(ended, "the source does not hear that the last attached view has gone")

@@ -24,7 +24,7 @@ from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, Grant, Piece, Read
 from mx.units import MIB
-from mx_transports import _cuda_wire, pcie_p2p
+from mx_transports import _cuda_copy, _cuda_wire, pcie_p2p
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
 from tests.contract import gpu_rig
@@ -445,6 +445,24 @@ def test_a_new_generation_waits_for_what_is_written_to_the_memory() -> None:
             assert bench.peek(room) == b"\7" * 4096
             fake.stream_destroy(stream)
         del view, room
+
+
+@pytest.mark.parametrize("way", ["generation", "revoked", "closed"])
+def test_what_was_on_its_way_is_not_believed_either(way: str) -> None:
+    """All of the read's copies have been queued when its memory changes hands."""
+    nbytes = _cuda_copy.SLOTS * gpu_rig.STEP_BYTES
+    with rig() as (bench, _):
+        source = bench.source(nbytes)
+        session = bench.open(source, streams=1, grant_id="g")
+        held = bench.held_read(session, bench.room(nbytes), "held")
+        if way == "generation":
+            source.exposure.set_generation(2)
+        elif way == "revoked":
+            source.exposure.revoke("g")
+        else:
+            source.exposure.close()
+        held.release()
+        bench.failure(held, SourceError, "held")
 
 
 def test_the_transports_say_why_there_is_no_cuda() -> None:
