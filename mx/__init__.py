@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         Pull,
         PullReport,
         Source,
+        TopologyReport,
         list_models,
         list_sources,
         plan,
         pull,
         serve,
+        topology,
     )
     from mx.errors import MxError
 
@@ -40,11 +42,13 @@ _HOMES = {
     "Pull": "mx.api",
     "PullReport": "mx.api",
     "Source": "mx.api",
+    "TopologyReport": "mx.api",
     "list_models": "mx.api",
     "list_sources": "mx.api",
     "plan": "mx.api",
     "pull": "mx.api",
     "serve": "mx.api",
+    "topology": "mx.api",
 }
 
 __all__ = [
@@ -55,12 +59,14 @@ __all__ = [
     "Pull",
     "PullReport",
     "Source",
+    "TopologyReport",
     "__version__",
     "list_models",
     "list_sources",
     "plan",
     "pull",
     "serve",
+    "topology",
 ]
 
 

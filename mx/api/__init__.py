@@ -10,6 +10,7 @@ from mx.api.listing import list_models, list_sources
 from mx.api.planning import plan
 from mx.api.pulling import Pull, pull
 from mx.api.serving import Source, offer, serve, source_options, start_source
+from mx.api.surveying import TopologyReport, topology
 from mx.errors import MxError
 from mx.puller.planning import PlannedPull
 from mx.puller.report import LayerEvent, Progress, PullReport
@@ -22,6 +23,7 @@ __all__ = [
     "Pull",
     "PullReport",
     "Source",
+    "TopologyReport",
     "list_models",
     "list_sources",
     "offer",
@@ -30,4 +32,5 @@ __all__ = [
     "serve",
     "source_options",
     "start_source",
+    "topology",
 ]
