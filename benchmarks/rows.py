@@ -10,6 +10,8 @@ from pathlib import Path
 
 from mx import api
 from mx.puller.report import PullReport
+from mx.registry import transports
+from mx.transport import Unavailable
 from mx.units import MIB
 
 from . import harness
@@ -133,6 +135,35 @@ def tcp_row(cluster: Cluster, nbytes: int, rounds: int) -> harness.Row:
     return _ratio("tcp, verified / raw sockets that hash", renamed, "raw", 0.95, nbytes)
 
 
+def ucx_rows(
+    cluster: Cluster, nbytes: int, rounds: int, say: Callable[[str], None]
+) -> list[harness.Row]:
+    """A verified pull by NIXL's UCX back-end against bare NIXL with the same knobs, which hashes
+    too; nothing where NIXL is not installed."""
+    viable = transports()["ucx"].probe()
+    if isinstance(viable, Unavailable):
+        say(f"ucx is left out: {viable.reason}")
+        return []
+    from .references.nixl import BareNixl
+
+    fd = _filled_memfd(nbytes)
+    bare = BareNixl(fd, nbytes)
+    try:
+        samples = harness.interleave(
+            {
+                "mx": lambda: _pull(cluster, transport="ucx").seconds,
+                "NIXL, 16 MiB x 4": lambda: bare.receive(16 * MIB, 4, populate=True),
+                "NIXL, 4 MiB x 8": lambda: bare.receive(4 * MIB, 8, populate=True),
+                "NIXL, 4 MiB x 8, faulting": lambda: bare.receive(4 * MIB, 8, populate=False),
+            },
+            rounds,
+        )
+    finally:
+        bare.close()
+        os.close(fd)
+    return [_ratio("ucx, verified / bare NIXL that hashes", samples, "NIXL", 0.95, nbytes)]
+
+
 def first_layer_row(cluster: Cluster, rounds: int) -> harness.Row:
     """When layer 0 was ready, over its share of the transfer."""
     over, allowed = [], []
@@ -202,7 +233,7 @@ def memory_rows(cluster: Cluster, checkpoint: Path) -> list[harness.Row]:
 
 
 #: What `run` can measure, in its order.
-NAMES = ("attach", "copy", "tcp", "first", "control", "read", "memory")
+NAMES = ("attach", "copy", "tcp", "ucx", "first", "control", "read", "memory")
 
 
 def run(
@@ -221,6 +252,7 @@ def run(
             "attach": lambda: attach_rows(cluster, rounds),
             "copy": lambda: copy_rows(cluster, nbytes, rounds),
             "tcp": lambda: [tcp_row(cluster, nbytes, rounds)],
+            "ucx": lambda: ucx_rows(cluster, nbytes, rounds, say),
             "first": lambda: [first_layer_row(cluster, rounds)],
             "control": lambda: control_rows(cluster, folder, rounds),
             "read": lambda: [read_cost_row(rounds)],

@@ -37,7 +37,7 @@ _PROT_READ, _MAP_SHARED = 1, 1
 #: While nobody reads, UCX gets to look after its connections this often: 0.1% of a core.
 IDLE_POLL_S = 0.05
 #: A poll that found nothing takes less (1.5 us); one that moved bytes takes more.
-_NOTHING_S = 8e-6
+NOTHING_S = 8e-6
 #: While reads run: polls in a row that found nothing before pauses begin, and how they grow, to
 #: 2.56 ms within 0.13 s. 20 us cost no bandwidth over loopback, 100 us half of it; the longest is
 #: for readers that have begun a read and do not go on with it.
@@ -148,7 +148,7 @@ class Agent:
             began_s = time.perf_counter()
             self.poll()
             polls += 1
-            nothing = nothing + 1 if time.perf_counter() - began_s < _NOTHING_S else 0
+            nothing = nothing + 1 if time.perf_counter() - began_s < NOTHING_S else 0
             if busy and nothing > _PATIENCE:
                 doublings = min((nothing - _PATIENCE) // _PAUSES_A_DOUBLING, _DOUBLINGS)
                 time.sleep(_FIRST_PAUSE_S * 2**doublings)
