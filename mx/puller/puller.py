@@ -68,6 +68,7 @@ class Puller:
         self._links = Links(options, self._place, transports, self._lease_lost)
         self._delivery: Delivery | None = None
         self._crew: Crew | None = None
+        self._several = False  # are several ways to be used at once?
         self._causes: list[MxError] = []
         self._disk_done = (0, 0)
         self._closed = False
@@ -171,6 +172,7 @@ class Puller:
     async def _read(self, manifest: Manifest, ways: Plan) -> PullReport:
         """Attach, or read over all ways that go together and others when those are lost, until
         the pull has ended. Raises what it failed with."""
+        self._several = len(ways.chosen) > 1
         self._crew = crew = Crew(
             ways,
             self._links,
@@ -253,7 +255,9 @@ class Puller:
         if self.arena is None:
             self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
         if self._engine is None:
-            self._engine = Engine(manifest, self.arena.view, self, self.arena.hasher)
+            self._engine = Engine(
+                manifest, self.arena.view, self, self.arena.hasher, several_lanes=self._several
+            )
             self._engine.start()
         # What is not populated by now is faulted by the threads that write there: beside them,
         # a populating thread only takes their cores and memory bandwidth.
