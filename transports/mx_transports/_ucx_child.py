@@ -120,7 +120,8 @@ class AgentProcess:
                 ours.close()
             with self._lock:
                 self.ended = True
-                for stream in self._users:
+                # Those who wait for it to start are told why it has not.
+                for stream in self._users if self.metadata else ():
                     stream.abort()
             self.settled.set()
             self._on_end(self)
