@@ -1,0 +1,113 @@
+"""`mx topo` as people and scripts see it: alone, with sources, and between two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import mx
+from mx import config
+from tests.integration.conftest import Run, serve
+from tests.integration.test_two_hosts import SOURCE, TARGET, HostCommand, hosts
+
+__all__ = ["hosts"]  # a fixture
+
+pytestmark = pytest.mark.integration
+
+
+def test_this_machine_whatever_it_lacks(run: Run) -> None:
+    command = run("topo", "--json")
+    assert command.wait() == 0
+    found = command.json()
+    assert found["place"]["pid"] == command.process.pid
+    assert found["place"]["boot_id"]
+    assert found["devices"][0] == "cpu"
+    assert set(found["transports"]) >= {"shm", "tcp"}
+    assert all(each["works"] or each["reason"] for each in found["transports"].values())
+    (own,) = [e for e in found["matrix"] if (e["target"], e["source"]) == ("cpu", "cpu")]
+    assert own["paths"][0]["transport"] == "shm"
+    assert own["paths"][0]["attach"]
+    assert found["sources"] == []
+    if not Path("/proc/driver/nvidia").exists():
+        assert "no NVIDIA driver" in found["missing"]["gpus"]
+
+    plain = run("topo")
+    assert plain.wait() == 0
+    for title in ("NUMA nodes", "Network interfaces", "GPUs", "Transports", "From (columns)"):
+        assert title in plain.out
+    assert plain.err == ""
+
+
+def test_sources_are_shown_with_the_way_to_them(
+    run: Run, coordinator: str, checkpoint: Path, settings: config.Settings
+) -> None:
+    at = ("--coordinator", coordinator)
+    empty = run("topo", "--sources", *at)
+    assert empty.wait() == 0
+    assert "Sources: the coordinator lists none" in empty.out
+    source = serve(run, checkpoint, "small", coordinator)
+    endpoint = json.loads(source.out)["endpoint"]
+    found = run("topo", "--sources", "small", *at, "--json").json()["sources"]
+    assert [(each["endpoint"], each["device"]) for each in found] == [(endpoint, "cpu")]
+    best = found[0]["paths"][0]
+    assert (best["target"], best["transport"], best["chosen"]) == ("cpu", "shm", True)
+    assert not any(path["chosen"] for path in found[0]["paths"][1:] if path["target"] == "cpu")
+
+    report = mx.topology(sources=True, coordinator=coordinator, settings=settings)
+    assert report.sources[0].record.endpoint == endpoint
+    assert report.sources[0].plans["cpu"].chosen[0].attach
+
+
+def test_a_coordinator_that_is_not_there_is_an_error_only_if_it_was_asked_for(run: Run) -> None:
+    nobody = ("--coordinator", "127.0.0.1:9")
+    assert run("topo", *nobody).wait() == 0
+    asked = run("topo", "--sources", *nobody, "--json")
+    assert asked.wait() == 3
+    assert "127.0.0.1:9" in asked.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("verb", [("topo",), ("plan", "m"), ("pull", "m")])
+def test_an_interface_that_is_not_there_is_a_usage_error(
+    run: Run, coordinator: str, verb: tuple[str, ...]
+) -> None:
+    command = run(*verb, "--coordinator", coordinator, "--nics", "nope0", "--json")
+    assert command.wait() == 2
+    assert "nope0" in command.json()["error"]["message"]
+    assert "Traceback" not in command.err
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="making network namespaces needs root and iproute2",
+)
+def test_between_two_hosts_the_rail_is_named(hosts: tuple[str, str], checkpoint: Path) -> None:
+    near, far = hosts
+    at = ("--coordinator", f"{SOURCE}:7600", "--insecure")
+    started: list[HostCommand] = []
+
+    def run(host: str, *arguments: str, daemon: bool = False) -> HostCommand:
+        started.append(HostCommand(host, *arguments, daemon=daemon))
+        return started[-1]
+
+    try:
+        daemon = run(near, "--listen", f"{SOURCE}:7600", "--insecure", daemon=True)
+        daemon.until(lambda: "listens" in daemon.err, "listening")
+        serving = ("serve", str(checkpoint), "--model", "m", "--listen", f"{SOURCE}:0")
+        run(near, *serving, *at, "--json").json()
+        found = run(far, "topo", "--sources", *at, "--json").json()
+        (nic,) = found["place"]["nics"]
+        assert nic["addresses"] == [f"{TARGET}/24"]
+        assert found["place"]["addresses"] == [TARGET]
+        paths = found["sources"][0]["paths"]
+        assert paths[0]["transport"] == "tcp"
+        assert paths[0]["rail"].startswith(f"{nic['name']}→")
+        plain = run(far, "topo", "--sources", *at)
+        assert plain.wait() == 0
+        assert f"tcp {nic['name']}→" in plain.out
+    finally:
+        for command in reversed(started):
+            command.end()
