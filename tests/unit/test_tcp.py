@@ -1,9 +1,7 @@
 """What is particular to tcp: faults on the wire, hostile readers and sources, TLS."""
 
 import json
-import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -310,53 +308,6 @@ def test_reach() -> None:
 def test_a_host_of_another_machine_can_not_be_listened_on() -> None:
     with pytest.raises(LocalError, match=r"192\.0\.2\.1"):
         TcpTransport().expose([], ExposeOptions(hosts=("127.0.0.1", "192.0.2.1")))
-
-
-@pytest.fixture(scope="module")
-def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
-    """Certificates of two CAs that know nothing of each other."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs the openssl command to make certificates")
-    made = []
-    for name in ("ours", "theirs"):
-        folder: Path = tmp_path_factory.mktemp(name)
-
-        def run(*arguments: str, folder: Path = folder, openssl: str = openssl) -> None:
-            subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
-
-        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-        run(
-            "req",
-            "-x509",
-            *key,
-            "-keyout",
-            "ca.key",
-            "-out",
-            "ca.pem",
-            "-subj",
-            "/CN=ca",
-            "-days",
-            "2",
-        )
-        run("req", *key, "-keyout", "peer.key", "-out", "peer.csr", "-subj", "/CN=peer")
-        run(
-            "x509",
-            "-req",
-            "-in",
-            "peer.csr",
-            "-CA",
-            "ca.pem",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-out",
-            "peer.pem",
-            "-days",
-            "2",
-        )
-        made.append(TlsFiles(*(str(folder / f) for f in ("peer.pem", "peer.key", "ca.pem"))))
-    return made[0], made[1]
 
 
 def test_tls_carries_the_same_bytes(authorities: tuple[TlsFiles, TlsFiles]) -> None:

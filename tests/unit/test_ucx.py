@@ -20,7 +20,7 @@ from mx.errors import LocalError, NotAllowedError, PathError, PeerLostError, Sou
 from mx.testing import conformance
 from mx.testing.bench import Bench, Source
 from mx.testing.memory import Kind, Memory
-from mx.transport import ExposeOptions, Grant, Medium, Unavailable
+from mx.transport import ExposeOptions, Grant, Medium, TlsFiles, Unavailable
 from mx.units import MIB
 from mx_transports import _frames as frames
 from mx_transports import _ucx_nixl as nixl
@@ -297,6 +297,24 @@ def test_an_adopted_arena_is_registered_once(bench: Bench, monkeypatch: pytest.M
     bench.succeed(bench.read(session, 0, 0, other))
     assert bytes(other) == source.memories[0].expected[:4096]
     assert [block.nbytes for block in registered] == [3 * MIB, 4096]
+
+
+@installed
+def test_the_control_connection_uses_tls_if_there_is_any(
+    authorities: tuple[TlsFiles, TlsFiles],
+) -> None:
+    harness = conformance.Harness("mx_transports.ucx:UcxTransport", tls=authorities[0])
+    with Bench(harness) as bench:
+        source = bench.source(20 * MIB)
+        session = bench.open(source)
+        view = memoryview(bytearray(20 * MIB))
+        sinks = [bench.read(session, 0, n * MIB, view[n * MIB : (n + 1) * MIB]) for n in range(20)]
+        bench.succeed(*sinks)
+        assert view == source.memories[0].expected
+        grant_id, ticket = source.grant()
+        for other in (None, authorities[1]):
+            with pytest.raises(SourceError):
+                bench.open_ticket(grant_id, ticket, source.sizes, tls=other)
 
 
 # --- a forged peer
