@@ -12,7 +12,7 @@ from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.hardware import Topology
-from mx.puller.links import path_between
+from mx.puller.links import path_between, path_or_reason
 from mx.transport import Path, Transport, Unavailable
 
 
@@ -81,7 +81,10 @@ def topology(
         found,
         devices,
         tuple(matrix),
-        tuple(_source_reach(record, places, known, found) for record in records),
+        tuple(
+            _source_reach(record, places, known, found, trusted_fabric=settings.trusted_fabric)
+            for record in records
+        ),
     )
 
 
@@ -97,6 +100,8 @@ def _source_reach(
     places: list[Place],
     known: Mapping[str, Transport],
     found: Topology,
+    *,
+    trusted_fabric: bool,
 ) -> SourceReach:
     plans = {}
     for here in places:
@@ -105,8 +110,7 @@ def _source_reach(
             viable = found.transports[name]
             if isinstance(viable, Unavailable):
                 return viable.reason
-            path = path_between(known[name], here, there)
-            return "it does not reach from here to there" if path is None else path
+            return path_or_reason(known[name], here, there, trusted_fabric=trusted_fabric)
 
         plans[here.device] = plan(here, [record], sorted(known), reach)
     return SourceReach(record, plans)

@@ -28,6 +28,7 @@ def topo(
     tls_key: options.TlsKey = None,
     tls_ca: options.TlsCa = None,
     insecure: options.Insecure = None,
+    trusted_fabric: options.TrustedFabric = None,
     nics: options.Nics = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,

@@ -50,6 +50,18 @@ def path_between(transport: Transport, here: Place, there: Place) -> Path | None
     return path
 
 
+def path_or_reason(
+    transport: Transport, here: Place, there: Place, *, trusted_fabric: bool
+) -> Path | str:
+    """The path that a pull may use, or why there is none."""
+    path = path_between(transport, here, there)
+    if path is None:
+        return "it does not reach from here to there"
+    if path.trusting and not trusted_fabric:
+        return "it enforces no bounds: say --trusted-fabric if that network can be trusted"
+    return path
+
+
 def plan_ways(
     options: PullOptions,
     place: Place,
@@ -59,16 +71,11 @@ def plan_ways(
     """What the transports say of each source, ranked and chosen from."""
 
     def reach(name: str, there: Place) -> Path | str:
-        transport = transports[name]
-        viable = transport.probe()
+        viable = transports[name].probe()
         if isinstance(viable, Unavailable):
             return viable.reason
-        path = path_between(transport, place, there)
-        if path is None:
-            return "it does not reach from here to there"
-        if path.trusting and not options.trusted_fabric:
-            return "it enforces no bounds: say --trusted-fabric if that network can be trusted"
-        return path
+        trusted = options.trusted_fabric
+        return path_or_reason(transports[name], place, there, trusted_fabric=trusted)
 
     return plan(
         place,
