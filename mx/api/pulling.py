@@ -15,9 +15,12 @@ from mx import config, runtime
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
+from mx.cuda.device import Device
+from mx.cuda.driver import load
 from mx.errors import ClosedError, ConfigError
 from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
+from mx.memory.readiness import LayerSignals
 from mx.puller.options import PullOptions
 from mx.puller.puller import Puller
 from mx.puller.report import LayerEvent, Progress, PullReport
@@ -49,6 +52,7 @@ class Pull:
         self._puller, self._task = loop.run(self._begin(options))
         self._view: Span | None = None
         self._held: Source | None = None
+        self._signals: LayerSignals | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -158,6 +162,44 @@ class Pull:
         ties = {alias.name for alias in manifest.layout.aliases if alias.target in names}
         return state_dict(view, manifest.layout, names | ties)
 
+    def signals(self) -> LayerSignals:
+        """For a pull into a GPU: have streams wait for layers, instead of the CPU. The object is
+        the pull's, and ends with it; `LayerSignals` says how to use it. Blocks until the model's
+        layers are known. Raises ConfigError for a pull into host memory, the pull's error.
+
+        `early_state_dict` gives the tensors to queue work on.
+        """
+        if self._options.device == "cpu":
+            raise ConfigError("only a pull into a GPU has signals", hint="give device='cuda:N'")
+        if self._options.fall_back_to_disk:
+            raise ConfigError("a pull that may begin again from disk has no signals")
+        layers = self._state.wait_planned()
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the pull was closed")
+            if self._signals is None:
+                device = Device.open(load(), self._options.device)
+                self._signals = signals = LayerSignals(device, layers)
+                self._state.on_layer(lambda event: signals.verified(event.index))
+                self._state.on_failure(signals.failed)
+            return self._signals
+
+    def early_state_dict(self) -> dict[str, torch.Tensor]:
+        """For a pull into a GPU: all tensors, as soon as they have a place, whatever is in it.
+        Only work of streams that wait by `signals` may use them before the pull's end.
+
+        Raises as `signals` does.
+        """
+        from mx.memory.tensors import state_dict
+
+        self.signals()
+        while self._puller.arena is None or self._puller.manifest is None:
+            if self._state.ended:
+                self.wait()
+            time.sleep(0.001)
+        manifest, view = self._arena_view()
+        return state_dict(view, manifest.layout)
+
     # -- staying ----------------------------------------------------------------------------------
 
     def hold(self) -> Source:
@@ -200,6 +242,8 @@ class Pull:
         with contextlib.ExitStack() as ends:  # each is tried, the last one first
             ends.callback(runtime.release, self._loop)
             ends.callback(self._let_go)
+            if self._signals is not None:
+                ends.callback(self._signals.close)
             ends.callback(lambda: self._loop.run(self._stop()))
             if self._held is not None:
                 ends.callback(self._held.close)

@@ -66,9 +66,6 @@ class DeviceArena:
     def address(self) -> int:
         return self.view.address
 
-    def settle(self) -> None:
-        """Nothing runs here: device memory needs no populating."""
-
     def seal(self) -> None:
         """Nothing can seal device memory; but whatever still writes to it is waited for."""
         self.device.synchronize()

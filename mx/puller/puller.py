@@ -105,6 +105,7 @@ class Puller:
             self.phase = "complete"
             self.state.finished(report)
         except BaseException as error:  # nobody may be left waiting for a pull that is over
+            self.state.failing(unexpected(error))
             try:
                 await uncut(self._discard())
             finally:
@@ -191,7 +192,6 @@ class Puller:
                 crew.take(link)  # it can be copied still
                 break
         if self.arena is None:
-            # Now, so that its first pages are populated while the sources are asked.
             self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
         await crew.run(lambda: self._ended, lambda: self._engine)
         if self._engine is None:
@@ -259,9 +259,6 @@ class Puller:
                 manifest, self.arena.view, self, self.arena.hasher, several_lanes=self._several
             )
             self._engine.start()
-        # What is not populated by now is faulted by the threads that write there: beside them,
-        # a populating thread only takes their cores and memory bandwidth.
-        self.arena.settle()
         now_s = time.monotonic()
         self.state.first_read_s = self.state.first_read_s or now_s
         endpoint = link.way.source.endpoint
@@ -396,8 +393,6 @@ class Puller:
         await self._links.close()
         if self._locator is not None:
             await self._locator.close()
-        if self.arena is not None:
-            await asyncio.to_thread(self.arena.settle)
 
     async def _discard(self) -> None:
         """After a failure: nothing half-done stays, on disk or in memory."""

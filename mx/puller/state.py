@@ -38,6 +38,7 @@ class PullState:
         self._events: dict[int, LayerEvent] = {}
         self._n_layers: int | None = None
         self._subscribers: list[_Subscriber] = []
+        self._failure_watchers: list[Callable[[MxError], None]] = []
         self._wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._error: MxError | None = None
         self._report: PullReport | None = None
@@ -70,7 +71,17 @@ class PullState:
                 self._report = report
             self._wake()
 
+    def failing(self, error: MxError) -> None:
+        """It will be `failed`, and its memory goes before: nothing may wait on the device for
+        this pull any more, since freeing waits for the device."""
+        with self._condition:
+            watchers, self._failure_watchers = self._failure_watchers, []
+        for watcher in watchers:
+            watcher(error)
+
     def failed(self, error: MxError) -> None:
+        if self._report is None:
+            self.failing(error)
         with self._condition:
             if self._error is None and self._report is None:
                 self._error = error
@@ -115,6 +126,15 @@ class PullState:
             self._subscribers.append(subscriber)
         self._tell(subscriber)
 
+    def on_failure(self, callback: Callable[[MxError], None]) -> None:
+        """Call `callback` with the pull's error when it fails, before its memory is freed; now, if
+        it has failed. It must not raise."""
+        with self._condition:
+            if self._error is None:
+                self._failure_watchers.append(callback)
+                return
+        callback(self._error)
+
     def _tell(self, subscriber: _Subscriber) -> None:
         while True:
             with self._condition:
@@ -152,6 +172,17 @@ class PullState:
         Raises the pull's error if it failed, TimeoutError.
         """
         return self._block(lambda: self._layer(index), timeout_s)
+
+    def wait_planned(self, timeout_s: float | None = None) -> int:
+        """How many layers there are, as soon as it is known. Raises the pull's error."""
+        return self._block(self._planned, timeout_s)
+
+    def _planned(self) -> int:
+        if self._error is not None:
+            raise self._error
+        if self._n_layers is None:
+            raise LookupError
+        return self._n_layers
 
     def wait_end(self, timeout_s: float | None = None) -> PullReport:
         return self._block(self._end, timeout_s)

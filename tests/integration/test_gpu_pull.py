@@ -18,8 +18,9 @@ from mx.core.topology import Place
 from mx.core.types import ModelKey, SourceState
 from mx.cuda import driver as cuda
 from mx.cuda import xxh3
-from mx.cuda.device import device_key
+from mx.cuda.device import Device, DeviceMemory, Stream, device_key
 from mx.cuda.errors import CudaUnavailableError
+from mx.cuda.ring import PinnedRing
 from mx.errors import CapacityError, ConfigError, DigestError
 from mx.memory import tensors as tensor_views
 from mx.memory.torch_source import describe
@@ -117,6 +118,56 @@ def test_from_host_memory_through_staging(
     assert report.verified == {"chunks": "digest", "strong": "strong"}[verify]
     assert report.paths[0].transport == transport
     assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+
+
+def test_streams_wait_instead_of_the_cpu(
+    fake: FakeDriver,
+    source: api.Source,
+    settings: config.Settings,
+    weights: dict[str, torch.Tensor],
+) -> None:
+    name = "lm_head.weight"
+    with pull(source, settings) as found, Device.open(fake, "cuda:1") as device:
+        signals, tensors = found.signals(), found.early_state_dict()
+        wanted = tensors[name]
+        with DeviceMemory(device, wanted.nbytes) as copy, Stream(device) as stream:
+            last = signals.layers - 1
+            signals.wait_verified(last, stream.handle)
+            with device.current():
+                fake.copy_dtod(copy.address, wanted.data_ptr(), wanted.nbytes, stream.handle)
+            stream.synchronize()
+            signals.check([last])
+            assert ctypes.string_at(copy.address, wanted.nbytes) == bytes(
+                weights[name].view(torch.uint8).numpy().data
+            )
+        found.wait(30)
+        signals.check()
+
+
+def test_a_failed_pull_lets_streams_go(
+    fake: FakeDriver,
+    source: api.Source,
+    settings: config.Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        PinnedRing, "push", lambda self, slot, target, nbytes, offset=0: slot.event.record(self._up)
+    )
+    with pull(source, settings, transport="tcp") as found, Device.open(fake, "cuda:1") as device:
+        signals = found.signals()
+        with Stream(device) as stream:
+            signals.wait_verified(0, stream.handle)
+            stream.synchronize()
+        with pytest.raises(DigestError, match="does not match its digest"):
+            signals.check([0])
+
+
+def test_signals_are_for_gpus(source: api.Source, settings: config.Settings) -> None:
+    where = f"peer={source.endpoint}"
+    with api.pull("m", source=where, settings=settings) as found:
+        with pytest.raises(ConfigError, match="cuda:N"):
+            found.signals()
+        found.wait(30)
 
 
 def test_written_to_disk_by_a_copy_back(
