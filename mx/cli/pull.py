@@ -58,7 +58,9 @@ def pull(
     no_attach: Annotated[
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Where to put it.", metavar="cpu")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
+    ] = "cpu",
     listen: options.Listen = None,
     streams: Annotated[
         int | None, typer.Option(help="TCP connections for the weights. (default: 2)", metavar="N")

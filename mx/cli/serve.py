@@ -30,7 +30,9 @@ def serve(
         str,
         typer.Option(help="Which of the model's variants this is, such as a rank.", metavar="V"),
     ] = "checkpoint",
-    device: Annotated[str, typer.Option(help="Where to hold it.", metavar="cpu")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
+    ] = "cpu",
     listen: options.Listen = None,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
