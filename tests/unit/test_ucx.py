@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 from mx.core.topology import Nic, Place
-from mx.errors import LocalError, NotAllowedError, PathError, PeerLostError, SourceError
+from mx.errors import (
+    LocalError,
+    NotAllowedError,
+    PathError,
+    PeerLostError,
+    PeerTimeoutError,
+    SourceError,
+)
 from mx.testing import conformance
 from mx.testing.bench import Bench, Source
 from mx.testing.memory import Kind, Memory
@@ -176,14 +183,18 @@ def test_an_agent_has_nothing_to_steal(bench: Bench, monkeypatch: pytest.MonkeyP
         bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(MIB))))
         (agent,) = agents(source)
         folder = Path(f"/proc/{agent.pid}")
-        assert b"secret" not in (folder / "environ").read_bytes()
         assert b"secret" not in (folder / "cmdline").read_bytes()
+        assert "NoNewPrivs:\t1" in (folder / "status").read_text()
+        if os.geteuid():
+            # Not even its own user may look.
+            with pytest.raises(PermissionError):
+                (folder / "environ").read_bytes()
+            return
+        assert b"secret" not in (folder / "environ").read_bytes()
         links = [os.readlink(folder / "fd" / name) for name in os.listdir(folder / "fd")]
         assert not [link for link in links if "secret" in link or "memfd" in link]
         maps = [line for line in (folder / "maps").read_text().splitlines() if "/memfd:" in line]
         assert [line.split()[1] for line in maps] == ["r--s"]
-        status = (folder / "status").read_text()
-        assert "NoNewPrivs:\t1" in status
     finally:
         os.close(secret)
 
@@ -220,6 +231,20 @@ def test_a_dead_agent_costs_its_readers_and_is_replaced(bench: Bench) -> None:
     bench.succeed(bench.read(again, 0, 0, view))
     assert bytes(view) == source.memories[0].expected[:MIB]
     assert agents(source)[0].pid != agent.pid
+
+
+@installed
+def test_a_stopped_agent_runs_into_the_deadline(bench: Bench) -> None:
+    source = bench.source(bench.harness.big_nbytes)
+    session = bench.open(source)
+    running = bench.held_read(session, memoryview(bytearray(source.sizes[0])), "running")
+    os.kill(agents(source)[0].pid, signal.SIGSTOP)
+    running.release()
+    bench.failure(running, PeerTimeoutError, "running")
+    session.close()
+    assert session.join(bench.harness.deadline_s)
+    source.exposure.close()
+    assert source.exposure.join(bench.harness.deadline_s)
 
 
 @installed
