@@ -77,9 +77,9 @@ class UcxTransport:
         same_net = (here.boot_id, here.net_namespace) == (there.boot_id, there.net_namespace)
         local = [dial.only_loopback(place) for place in (here, there)]
         if same_net:
-            # A source that others can reach too is to be dialled where they do.
-            trusting = not all(local)
-            return Path(self.name, LOOPBACK_GB_PER_S, detail="loopback", trusting=trusting)
+            # They meet on loopback only if that is where one of them is.
+            trusting = not any(local)
+            return Path(self.name, LOOPBACK_GB_PER_S, detail="one machine", trusting=trusting)
         if any(local):
             return None
         return Path(
