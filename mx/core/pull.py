@@ -21,9 +21,17 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from mx.core import striping
+from mx.core.commands import (
+    Assign,
+    Check,
+    Command,
+    Complete,
+    DropLane,
+    Fail,
+    LayerReady,
+)
 from mx.core.pace import Pace
 from mx.core.striping import Lane, Part
 from mx.core.types import BLOCK_BYTES, ChunkGrid
@@ -31,49 +39,6 @@ from mx.errors import DigestError, MxError, PathSlowError
 
 MAX_CORRUPT = 2
 MAX_ATTEMPTS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Assign:
-    """Read these parts through this lane."""
-
-    lane: int
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Every part of the chunk has landed: compare its digest, say `verified` or `corrupt`."""
-
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerReady:
-    layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """Every layer is ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropLane:
-    """Close this lane: its source sent wrong bytes too often, or it is far too slow."""
-
-    lane: int
-    reason: MxError
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Nothing is left that could finish the pull. `causes` are the lanes' last errors."""
-
-    causes: tuple[MxError, ...]
-
-
-Command = Assign | Check | LayerReady | Complete | DropLane | Fail
 
 
 class PullMachine:
@@ -257,10 +222,10 @@ class PullMachine:
     # -- books ----------------------------------------------------------------------------------
 
     def _blocks(self, chunk: int) -> int:
-        return -(-self._grid[chunk].nbytes // BLOCK_BYTES)
+        return -(-self._grid.sizes[chunk] // BLOCK_BYTES)
 
     def _nbytes(self, part: Part) -> int:
-        end = min(part.end * BLOCK_BYTES, self._grid[part.chunk].nbytes)
+        end = min(part.end * BLOCK_BYTES, self._grid.sizes[part.chunk])
         return end - part.begin * BLOCK_BYTES
 
     def _give_back(self, part: Part) -> None:
@@ -326,32 +291,30 @@ class PullMachine:
             return []
         given: dict[int, list[Part]] = {}
         chunk_nbytes = self._grid.chunk_nbytes
-        open_lanes = {n for n, lane in self._lanes.items() if len(lane.in_flight) < lane.depth}
-        while open_lanes and self._missing:
-            number = min(
-                open_lanes, key=lambda n: (striping.through_s(self._lanes[n], chunk_nbytes), n)
-            )
-            part = self._next(number)
+        able = {n: x for n, x in self._lanes.items() if striping.has_room(x, chunk_nbytes)}
+        while able and self._missing:
+            number = next(iter(able))
+            if len(able) > 1:
+                number = min(able, key=lambda n: (striping.through_s(able[n], chunk_nbytes), n))
+            lane = able[number]
+            part = self._next(lane)
             if part is None:
-                open_lanes.discard(number)
+                del able[number]
                 continue
-            lane = self._lanes[number]
             if not lane.in_flight:
                 lane.pace.busy_from(now_s)
+            nbytes = self._nbytes(part)
             lane.in_flight[part] = now_s
-            lane.nbytes += self._nbytes(part)
-            self._left_nbytes -= self._nbytes(part)
+            lane.nbytes += nbytes
+            self._left_nbytes -= nbytes
             given.setdefault(number, []).append(part)
-            if len(lane.in_flight) >= lane.depth:
-                open_lanes.discard(number)
+            if not striping.has_room(lane, chunk_nbytes):
+                del able[number]
         return [Assign(lane, tuple(parts)) for lane, parts in given.items()]
 
-    def _next(self, number: int) -> Part | None:
+    def _next(self, lane: Lane) -> Part | None:
         """Take from the missing what this lane should read next; None: nothing, for now."""
-        lane = self._lanes[number]
         chunk_nbytes = self._grid.chunk_nbytes
-        if not striping.has_room(lane, chunk_nbytes):
-            return None
         chunk = self._choose(lane)
         if chunk is None:
             return None
@@ -370,7 +333,9 @@ class PullMachine:
     def _choose(self, lane: Lane) -> int | None:
         """The lowest missing chunk that the lane may read, after as many as the faster lanes will
         have read by the time it is through with it."""
-        rank = striping.rank(lane, self._lanes.values(), self._grid.chunk_nbytes)
+        rank = 0
+        if len(self._lanes) > 1:
+            rank = striping.rank(lane, self._lanes.values(), self._grid.chunk_nbytes)
         chosen = None
         for chunk in self._missing:
             if self._may_read(lane, chunk):
@@ -383,8 +348,8 @@ class PullMachine:
     def _cut(self, chunk: int, nbytes: int) -> Part:
         """Take up to `nbytes` of a missing chunk, from its front, out of the books."""
         pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self._blocks(chunk))]
-        part = min(pieces, key=lambda piece: piece.begin)
-        pieces.remove(part)
+        pieces.sort(key=lambda piece: piece.begin, reverse=True)
+        part = pieces.pop()
         blocks = max(1, nbytes // BLOCK_BYTES)
         if chunk not in self._whole and part.end - part.begin > blocks:
             pieces.append(Part(chunk, part.begin + blocks, part.end))

@@ -52,12 +52,12 @@ class Lane:
 def has_room(lane: Lane, chunk_nbytes: int) -> bool:
     """Should the lane be asked for more? Beyond half its depth only if it was seen to be fast:
     what a slow one holds is missing elsewhere."""
-    if len(lane.in_flight) < -(-lane.depth // 2):
+    asked = len(lane.in_flight)
+    if asked < -(-lane.depth // 2):
         return True
-    return (
-        lane.pace.measured_nbytes > 0
-        and lane.nbytes + chunk_nbytes <= lane.pace.bytes_per_s() * AHEAD_S
-    )
+    if asked >= lane.depth or not lane.pace.measured_nbytes:
+        return False
+    return lane.nbytes + chunk_nbytes <= lane.pace.bytes_per_s() * AHEAD_S
 
 
 def piece_nbytes(lane: Lane, chunk_nbytes: int) -> int:

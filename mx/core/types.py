@@ -266,6 +266,12 @@ class ChunkGrid:
         self.layer_of: list[int] = [
             layer for layer, count in enumerate(counts) for _ in range(count)
         ]
+        #: sizes[i] is the number of bytes of chunk i, in layer space.
+        self.sizes: list[int] = [
+            min(chunk_nbytes, layer.nbytes - at * chunk_nbytes)
+            for layer, count in zip(layout.layers, counts, strict=True)
+            for at in range(count)
+        ]
 
     def __len__(self) -> int:
         return self.first_chunk[-1]
@@ -274,16 +280,16 @@ class ChunkGrid:
         if not 0 <= index < len(self):
             raise IndexError(index)
         layer_index = self.layer_of[index]
-        layer = self.layout.layers[layer_index]
         offset = (index - self.first_chunk[layer_index]) * self.chunk_nbytes
-        return Chunk(index, layer_index, offset, min(self.chunk_nbytes, layer.nbytes - offset))
+        return Chunk(index, layer_index, offset, self.sizes[index])
 
     def blocks(self, index: int, begin: int, end: int) -> Chunk:
         """Blocks `begin` to `end` (half-open) of a chunk, as a slice with the chunk's index."""
-        chunk = self[index]
+        layer_index = self.layer_of[index]
         offset = begin * BLOCK_BYTES
-        nbytes = min(end * BLOCK_BYTES, chunk.nbytes) - offset
-        return Chunk(index, chunk.layer, chunk.offset + offset, nbytes)
+        nbytes = min(end * BLOCK_BYTES, self.sizes[index]) - offset
+        start = (index - self.first_chunk[layer_index]) * self.chunk_nbytes
+        return Chunk(index, layer_index, start + offset, nbytes)
 
     def __iter__(self) -> Iterator[Chunk]:
         for index in range(len(self)):

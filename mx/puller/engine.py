@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from mx.core.digest import ChunkHasher, digest_of_blocks
-from mx.core.pull import (
+from mx.core.commands import (
     Assign,
     Check,
     Command,
@@ -22,8 +21,9 @@ from mx.core.pull import (
     DropLane,
     Fail,
     LayerReady,
-    PullMachine,
 )
+from mx.core.digest import ChunkHasher, digest_of_blocks
+from mx.core.pull import PullMachine
 from mx.core.striping import Part
 from mx.core.types import Manifest, Segment
 from mx.errors import (

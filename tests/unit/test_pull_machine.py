@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.pull import (
+from mx.core.commands import (
     Assign,
     Check,
     Command,
@@ -17,8 +17,8 @@ from mx.core.pull import (
     DropLane,
     Fail,
     LayerReady,
-    PullMachine,
 )
+from mx.core.pull import PullMachine
 from mx.core.striping import Part
 from mx.core.types import ChunkGrid, Layer, Layout
 from mx.errors import (
