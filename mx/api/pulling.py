@@ -26,7 +26,7 @@ from mx.puller.puller import Puller
 from mx.puller.report import LayerEvent, Progress, PullReport
 from mx.puller.state import PullState
 from mx.source.model import HeldModel
-from mx.transport import Span
+from mx.transport import DeviceView, Span, host_view
 
 if TYPE_CHECKING:
     import torch
@@ -115,11 +115,21 @@ class Pull:
     def model(self) -> ModelKey:
         return self._puller.key
 
-    def buffer(self) -> Span:
+    def buffer(self) -> memoryview:
         """The model's bytes as an arena lays them out, once everything is ready; a view that
-        stays valid after `close`. Writing to it reaches nobody else. On a GPU, a `DeviceView`."""
+        stays valid after `close`. Writing to it reaches nobody else. Raises LocalError for a pull
+        into a GPU."""
         self.wait()
-        return self._arena_view()[1]
+        return host_view(self._arena_view()[1])
+
+    def device_buffer(self) -> DeviceView:
+        """The same of a pull into a GPU. Where the memory was attached it is the source's own:
+        do not write to it. Raises ConfigError for a pull into host memory."""
+        self.wait()
+        view = self._arena_view()[1]
+        if not isinstance(view, DeviceView):
+            raise ConfigError("the pull is into host memory", hint="buffer() gives it")
+        return view
 
     # -- tensors ----------------------------------------------------------------------------------
 

@@ -260,18 +260,25 @@ class StagedSession:
 
 
 class _PartSink:
-    """Hears how one part's read ended."""
+    """Hears how one part's read ended, and lets go of it: the inner session may keep the sink for
+    a while, by an error's traceback, and should not keep the device's memory with it."""
 
     __slots__ = ("_part", "_session")
 
     def __init__(self, session: StagedSession, part: _Part) -> None:
-        self._session, self._part = session, part
+        self._session = session
+        self._part: _Part | None = part
 
     def landed(self, nbytes: int) -> None:
         """Parts are small: they go to the device whole."""
 
     def done(self) -> None:
-        self._session.part_read(self._part, None)
+        self._end(None)
 
     def failed(self, error: MxError) -> None:
-        self._session.part_read(self._part, error)
+        self._end(error)
+
+    def _end(self, error: MxError | None) -> None:
+        part, self._part = self._part, None
+        if part is not None:
+            self._session.part_read(part, error)

@@ -14,6 +14,7 @@ from mx.core.digest import chunk_digest
 from mx.core.types import ChunkGrid, Chunking, ModelKey, Packaging
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel
+from mx.transport import host_view
 from mx.units import MIB
 
 LAYERS = 12
@@ -58,7 +59,7 @@ def manifests_digest(view: memoryview) -> bytes:
 def with_honest_chunks(held: HeldModel) -> HeldModel:
     """The same bytes with chunk digests made to fit them: only the identity tells the lie."""
     grid = held.manifest.grid
-    view = held.arena.view
+    view = host_view(held.arena.view)
     digests = b""
     for chunk in grid:
         segments = grid.segments(chunk)

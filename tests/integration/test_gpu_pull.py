@@ -111,7 +111,7 @@ def test_from_host_memory_through_staging(
 ) -> None:
     with pull(source, settings, transport=transport, verify=verify) as found:
         report = found.wait(30)
-        view = found.buffer()
+        view = found.device_buffer()
         assert isinstance(view, DeviceView) and view.device == device_key(fake_uuid(1))
         assert same(found.state_dict(), weights)
         tensors = found.layer_state_dict(1)
