@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mx import config, runtime
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, transports
-from mx.api.pulling import pull_options
+from mx.api.options import pull_options
 from mx.puller.planning import PlannedPull, plan_pull, target_place
 
 

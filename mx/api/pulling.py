@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
-from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
+from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, transports
+from mx.api.options import pull_options, writable_bytes
 from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
@@ -294,61 +295,6 @@ class Pull:
         await asyncio.to_thread(self.close)
 
 
-def pull_options(
-    model: str,
-    source: str,
-    out: str | Path | None,
-    settings: config.Settings,
-    *,
-    transport: str | None,
-    **rest: Any,
-) -> PullOptions:
-    """The options of `pull` and `plan`, checked. Raises ConfigError."""
-    known = transports()
-    if transport is not None and transport not in known:
-        raise ConfigError(
-            f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
-        )
-    how, _, where = source.partition("=")
-    if how not in ("peer", "disk", "auto") or (how == "disk" and not where):
-        raise ConfigError(
-            f"--from {source} is not understood",
-            hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",
-        )
-    disk = Path(where) if where and how in ("disk", "auto") else None
-    if how == "auto" and disk is None and Path(model).exists():
-        disk = Path(model)
-    tls = tls_of(settings)
-    return PullOptions(
-        name=model,
-        peer=where if how == "peer" and where else None,
-        disk=disk,
-        fall_back_to_disk=how == "auto",
-        out=None if out is None else Path(out),
-        tls=tls,
-        data_tls=None if settings.data_plaintext else tls,
-        trusted_fabric=settings.trusted_fabric,
-        insecure=settings.insecure,
-        streams=settings.streams,
-        stall_timeout_s=settings.stall_timeout_s,
-        connect_timeout_s=settings.connect_timeout_s,
-        chunk_nbytes=settings.chunk_bytes,
-        nics=settings.nics,
-        transport=transport,
-        **rest,
-    )
-
-
-def _writable_bytes(into: object) -> memoryview:
-    try:
-        view = memoryview(into)  # type: ignore[arg-type]
-        if not view.readonly:
-            return view.cast("B")
-    except TypeError as error:
-        raise ConfigError(f"`into` is not a contiguous buffer: {error}") from error
-    raise ConfigError("`into` is read-only")
-
-
 def pull(
     model: str,
     *,
@@ -401,7 +347,7 @@ def pull(
         transport=transport,
         strong=verify == "strong",
         attach=attach,
-        into=None if into is None else _writable_bytes(into),
+        into=None if into is None else writable_bytes(into),
     )
     loop = runtime.acquire()
     try:

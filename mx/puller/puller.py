@@ -16,7 +16,6 @@ from mx.core import manifest as manifests
 from mx.core.planner import Plan, Way
 from mx.core.types import Manifest, ModelKey
 from mx.errors import (
-    CheckpointError,
     ConfigError,
     LocalError,
     MxError,
@@ -25,6 +24,7 @@ from mx.errors import (
     SourceError,
 )
 from mx.memory.arena import Arena, BorrowedArena
+from mx.puller import disk
 from mx.puller.crew import Crew
 from mx.puller.delivery import Delivery
 from mx.puller.engine import Engine, Lane
@@ -44,7 +44,6 @@ from mx.puller.report import (
 )
 from mx.puller.state import PullState
 from mx.runtime import uncut
-from mx.storage.load import load_checkpoint
 from mx.transport import Span, Transport
 
 
@@ -277,8 +276,6 @@ class Puller:
         return self._engine.add_lane(lane)
 
     async def _from_disk(self, *, fallback: bool) -> PullReport:
-        path = self.options.disk
-        assert path is not None
         self.phase = "reading disk"
 
         def tell(done: int, total: int) -> None:
@@ -287,19 +284,10 @@ class Puller:
         # Uncut: no thread may write to `into` any more once the pull is closed.
         manifest, arena = await uncut(
             asyncio.to_thread(
-                load_checkpoint,
-                path,
-                lambda nbytes: new_arena(self.options, nbytes),
-                chunk_nbytes=self.options.chunk_nbytes,
-                threads=2,
-                progress=tell,
-                cancelled=lambda: self._closed,
+                disk.load, self.options, progress=tell, cancelled=lambda: self._closed
             )
         )
         self.arena = arena
-        identity, pin = manifest.ref.identity.hex(), self.options.name.partition("@")[2]
-        if fallback and not identity.startswith(pin.lower()):
-            raise CheckpointError(f"{path} holds {identity}, not the {pin} that was asked for")
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
         self._delivery = self._new_delivery(manifest, strong=False)
@@ -311,7 +299,9 @@ class Puller:
         nbytes, seconds = manifest.layout.payload_nbytes, self.state.last_layer_s()
         # Its identity was computed from these very bytes: `strong` has nothing to add.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
-        report = self._report(manifest, [PathReport("disk", str(path), nbytes, seconds)], by)
+        report = self._report(
+            manifest, [PathReport("disk", str(self.options.disk), nbytes, seconds)], by
+        )
         report.fallback = "disk" if fallback else None
         return report
 

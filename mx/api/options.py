@@ -1,0 +1,67 @@
+"""What the user asked a pull for, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mx import config
+from mx.api.common import tls_of, transports
+from mx.errors import ConfigError
+from mx.puller.options import PullOptions
+
+
+def pull_options(
+    model: str,
+    source: str,
+    out: str | Path | None,
+    settings: config.Settings,
+    *,
+    transport: str | None,
+    **rest: Any,
+) -> PullOptions:
+    """The options of `pull` and `plan`, checked. Raises ConfigError."""
+    known = transports()
+    if transport is not None and transport not in known:
+        raise ConfigError(
+            f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
+        )
+    how, _, where = source.partition("=")
+    if how not in ("peer", "disk", "auto") or (how == "disk" and not where):
+        raise ConfigError(
+            f"--from {source} is not understood",
+            hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",
+        )
+    disk = Path(where) if where and how in ("disk", "auto") else None
+    if how == "auto" and disk is None and Path(model).exists():
+        disk = Path(model)
+    tls = tls_of(settings)
+    return PullOptions(
+        name=model,
+        peer=where if how == "peer" and where else None,
+        disk=disk,
+        fall_back_to_disk=how == "auto",
+        out=None if out is None else Path(out),
+        tls=tls,
+        data_tls=None if settings.data_plaintext else tls,
+        trusted_fabric=settings.trusted_fabric,
+        insecure=settings.insecure,
+        streams=settings.streams,
+        stall_timeout_s=settings.stall_timeout_s,
+        connect_timeout_s=settings.connect_timeout_s,
+        chunk_nbytes=settings.chunk_bytes,
+        nics=settings.nics,
+        transport=transport,
+        **rest,
+    )
+
+
+def writable_bytes(into: object) -> memoryview:
+    """`into` as writable bytes. Raises ConfigError where it can't be that."""
+    try:
+        view = memoryview(into)  # type: ignore[arg-type]
+        if not view.readonly:
+            return view.cast("B")
+    except TypeError as error:
+        raise ConfigError(f"`into` is not a contiguous buffer: {error}") from error
+    raise ConfigError("`into` is read-only")
