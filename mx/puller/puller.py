@@ -71,8 +71,7 @@ class Puller:
         self._causes: list[MxError] = []
         self._disk_done = (0, 0)
         self._closed = False
-        # Written on the loop only.
-        self._ended = False
+        self._ended = False  # this and the next are written on the loop only
         self._failure: MxError | None = None
 
     # -- asked from any thread ------------------------------------------------------------------
@@ -297,11 +296,10 @@ class Puller:
         for index in range(len(manifest.layout.layers)):
             self._delivery.announce(arena.view, index, VerifiedBy.DIGEST)
         nbytes, seconds = manifest.layout.payload_nbytes, self.state.last_layer_s()
+        path = PathReport("disk", str(self.options.disk), nbytes, seconds)
         # Its identity was computed from these very bytes: `strong` has nothing to add.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
-        report = self._report(
-            manifest, [PathReport("disk", str(self.options.disk), nbytes, seconds)], by
-        )
+        report = self._report(manifest, [path], by)
         report.fallback = "disk" if fallback else None
         return report
 
