@@ -19,6 +19,7 @@ import pytest
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from mx import api, config
 from mx.errors import CoordinatorError, MxError
+from mx.testing.hosts import Hosts, unavailable
 
 START_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -125,6 +126,44 @@ def run() -> Iterator[Callable[..., Command]]:
 
 
 Run = Callable[..., Command]
+
+
+class HostCommand(Command):
+    """One of our commands inside one of the hosts."""
+
+    def __init__(self, hosts: Hosts, host: str, *arguments: str, daemon: bool = False) -> None:
+        self.prefix = hosts.prefix(host)
+        super().__init__(*arguments, daemon=daemon)
+
+    def command(self, entry: str) -> list[str]:
+        return [*self.prefix, *super().command(entry)]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Hosts to be made and linked by the test, gone after it."""
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts() as made:
+        yield made
+
+
+@pytest.fixture
+def run_in(hosts: Hosts) -> Iterator[Callable[..., HostCommand]]:
+    """Start commands in hosts, the host's name first; they end with the test."""
+    started: list[HostCommand] = []
+
+    def start(host: str, *arguments: str, daemon: bool = False) -> HostCommand:
+        started.append(HostCommand(hosts, host, *arguments, daemon=daemon))
+        return started[-1]
+
+    yield start
+    for command in reversed(started):
+        command.end()
+
+
+RunIn = Callable[..., HostCommand]
 
 
 @pytest.fixture

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 import mx
 from mx import config
-from tests.integration.conftest import Run, serve
-from tests.integration.test_two_hosts import SOURCE, TARGET, HostCommand, hosts
-
-__all__ = ["hosts"]  # a fixture
+from mx.testing.hosts import Hosts
+from tests.integration.conftest import Run, RunIn, serve
 
 pytestmark = pytest.mark.integration
 
@@ -80,34 +76,22 @@ def test_an_interface_that_is_not_there_is_a_usage_error(
     assert "Traceback" not in command.err
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None,
-    reason="making network namespaces needs root and iproute2",
-)
-def test_between_two_hosts_the_rail_is_named(hosts: tuple[str, str], checkpoint: Path) -> None:
-    near, far = hosts
-    at = ("--coordinator", f"{SOURCE}:7600", "--insecure")
-    started: list[HostCommand] = []
-
-    def run(host: str, *arguments: str, daemon: bool = False) -> HostCommand:
-        started.append(HostCommand(host, *arguments, daemon=daemon))
-        return started[-1]
-
-    try:
-        daemon = run(near, "--listen", f"{SOURCE}:7600", "--insecure", daemon=True)
-        daemon.until(lambda: "listens" in daemon.err, "listening")
-        serving = ("serve", str(checkpoint), "--model", "m", "--listen", f"{SOURCE}:0")
-        run(near, *serving, *at, "--json").json()
-        found = run(far, "topo", "--sources", *at, "--json").json()
-        (nic,) = found["place"]["nics"]
-        assert nic["addresses"] == [f"{TARGET}/24"]
-        assert found["place"]["addresses"] == [TARGET]
-        paths = found["sources"][0]["paths"]
-        assert paths[0]["transport"] == "tcp"
-        assert paths[0]["rail"].startswith(f"{nic['name']}→")
-        plain = run(far, "topo", "--sources", *at)
-        assert plain.wait() == 0
-        assert f"tcp {nic['name']}→" in plain.out
-    finally:
-        for command in reversed(started):
-            command.end()
+def test_between_two_hosts_the_rail_is_named(hosts: Hosts, run_in: RunIn, checkpoint: Path) -> None:
+    link = hosts.link("near", "far")
+    source, target = link.addresses
+    at = ("--coordinator", f"{source}:7600", "--insecure")
+    daemon = run_in("near", "--listen", f"{source}:7600", "--insecure", daemon=True)
+    daemon.until(lambda: "listens" in daemon.err, "listening")
+    serving = ("serve", str(checkpoint), "--model", "m", "--listen", f"{source}:0")
+    run_in("near", *serving, *at, "--json").json()
+    found = run_in("far", "topo", "--sources", *at, "--json").json()
+    (nic,) = found["place"]["nics"]
+    assert nic["name"] == link.device("far")
+    assert nic["addresses"] == [f"{target}/30"]
+    assert found["place"]["addresses"] == [target]
+    paths = found["sources"][0]["paths"]
+    assert paths[0]["transport"] == "tcp"
+    assert paths[0]["rail"] == f"{link.device('far')}→{link.device('near')}"
+    plain = run_in("far", "topo", "--sources", *at)
+    assert plain.wait() == 0
+    assert f"tcp {nic['name']}→" in plain.out
