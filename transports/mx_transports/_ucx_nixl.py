@@ -207,9 +207,13 @@ class TargetAgent:
         status_of, success, clock = self._agent.getXferStatus, self._success, time.perf_counter
         began_s = before_s = clock()
         try:
+            polls = 0
             while status_of(handle) != success:
+                polls += 1
+                if polls % _ucx_agent.POLLS:
+                    continue
                 now_s = clock()
-                if now_s - before_s < _ucx_agent.NOTHING_S:
+                if now_s - before_s < _ucx_agent.POLLS * _ucx_agent.NOTHING_S:
                     self.worked = before_s > began_s
                     return False
                 if now_s - began_s > POLL_S:
