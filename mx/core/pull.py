@@ -116,7 +116,7 @@ class PullMachine:
         a layer index whether the source has that layer (None: all of them)."""
         if lane in self._lanes or lane in self._lost:
             raise ValueError(f"lane {lane} is there already")
-        pace = Pace(bytes_per_s, self._grid.chunk_nbytes)
+        pace = Pace(bytes_per_s, BLOCK_BYTES)  # soon outweighed by what is seen
         self._lanes[lane] = Lane(
             f"lane {lane}" if source is None else source, max(1, depth), pace, holds
         )
@@ -318,14 +318,14 @@ class PullMachine:
         chunk = self._choose(lane)
         if chunk is None:
             return None
-        nbytes = chunk_nbytes
+        nbytes = striping.part_nbytes(lane, chunk_nbytes)
         if len(self._lanes) > 1:
             able = [other for other in self._lanes.values() if self._may_read(other, chunk)]
             budget = striping.budget(lane, self._lanes.values(), self._left_nbytes)
             piece = striping.piece_nbytes(lane, chunk_nbytes)
             if budget < piece and not striping.is_first(lane, able, chunk_nbytes):
                 return None  # one of the others will be through sooner, and take it then
-            nbytes = max(int(budget), piece)
+            nbytes = min(nbytes, max(int(budget), piece))
         if not lane.pace.measured_nbytes and (self._several_lanes or len(self._lanes) > 1):
             nbytes = min(nbytes, striping.PROBE_NBYTES)
         return self._cut(chunk, nbytes)

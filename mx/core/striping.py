@@ -16,7 +16,9 @@ from mx.core.pace import Pace
 from mx.core.types import BLOCK_BYTES
 
 #: A lane beyond half of its depth asks ahead for no more than it does in this time.
-AHEAD_S = 0.3
+AHEAD_S = 0.15
+#: The largest is what it does in this time: what a slow lane holds for long is missing elsewhere.
+PART_S = 0.06
 #: The smallest piece of a chunk is what a lane does in this time, in whole blocks.
 PIECE_S = 0.005
 #: What a lane is asked for first where there are several: enough to see how fast it is.
@@ -25,6 +27,8 @@ PROBE_NBYTES = 4 * BLOCK_BYTES
 LATE_S = 1.0
 #: How many times the others could do a lane's work before it is through with it: then it is late.
 LATE_FACTOR = 2.0
+#: A lane has slowed down when it does less than this part of what it did.
+SLOWED = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,13 @@ def has_room(lane: Lane, chunk_nbytes: int) -> bool:
     if asked >= lane.depth or not lane.pace.measured_nbytes:
         return False
     return lane.nbytes + chunk_nbytes <= lane.pace.bytes_per_s() * AHEAD_S
+
+
+def part_nbytes(lane: Lane, chunk_nbytes: int) -> int:
+    """The most that a lane is asked for at once, by what was seen of it."""
+    if not lane.pace.measured_nbytes:
+        return chunk_nbytes
+    return min(max(int(lane.pace.bytes_per_s() * PART_S), BLOCK_BYTES), chunk_nbytes)
 
 
 def piece_nbytes(lane: Lane, chunk_nbytes: int) -> int:
@@ -103,9 +114,9 @@ def is_late(
     now_s: float,
     landed_nbytes: Callable[[Lane], int],
 ) -> bool:
-    """Could the others, who may read what it reads, do all that is left and this lane's work with
-    it `LATE_FACTOR` times before it is through? `landed_nbytes` says how much of what a lane was
-    asked for has landed."""
+    """Could the others, who may read what it reads, do its work `LATE_FACTOR` times before it is
+    through, after all else that is left, or, if it has slowed down, before that? Then early layers
+    wait for it. `landed_nbytes` says how much of what a lane was asked for has landed."""
     oldest = next(iter(lane.in_flight.values()), now_s)
     if not others or now_s - oldest < LATE_S:
         return False
@@ -116,5 +127,8 @@ def is_late(
         return max(each.pace.now_bytes_per_s(now_s, landed_nbytes(each)), 1.0)
 
     work = left_nbytes + lane.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
-    own_s = (lane.nbytes - landed_nbytes(lane)) / rate(lane)
+    own_rate = rate(lane)
+    if own_rate < SLOWED * lane.pace.bytes_per_s():
+        work = lane.nbytes
+    own_s = (lane.nbytes - landed_nbytes(lane)) / own_rate
     return own_s > LATE_FACTOR * work / sum(map(rate, others))

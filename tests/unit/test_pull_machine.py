@@ -308,6 +308,32 @@ def test_a_lane_that_stops_gives_its_chunks_back_once_the_others_would_be_sooner
     ]
 
 
+def test_a_lane_that_has_slowed_down_is_not_waited_for_by_early_layers() -> None:
+    machine = PullMachine(grid_of([1000]))
+    machine.start()
+    driver = Driver(machine, machine._grid)
+    driver.take(machine.add_lane(0, 1, 0.0, bytes_per_s=1e8))
+    driver.take(machine.add_lane(1, 1, 0.0, bytes_per_s=1e8))
+    for _ in range(40):  # both do 100 MB/s
+        driver.now_s += 0.0105
+        for part in list(driver.in_flight):
+            driver.landed(part)
+        while driver.to_check:
+            driver.check()
+    slow = next(part for part, lane in driver.in_flight.items() if lane == 0)
+    for _ in range(90):  # lane 0 stops: all the rest of the model would be sooner than a redo
+        driver.now_s += 0.0105
+        driver.landed(next(part for part, lane in driver.in_flight.items() if lane == 1))
+        driver.check()
+    assert machine.tick(driver.now_s, {slow: 1000}) == []
+    driver.now_s += 0.2
+    driver.take(machine.tick(driver.now_s, {slow: 1000}))
+    assert driver.dropped == [0]
+    driver.failed(slow, ClosedError("closed"))
+    driver.landed(next(part for part, lane in driver.in_flight.items() if lane == 1))
+    assert slow in driver.in_flight  # the lowest that is missing: at once
+
+
 def test_the_only_lane_is_never_late() -> None:
     machine = PullMachine(grid_of([4]))
     machine.start()
