@@ -8,7 +8,6 @@ release the GIL.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import uuid
 from collections.abc import Sequence
 from types import ModuleType
@@ -16,23 +15,13 @@ from typing import Any
 
 from mx.cuda.driver import IPC_HANDLE_BYTES, DeviceAttribute, PointerInfo
 from mx.cuda.errors import CudaError, CudaUnavailableError, cuda_error
+from mx.cuda.library import import_driver
 from mx.units import format_bytes
 
 _NAME_BYTES = 256
 #: cuda-bindings 12.9 came with CUDA 12.9; drivers of all of CUDA 12 work with it (minor version
 #: compatibility), older ones do not.
 _OLDEST_DRIVER = 12000
-
-
-def import_driver() -> ModuleType:
-    """The module `cuda.bindings.driver`. Raises CudaUnavailableError where it is not installed."""
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise CudaUnavailableError(
-            f"cuda-bindings can't be imported: {error}",
-            hint="pip install 'mx-peer[cuda13]', or [cuda12] for a driver of CUDA 12",
-        ) from error
 
 
 class BindingsDriver:

@@ -1,0 +1,23 @@
+"""The library that the driver is called through."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+from mx.cuda.errors import CudaUnavailableError
+
+
+def import_driver() -> ModuleType:
+    """The module `cuda.bindings.driver`. Raises CudaUnavailableError where it is not installed."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        # Also WSL's, which has neither; whoever passes devices into a container passes one.
+        if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"))):
+            raise CudaUnavailableError("there is no NVIDIA driver on this machine") from None
+        raise CudaUnavailableError(
+            f"cuda-bindings can't be imported: {error}",
+            hint="pip install 'mx-peer[cuda13]', or [cuda12] for a driver of CUDA 12",
+        ) from error
