@@ -44,6 +44,7 @@ class Crew:
         self._lost: dict[int, MxError] = {}  # lanes that the engine gave up
         self._opening: dict[Way, asyncio.Task[Link]] = {}
         self._live: dict[int, Link] = {}
+        self._useless: list[Link] = []  # open, but could not be made a lane of
         self._resting: list[Way] = []  # too slow beside the others: better than nothing
         self._fatal: BaseException | None = None
 
@@ -54,6 +55,8 @@ class Crew:
         try:
             while not ended():
                 self._changed.clear()
+                while self._useless:
+                    await self._links.give_back(self._useless.pop())
                 for number in sorted(self._lost):
                     await self._replace(number, self._lost.pop(number))
                 self._fill()
@@ -115,10 +118,14 @@ class Crew:
         error = task.exception()
         if error is None:
             link = task.result()
-            self._live[self._add(link)] = link
-        elif isinstance(error, MxError) and not isinstance(error, ConfigError):
+            try:
+                self._live[self._add(link)] = link
+            except MxError as refused:  # such as memory that can't be registered
+                self._useless.append(link)
+                error = refused
+        if isinstance(error, MxError) and not isinstance(error, ConfigError):
             self._causes.append(error)
-        else:
+        elif error is not None:
             self._fatal = error
         self._changed.set()
 

@@ -371,13 +371,13 @@ class Puller:
         )
 
     async def _release_network(self) -> None:
+        if self._crew is not None:
+            await self._crew.close()
         if self._engine is not None:
             self._engine.close()
             await asyncio.to_thread(self._engine.join, 2 * self.options.stall_timeout_s)
         if self._delivery is not None:
             await asyncio.to_thread(self._delivery.settle)
-        if self._crew is not None:
-            await self._crew.close()
         await self._links.close()
         if self._locator is not None:
             await self._locator.close()

@@ -53,6 +53,7 @@ class Stage:
         self.ended = False
         self.no_more = 0
         self.fails = fails or {}
+        self.unfit: dict[Way, MxError] = {}
         self.crew = Crew(PLAN, cast(Links, self), self.open, self.add, self.causes)
 
     async def open(self, way: Way) -> Link:
@@ -63,6 +64,8 @@ class Stage:
         return Link(way, cast(Lease, GoodLease()), cast(Session, None))
 
     def add(self, link: Link) -> int:
+        if link.way in self.unfit:
+            raise self.unfit[link.way]
         self.added.append(link.way)
         return len(self.added) - 1
 
@@ -153,6 +156,16 @@ def test_the_engine_hears_when_nothing_is_left() -> None:
     )
     assert stage.no_more == 1
     assert sorted(map(str, stage.causes)) == ["gone", "gone"]
+
+
+def test_a_way_that_cannot_be_made_a_lane_is_replaced() -> None:
+    stage = Stage()
+    refused = LocalError("no memory to register")
+    stage.unfit = {TCP0: refused}
+    stage.play(stage.end)
+    assert stage.opened == [TCP0, TCP1, UCX0]
+    assert stage.given_back == [TCP0]
+    assert stage.causes == [refused]
 
 
 def test_nobody_there_ends_it() -> None:
