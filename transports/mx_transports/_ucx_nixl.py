@@ -41,7 +41,7 @@ LIBRARY_SETTINGS = {
 }
 #: Everything but shared memory: CMA would work only where the `shm` transport does, which checks
 #: whom it reads from; and it takes processes of two network namespaces for neighbours.
-#: 256 KiB segments: five times the bandwidth of UCX's own 8 KiB over tcp (shared facts: 0.5
+#: 256 KiB segments: five times the bandwidth of UCX's own 8 KiB over tcp (0.5
 #: against 0.1 of memcpy).
 UCX_SETTINGS = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 

@@ -2,7 +2,7 @@
 
 Each NIC of a source has an agent in a process of its own; each session has an agent on one NIC, so
 that several sessions use several NICs (rails inside one agent do not stripe reads: 0.96 of one
-link where one agent per NIC gave 1.84 to 1.92 of two, shared facts).
+link where one agent per NIC gave 1.84 to 1.92 of two).
 
 The target's agent lives in the target's process, whose memory it must write to: a peer that is
 let near it, and lies, can do as it pleases. So beyond loopback the transport wants
@@ -47,7 +47,7 @@ from mx_transports._ucx_wire import (
 )
 
 #: Estimates for planning, beside those of tcp (2 and 3): over sockets UCX reached 0.5 of memcpy
-#: where two plain sockets reached 0.72 (shared facts). RDMA is as fast as its NICs.
+#: where two plain sockets reached 0.72. RDMA is as fast as its NICs.
 LOOPBACK_GB_PER_S = 1.4
 GB_PER_S = 2.1
 #: An RDMA port of 400 Gbit/s; the rail's own speed is the limit where it is lower.
