@@ -196,7 +196,8 @@ def why_not(way: Way, chosen: Sequence[Way]) -> str | None:
         return f"{best.label} attaches: there is nothing to move"
     for other in chosen:
         if other.bottleneck == way.bottleneck:
-            return f"{other.label} is faster over the same {other.medium.value}"
+            faster = "faster" if other.gb_per_s > way.gb_per_s else "as fast"
+            return f"{other.label} is {faster} over the same {other.medium.value}"
     if Medium.NETWORK in (way.medium, best.medium) and way.medium is not best.medium:
         return f"{best.label} does not leave the machine"
     if way.gb_per_s < WORTH * best.gb_per_s:

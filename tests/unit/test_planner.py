@@ -90,7 +90,7 @@ def test_every_rail_is_used_by_the_transport_that_is_fastest_on_it() -> None:
     assert [way.gb_per_s for way in found.chosen] == [3.0, 1.25]
     assert {s.reason for s in found.spare} == {
         "tcp eth1→enp2 is faster over the same network",
-        "tcp eth0→enp1 is faster over the same network",
+        "tcp eth0→enp1 is as fast over the same network",
     }
     assert sum(found.shares(1 << 30)) == 1 << 30
     assert found.shares(4250)[1] == 1250
