@@ -325,7 +325,7 @@ class PullMachine:
             piece = striping.piece_nbytes(lane, chunk_nbytes)
             if budget < piece and not striping.is_first(lane, able, chunk_nbytes):
                 return None  # one of the others will be through sooner, and take it then
-            nbytes = min(nbytes, max(int(budget), piece))
+            nbytes = min(nbytes, max(int(budget * striping.TAKEN), piece))
         if not lane.pace.measured_nbytes and (self._several_lanes or len(self._lanes) > 1):
             nbytes = min(nbytes, striping.PROBE_NBYTES)
         return self._cut(chunk, nbytes)

@@ -3,8 +3,9 @@ are early. Pure arithmetic on lanes and what is left.
 
 A lane takes no more than its part of all the work there is, by the speeds seen so far (`budget`):
 whole chunks as long as there are many, smaller and smaller pieces towards the end, as guided
-self-scheduling (Polychronopoulos and Kuck, 1987) does for loops on processors. A slow lane takes
-chunks from as far ahead as the fast ones will be by the time it is through (`rank`).
+self-scheduling (Polychronopoulos and Kuck, 1987) does for loops on processors; and of its part
+half at once, as factoring (Hummel, Schonberg and Flynn, 1992) does, since speeds vary. A slow lane
+takes chunks from as far ahead as the fast ones will be by the time it is through (`rank`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ AHEAD_S = 0.15
 PART_S = 0.06
 #: The smallest piece of a chunk is what a lane does in this time, in whole blocks.
 PIECE_S = 0.005
+#: How much of what a lane may take for all to end together it takes at once.
+TAKEN = 0.5
 #: What a lane is asked for first where there are several: enough to see how fast it is.
 PROBE_NBYTES = 4 * BLOCK_BYTES
 #: A lane is not called late before this.
@@ -130,5 +133,6 @@ def is_late(
     own_rate = rate(lane)
     if own_rate < SLOWED * lane.pace.bytes_per_s():
         work = lane.nbytes
-    own_s = (lane.nbytes - landed_nbytes(lane)) / own_rate
+    # A block at least: the last bytes of one that has stopped would else seem near for ever.
+    own_s = max(lane.nbytes - landed_nbytes(lane), BLOCK_BYTES) / own_rate
     return own_s > LATE_FACTOR * work / sum(map(rate, others))
