@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ class Path:
 @dataclass(frozen=True, slots=True)
 class Rail:
     """One pair. The target binds to `local_address` and dials `remote_address`; `gb_per_s` is
-    the slower interface's speed, `rdma` whether both have an RDMA port of one link layer."""
+    the slower interface's speed, or its part of that where an interface has several rails; `rdma`
+    says whether both have an RDMA port of one link layer."""
 
     local_nic: str
     local_address: str
@@ -75,15 +77,20 @@ def rails(here: Place, there: Place) -> list[Rail]:
     for the kernel to know), or if one of them does not tell of its interfaces.
     """
     mine, theirs = _by_subnet(here), _by_subnet(there)
-    found: dict[tuple[str, str], Rail] = {}
+    found: dict[tuple[str, str], tuple[_End, _End]] = {}
     for subnet in sorted(mine.keys() & theirs.keys(), key=lambda subnet: (":" in subnet, subnet)):
         near, far = mine[subnet], theirs[subnet]
         for i in range(max(len(near), len(far))):
             one, other = near[i % len(near)], far[i % len(far)]
             # Equal addresses are each host's own: a bridge for its containers, say.
             if one.address != other.address:
-                found.setdefault((one.nic.name, other.nic.name), _rail(one, other))
-    return list(found.values())
+                found.setdefault((one.nic.name, other.nic.name), (one, other))
+    local = Counter(name for name, _ in found)
+    remote = Counter(name for _, name in found)
+    return [
+        _rail(one, other, local[one.nic.name], remote[other.nic.name])
+        for one, other in found.values()
+    ]
 
 
 def _by_subnet(place: Place) -> dict[str, list[_End]]:
@@ -109,14 +116,18 @@ def _networks(nic: Nic) -> Iterator[tuple[str, str]]:
             yield network, str(interface.ip)
 
 
-def _rail(near: _End, far: _End) -> Rail:
-    speeds = [nic.speed_mbit_per_s for nic in (near.nic, far.nic) if nic.speed_mbit_per_s > 0]
+def _rail(near: _End, far: _End, near_rails: int, far_rails: int) -> Rail:
+    """`near_rails` and `far_rails` are how many share the interfaces."""
+    ends = ((near.nic, near_rails), (far.nic, far_rails))
+    speeds = [
+        nic.speed_mbit_per_s / 8000 / count for nic, count in ends if nic.speed_mbit_per_s > 0
+    ]
     rdma = bool(near.nic.rdma_device and far.nic.rdma_device)
     return Rail(
         near.nic.name,
         near.address,
         far.nic.name,
         far.address,
-        min(speeds) / 8000 if speeds else UNKNOWN_GB_PER_S,
+        min(speeds) if speeds else UNKNOWN_GB_PER_S / max(near_rails, far_rails),
         rdma and near.nic.link_layer == far.nic.link_layer,
     )
