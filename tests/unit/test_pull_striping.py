@@ -1,0 +1,161 @@
+"""How the pull machine shares work out among lanes: simulated ones, of any speed and fate.
+
+That no block is asked for twice at once, nothing is asked of a lane that is lost, every chunk is
+checked once and whole, and every layer told of once, is asserted by the simulation as it goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mx.core.types import CHUNK_BYTES
+from mx.units import MIB
+from tests.simulated_lanes import STALL_S, TICK_S, SimulatedLane, Simulation, grid_of
+
+EXAMPLES = settings(max_examples=50)
+#: What is told of a lane beforehand is wrong by no more than this factor either way.
+WRONG = 2.0
+
+
+@st.composite
+def speeds(draw: st.DrawFn, at_least: int = 1, at_most: int = 8, factor: float = 20) -> list[float]:
+    """Bytes per second; the slowest is no slower than the planner would choose."""
+    top = 10 ** draw(st.floats(7.5, 10))
+    parts = st.one_of(st.just(1.0), st.floats(1 / factor, 1))
+    return [top * draw(parts) for _ in range(draw(st.integers(at_least, at_most)))]
+
+
+@st.composite
+def steady(draw: st.DrawFn, at_least: int = 1) -> list[SimulatedLane]:
+    return [
+        SimulatedLane(
+            [(0.0, speed)],
+            estimate=speed * draw(st.floats(1 / WRONG, WRONG)),
+            streams=draw(st.sampled_from((1, 2, 4))),
+        )
+        for speed in draw(speeds(at_least))
+    ]
+
+
+@st.composite
+def troubled(draw: st.DrawFn, lane: SimulatedLane, ends_s: float) -> SimulatedLane:
+    """The same lane, that may die, stop, slow down or pause before `ends_s`."""
+    ((_, speed),) = lane.speeds
+    at_s = draw(st.floats(0, ends_s))
+    match draw(st.sampled_from(("dies", "stops", "slows", "pauses", "nothing"))):
+        case "dies":
+            lane.dies_at_s = at_s
+        case "stops":
+            lane.speeds = [(0, speed), (at_s, 0)]
+        case "slows":
+            lane.speeds = [(0, speed), (at_s, speed * draw(st.floats(0.001, 0.5)))]
+        case "pauses":
+            until_s = at_s + draw(st.floats(0.01, STALL_S / 2))
+            lane.speeds = [(0, speed), (at_s, 0), (until_s, speed)]
+    return lane
+
+
+def layers(lanes: int, mib_per_lane: int) -> st.SearchStrategy[list[int]]:
+    """Sizes in MiB: a model that keeps so many lanes busy for so long."""
+    count = 24
+    least = max(1, lanes * mib_per_lane // count)
+    return st.lists(st.integers(least, 3 * least), min_size=count, max_size=count)
+
+
+def total_nbytes(layer_mib: Sequence[int]) -> int:
+    return sum(layer_mib) * MIB
+
+
+def speed_of(lane: SimulatedLane) -> float:
+    return lane.speeds[0][1]
+
+
+@EXAMPLES
+@given(st.data())
+def test_lanes_carry_their_shares_end_together_and_keep_nearly_to_the_order(
+    data: st.DataObject,
+) -> None:
+    lanes = data.draw(steady())
+    layer_mib = data.draw(layers(len(lanes), 640))
+    run = Simulation(grid_of(layer_mib), lanes).run()
+    assert run.completed
+    nbytes, together = total_nbytes(layer_mib), sum(map(speed_of, lanes))
+    assert sum(lane.nbytes for lane in lanes) == nbytes
+    # A chunk, and what it was given when its speed and the others' were only estimates.
+    allowed = 2 * CHUNK_BYTES
+    for lane in lanes:
+        assert lane.nbytes <= nbytes * speed_of(lane) / together + allowed
+    slowest = min(map(speed_of, lanes))
+    assert run.now_s <= nbytes / together + allowed / slowest
+    # Layers wait for no more than what all lanes hold, and a slow one's parts that were far off.
+    held = sum(lane.depth for lane in lanes) * CHUNK_BYTES
+    before = 0
+    for layer, mib in enumerate(layer_mib):
+        before += mib * MIB
+        assert run.ready_s[layer] <= (before + held) / together + 3 * CHUNK_BYTES / slowest
+    assert run.ready_s[0] <= sorted(run.ready_s.values())[len(layer_mib) // 2]
+
+
+@EXAMPLES
+@given(st.data(), st.integers(2, 8), st.floats(7.5, 10), st.sampled_from((1, 2, 4)))
+def test_equal_lanes_end_within_a_few_percent(
+    data: st.DataObject, count: int, magnitude: float, streams: int
+) -> None:
+    speed = 10**magnitude
+    layer_mib = data.draw(layers(count, 640))
+    lanes = [SimulatedLane([(0.0, speed)], speed, streams) for _ in range(count)]
+    run = Simulation(grid_of(layer_mib), lanes).run()
+    assert total_nbytes(layer_mib) / (speed * count) >= 0.95 * run.now_s
+
+
+@EXAMPLES
+@given(st.data())
+def test_what_happens_to_lanes_costs_no_more_than_those_lanes(data: st.DataObject) -> None:
+    first, *others = data.draw(steady(at_least=2))
+    layer_mib = data.draw(layers(1 + len(others), 96))
+    nbytes = total_nbytes(layer_mib)
+    ends_s = nbytes / sum(map(speed_of, (first, *others)))
+    alone_s = nbytes / speed_of(first)
+    lanes = [first, *(data.draw(troubled(lane, ends_s)) for lane in others)]
+    run = Simulation(grid_of(layer_mib), lanes).run()
+    assert run.completed
+    for lane in lanes:
+        # Only what it had in flight is read again.
+        assert lane.wasted_nbytes <= lane.depth * CHUNK_BYTES
+    # The first lane could have done it by itself: the others' end is at worst waited for.
+    assert run.now_s <= 1.1 * alone_s + STALL_S + 2 * TICK_S
+
+
+@EXAMPLES
+@given(st.data())
+def test_when_all_lanes_die_the_pull_fails_and_names_each(data: st.DataObject) -> None:
+    lanes = data.draw(steady())
+    layer_mib = data.draw(layers(len(lanes), 96))
+    ends_s = total_nbytes(layer_mib) / sum(map(speed_of, lanes))
+    for lane in lanes:
+        lane.dies_at_s = data.draw(st.floats(0, 0.9 * ends_s / len(lanes)))
+    run = Simulation(grid_of(layer_mib), lanes).run()
+    assert not run.completed
+    assert run.failure is not None
+    assert len(run.failure.causes) >= len(lanes)
+    assert run.now_s == max(lane.dies_at_s for lane in lanes)
+
+
+def test_a_lane_that_dies_at_once_costs_nothing_else() -> None:
+    lanes = [SimulatedLane([(0, 1e9)]), SimulatedLane([(0, 1e9)], dies_at_s=0.001)]
+    run = Simulation(grid_of([64] * 10), lanes).run()
+    assert run.completed
+    assert run.machine.retries == 2  # the parts that it was first asked for
+    assert math.isclose(run.now_s, 640 * MIB / 1e9, rel_tol=0.02)
+
+
+def test_a_lane_that_slows_to_a_trickle_near_the_end_of_a_part_is_late() -> None:
+    """Found by these tests: the few bytes yet to come seemed to be near for ever."""
+    slow = SimulatedLane([(0, 1e8), (0.0419, 1.0)], estimate=1e8, streams=1)  # after 3.996 MiB
+    run = Simulation(grid_of([97] * 10), [SimulatedLane([(0, 1e8)], 1e8), slow]).run()
+    assert 1 in run.dropped
+    assert run.now_s <= 1.01 * 970 * MIB / 1e8  # what the other takes for all of it
