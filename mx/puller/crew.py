@@ -8,14 +8,19 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mx.core.planner import Plan, Way, why_not
-from mx.errors import ConfigError, MxError, PathSlowError, PeerLostError, PeerProtocolError
+from mx.errors import (
+    ConfigError,
+    MxError,
+    PathError,
+    PathSlowError,
+    PeerLostError,
+    PeerProtocolError,
+)
 from mx.puller.engine import Engine
 from mx.puller.links import Link, Links
 
 #: After these the source may be as well as ever, and its other ways worth a try.
-_WAY_ERRORS = (PeerLostError, PeerProtocolError)
-
-
+_WAY_ERRORS = (PathError, PeerLostError, PeerProtocolError)
 #: How often lanes are looked at that may have become too slow to wait for.
 TICK_S = 0.25
 

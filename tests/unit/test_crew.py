@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
 from mx.core.paths import Medium, Rail
 from mx.core.planner import Plan, Spare, Way
 from mx.errors import (
     ConfigError,
     LocalError,
     MxError,
+    PathError,
     PathSlowError,
     PeerLostError,
     PeerTimeoutError,
@@ -111,9 +114,10 @@ def test_the_ways_that_go_together_are_opened_at_once() -> None:
     assert stage.no_more == 0
 
 
-def test_a_way_that_is_lost_is_replaced_by_another_over_the_same_rail() -> None:
+@pytest.mark.parametrize("error", [PeerLostError("cut"), PathError("UCX fails")])
+def test_a_way_that_is_lost_is_replaced_by_another_over_the_same_rail(error: MxError) -> None:
     stage = Stage()
-    stage.play(lambda: stage.crew.lane_lost(0, PeerLostError("cut")), stage.end)
+    stage.play(lambda: stage.crew.lane_lost(0, error), stage.end)
     assert stage.opened == [TCP0, TCP1, UCX0]
     assert stage.given_back == [TCP0]
 
