@@ -16,7 +16,7 @@ def import_driver() -> ModuleType:
     except ImportError as error:
         # Also WSL's, which has neither; whoever passes devices into a container passes one.
         if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"))):
-            raise CudaUnavailableError("there is no NVIDIA driver on this machine") from None
+            raise CudaUnavailableError("there is no NVIDIA driver, and so no CUDA, here") from None
         raise CudaUnavailableError(
             f"cuda-bindings can't be imported: {error}",
             hint="pip install 'mx-peer[cuda13]', or [cuda12] for a driver of CUDA 12",

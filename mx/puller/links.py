@@ -170,14 +170,22 @@ class Links:
 
         def connect() -> Session:
             session = transport.open(grant)
-            self._sessions.append(session)
             if way.staged:
-                session = StagedSession(session, self._open_device())
-                self._sessions[-1] = session  # which owns the other
+                session = self._stage(session)
+            self._sessions.append(session)
             return session
 
         # It blocks, so it has a thread; a cancelled pull waits for it, to close what it opens.
         return await uncut(asyncio.to_thread(connect))
+
+    def _stage(self, inner: Session) -> Session:
+        """A session that fills the target's GPU through `inner`, which it owns. Blocks."""
+        try:
+            return StagedSession(inner, self._open_device())
+        except BaseException:
+            inner.close()
+            inner.join(2 * self._options.stall_timeout_s)
+            raise
 
     def _open_device(self) -> Device:
         """The target's, for as long as there are sessions that stage into it."""
