@@ -14,7 +14,7 @@ from mx.registry import transports
 from mx.transport import Unavailable
 from mx.units import MIB
 
-from . import harness
+from . import harness, links
 from .checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
 from .memory import source_overhead_nbytes, target_overhead_nbytes
 from .processes import Cluster
@@ -233,7 +233,7 @@ def memory_rows(cluster: Cluster, checkpoint: Path) -> list[harness.Row]:
 
 
 #: What `run` can measure, in its order.
-NAMES = ("attach", "copy", "tcp", "ucx", "first", "control", "read", "memory")
+NAMES = ("attach", "copy", "tcp", "ucx", "links", "first", "control", "read", "memory")
 
 
 def run(
@@ -253,6 +253,7 @@ def run(
             "copy": lambda: copy_rows(cluster, nbytes, rounds),
             "tcp": lambda: [tcp_row(cluster, nbytes, rounds)],
             "ucx": lambda: ucx_rows(cluster, nbytes, rounds, say),
+            "links": lambda: links.rows(folder, rounds, say),
             "first": lambda: [first_layer_row(cluster, rounds)],
             "control": lambda: control_rows(cluster, folder, rounds),
             "read": lambda: [read_cost_row(rounds)],
