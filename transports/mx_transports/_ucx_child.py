@@ -59,10 +59,18 @@ class AgentProcess:
 
     # --- for the exposure
 
-    def enter(self, stream: Stream) -> None:
-        """A reader's connection, cut when the process is gone."""
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    def enter(self, stream: Stream) -> bool:
+        """A reader's connection, cut when the process is gone. False if that is being ended:
+        the reader wants another."""
         with self._lock:
+            if self._stopping:
+                return False
             self._users.add(stream)
+            return True
 
     def leave(self, stream: Stream) -> None:
         """To be called before the connection is closed."""

@@ -111,10 +111,11 @@ class UcxExposure(DoorExposure):
     def _serve(self, stream: Stream, granted: Granted) -> None:
         host = stream.local_host
         agent = self._agent_at(host)
+        while agent is not None and not agent.enter(stream):
+            agent = self._agent_at(host)
         if agent is None:
             _tell(stream, FAILED, b"it has no agent: the last ones have died, or can't be started")
             return
-        agent.enter(stream)
         try:
             while not agent.settled.wait(STARTING_EVERY_S):
                 _tell(stream, STARTING)
@@ -138,7 +139,7 @@ class UcxExposure(DoorExposure):
             if self._closed:
                 return None
             agent = self._agents.get(host)
-            if agent is not None:
+            if agent is not None and not agent.stopping:
                 return agent
             now_s = time.monotonic()
             self._deaths = [then_s for then_s in self._deaths if now_s - then_s < DEATHS_WITHIN_S]
