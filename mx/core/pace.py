@@ -37,6 +37,13 @@ class Pace:
         self._since_s = now_s
         self.measured_nbytes += nbytes
 
+    def doubt(self, asked_nbytes: int, now_s: float) -> None:
+        """So much was asked for, and nothing has come yet: an estimate by which all would have is
+        too high. Does nothing once something was measured."""
+        elapsed_s = now_s - self._since_s
+        if not self.measured_nbytes and asked_nbytes > 0:
+            self._seconds = max(self._seconds, self._nbytes * elapsed_s / asked_nbytes)
+
     def bytes_per_s(self) -> float:
         """The average over what has completed."""
         return self._nbytes / max(self._seconds, 1e-9)

@@ -291,6 +291,9 @@ class PullMachine:
             return []
         given: dict[int, list[Part]] = {}
         chunk_nbytes = self._grid.chunk_nbytes
+        for lane in self._lanes.values():
+            if lane.in_flight:
+                lane.pace.doubt(lane.nbytes, now_s)
         able = {n: x for n, x in self._lanes.items() if striping.has_room(x, chunk_nbytes)}
         while able and self._missing:
             number = next(iter(able))

@@ -24,8 +24,9 @@ PART_S = 0.06
 PIECE_S = 0.005
 #: How much of what a lane may take for all to end together it takes at once.
 TAKEN = 0.5
-#: What a lane is asked for first where there are several: enough to see how fast it is.
-PROBE_NBYTES = 4 * BLOCK_BYTES
+#: What a lane is asked for first where there are several: enough to see how fast it is, and for a
+#: slow one soon enough not to be called late.
+PROBE_NBYTES = BLOCK_BYTES
 #: A lane is not called late before this.
 LATE_S = 1.0
 #: How many times the others could do a lane's work before it is through with it: then it is late.
@@ -131,7 +132,7 @@ def is_late(
 
     work = left_nbytes + lane.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
     own_rate = rate(lane)
-    if own_rate < SLOWED * lane.pace.bytes_per_s():
+    if lane.pace.measured_nbytes and own_rate < SLOWED * lane.pace.bytes_per_s():
         work = lane.nbytes
     # A block at least: the last bytes of one that has stopped would else seem near for ever.
     own_s = max(lane.nbytes - landed_nbytes(lane), BLOCK_BYTES) / own_rate

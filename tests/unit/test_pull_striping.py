@@ -113,6 +113,22 @@ def test_equal_lanes_end_within_a_few_percent(
 
 
 @EXAMPLES
+@given(st.data(), st.floats(7.5, 8.5))
+def test_interfaces_that_promise_far_too_much_are_seen_through(
+    data: st.DataObject, magnitude: float
+) -> None:
+    """As limited links do that say 10 Gbit/s. Found by pulls over such: a lane whose speed was seen
+    waited for those of which nothing was, and the slowest was called late before anything was."""
+    parts = data.draw(st.lists(st.floats(1 / 8, 1), min_size=2, max_size=8))
+    lanes = [SimulatedLane([(0.0, part * 10**magnitude)], 1.25e9) for part in parts]
+    layer_mib = data.draw(layers(len(lanes), 96))
+    run = Simulation(grid_of(layer_mib), lanes).run()
+    assert run.dropped == {}
+    ideal_s = total_nbytes(layer_mib) / sum(map(speed_of, lanes))
+    assert run.now_s <= ideal_s + 0.75 * CHUNK_BYTES / min(map(speed_of, lanes))
+
+
+@EXAMPLES
 @given(st.data())
 def test_what_happens_to_lanes_costs_no_more_than_those_lanes(data: st.DataObject) -> None:
     first, *others = data.draw(steady(at_least=2))
