@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,6 +31,8 @@ MIN_BURST_NBYTES = 128 * 1024
 #: A switch's port queues this much time's worth before it drops, as shallow switches do.
 QUEUE_S = 0.020
 _COMMAND_TIMEOUT_S = 20.0
+_UP_TIMEOUT_S = 10.0
+_UP_POLL_S = 0.02
 
 _serial = itertools.count()
 
@@ -168,8 +171,24 @@ class Hosts:
             if address:
                 self._ip(host, "address", "add", f"{address}/{length}", "dev", device)
             self._ip(host, "link", "set", device, "addrgenmode", "none", "up")
+        self._wait_until_up(link)
         self._links.append(link)
         return link
+
+    def _wait_until_up(self, link: Link) -> None:
+        """The kernel tells of a carrier later than `ip link set up` returns, up to a second
+        (linkwatch); until then the interface counts as down for whoever asks."""
+        end_s = time.monotonic() + _UP_TIMEOUT_S
+        for host, device in zip((link.a, link.b), link.devices, strict=True):
+            while (state := self._state(host, device)) != "UP":
+                if time.monotonic() > end_s:
+                    raise LocalError(f"{device} of {host} is {state} long after it was set up")
+                time.sleep(_UP_POLL_S)
+
+    def _state(self, host: str, device: str) -> str:
+        return str(
+            json.loads(self._ip(host, "-json", "link", "show", "dev", device))[0]["operstate"]
+        )
 
     def _next_device(self, host: str) -> str:
         number = self._devices.get(host, 0)
@@ -207,6 +226,7 @@ class Hosts:
     def heal(self, link: Link) -> None:
         """Undo `cut` and `mute`; speeds are what they were."""
         self._ip(link.b, "link", "set", link.device(link.b), "up")
+        self._wait_until_up(link)
         for sender in (link.a, link.b):
             self.throttle(link, self._rates[link, sender], sender)
 
