@@ -92,3 +92,62 @@ class TableRequest(_message.Message):
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     def __init__(self, source_id: _Optional[str] = ...) -> None: ...
+
+class SwarmMessage(_message.Message):
+    __slots__ = ("hello", "welcome", "have", "ask", "go", "busy", "done", "drop", "room", "offer", "decline", "gated", "meet")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    GO_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    PASS_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    DECLINE_FIELD_NUMBER: _ClassVar[int]
+    GATED_FIELD_NUMBER: _ClassVar[int]
+    MEET_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    welcome: Welcome
+    have: bytes
+    ask: int
+    go: int
+    busy: int
+    done: int
+    drop: int
+    room: bool
+    offer: int
+    decline: int
+    gated: bool
+    meet: Meet
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., have: _Optional[bytes] = ..., ask: _Optional[int] = ..., go: _Optional[int] = ..., busy: _Optional[int] = ..., done: _Optional[int] = ..., drop: _Optional[int] = ..., room: bool = ..., offer: _Optional[int] = ..., decline: _Optional[int] = ..., gated: bool = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., **kwargs) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("source_id", "self", "have")
+    SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SELF_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    source_id: str
+    self: _coordinator_pb2.Source
+    have: bytes
+    def __init__(self, source_id: _Optional[str] = ..., self: _Optional[_Union[_coordinator_pb2.Source, _Mapping]] = ..., have: _Optional[bytes] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("accepted", "have", "seeds", "gated")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    SEEDS_FIELD_NUMBER: _ClassVar[int]
+    GATED_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    have: bytes
+    seeds: bool
+    gated: bool
+    def __init__(self, accepted: bool = ..., have: _Optional[bytes] = ..., seeds: bool = ..., gated: bool = ...) -> None: ...
+
+class Meet(_message.Message):
+    __slots__ = ("sources",)
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[_coordinator_pb2.Source]
+    def __init__(self, sources: _Optional[_Iterable[_Union[_coordinator_pb2.Source, _Mapping]]] = ...) -> None: ...

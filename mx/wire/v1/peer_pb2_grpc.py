@@ -46,6 +46,11 @@ class PeerStub(object):
                 request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenEvent.FromString,
                 _registered_method=True)
+        self.Mingle = channel.stream_stream(
+                '/mx.wire.v1.Peer/Mingle',
+                request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
+                response_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
+                _registered_method=True)
         self.Table = channel.unary_stream(
                 '/mx.wire.v1.Peer/Table',
                 request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.TableRequest.SerializeToString,
@@ -72,6 +77,15 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Mingle(self, request_iterator, context):
+        """Between two pulls of one model, or a pull and an origin: who holds which chunks, and who reads
+        which from the other next. The dialler says hello and the other one welcome; after that both
+        say whatever they have to. The end of the stream ends their being neighbours.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Table(self, request, context):
         """The rows of a scattered source's table.
         """
@@ -91,6 +105,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Open,
                     request_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenEvent.SerializeToString,
+            ),
+            'Mingle': grpc.stream_stream_rpc_method_handler(
+                    servicer.Mingle,
+                    request_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
+                    response_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
             ),
             'Table': grpc.unary_stream_rpc_method_handler(
                     servicer.Table,
@@ -153,6 +172,33 @@ class Peer(object):
             '/mx.wire.v1.Peer/Open',
             mx_dot_wire_dot_v1_dot_peer__pb2.OpenRequest.SerializeToString,
             mx_dot_wire_dot_v1_dot_peer__pb2.OpenEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Mingle(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/mx.wire.v1.Peer/Mingle',
+            mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
+            mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
             options,
             channel_credentials,
             insecure,
