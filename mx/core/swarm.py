@@ -1,0 +1,343 @@
+"""The receiving side of a swarm: which neighbour is asked for which chunk next. Events in, asks
+out; no IO, no clock.
+
+A receiver wants its lowest missing chunk first and asks the least-used neighbour known to hold it.
+An origin offers chunks of its own accord (`mx.core.swarm_source.Seeder`): what it offers comes
+before everything else. A neighbour without room says "busy" and, when it has room, "room". A
+chunk is asked of one neighbour; of another when it is late: instead of the first, or near the end
+beside it (a hedge). A neighbour that does less than a quarter of what the median one does is
+shunned: asked for nothing that somebody else can give.
+
+Sets of chunks are integers used as bit sets (bit c: chunk c): the union of two sets of 4,096
+chunks, or the lowest member of one, costs a tenth of a microsecond in plain Python.
+
+Peers are numbers that the caller gives, as lanes are in `mx.core.pull`; `now_s` are readings of
+one monotonic clock. What docs/swarm.md says was tried, and what came of it, explains the figures.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+#: Asks outstanding. One at a time passes chunks on soonest; more are for links that one neighbour
+#: does not fill.
+WIDTH = 1
+#: Holdings are told to neighbours this long after the first that they don't know of has landed.
+ANNOUNCE_S = 0.05
+#: A neighbour that was busy, and says nothing more, is asked again after this.
+BUSY_S = 0.5
+#: A chunk is late after this many times what one takes from the median neighbour ...
+LATE_FACTOR = 4.0
+#: ... and not before this.
+LATE_S = 0.3
+#: A neighbour that takes this many times as long as the median one is shunned.
+SLOW_FACTOR = 4.0
+#: A neighbour's pace counts after this many chunks.
+SEEN = 2
+#: Late chunks are hedged when no more than this many are missing.
+END_CHUNKS = 4
+#: How much of the past each chunk leaves in a neighbour's pace.
+_KEPT = 0.7
+
+
+class Ask(NamedTuple):
+    """Ask `peer` for `chunk`."""
+
+    peer: int
+    chunk: int
+
+
+class Cancel(NamedTuple):
+    """Give up the ask or the read of `chunk` from `peer`: another brings it."""
+
+    peer: int
+    chunk: int
+
+
+class Decline(NamedTuple):
+    """Tell the origin that its offer is not taken: the chunk is here, or asked of another."""
+
+    peer: int
+    chunk: int
+
+
+class Pass(NamedTuple):
+    """Tell `peer`, which said that it has room, that nothing is wanted of it now."""
+
+    peer: int
+
+
+Command = Ask | Cancel | Decline | Pass
+
+
+def members(chunks: int) -> Iterator[int]:
+    """The members of a bit set, the lowest first."""
+    while chunks:
+        low = chunks & -chunks
+        yield low.bit_length() - 1
+        chunks ^= low
+
+
+@dataclass(slots=True)
+class _Peer:
+    have: int
+    asked: dict[int, float] = field(default_factory=dict)  # chunk -> when
+    used_s: float = 0.0  # how long it was busy with what it gave us
+    seconds: float = 0.0  # per chunk, averaged over the latest
+    seen: int = 0
+    busy_until_s: float = 0.0
+    shunned: bool = False
+    bad: int = 0  # chunks that failed; not asked for again while anything else can be
+
+
+class Receiver:
+    """One pull's part in a swarm. Not thread-safe; every method that returns commands returns
+    them in order. Events of peers that are gone, or about what was not asked, are ignored."""
+
+    def __init__(self, chunks: int, *, width: int = WIDTH) -> None:
+        """`width`: how many asks may be outstanding."""
+        self._width = width
+        self._held = 0
+        self._wanted = (1 << chunks) - 1  # neither held, asked for nor offered
+        self._asks = 0  # outstanding
+        self._peers: dict[int, _Peer] = {}
+        self._askers: dict[int, list[int]] = {}  # chunk asked for -> of whom
+        self._offers: deque[tuple[int, int]] = deque()  # (peer, chunk), taken when there is room
+        self._news = 0  # landed since the last announcement
+        self.announce_at_s: float | None = None  # when `announcements` is to be called
+        self.left = chunks
+        self.hedges = 0
+
+    @property
+    def held(self) -> int:
+        """The chunks that have landed, as a bit set."""
+        return self._held
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(self._peers)
+
+    def asked(self, chunk: int) -> tuple[int, ...]:
+        """Who is being asked for the chunk: at most one, and another as a hedge."""
+        return tuple(self._askers.get(chunk, ()))
+
+    # -- neighbours -----------------------------------------------------------------------------
+
+    def joined(self, peer: int, have: int = 0) -> int:
+        """A neighbour, which holds `have`; `plan` follows. Returns what it is to be told first:
+        all that is held here."""
+        if peer in self._peers:
+            raise ValueError(f"peer {peer} is there already")
+        self._peers[peer] = _Peer(have)
+        return self._held
+
+    def gone(self, peer: int, now_s: float) -> list[Command]:
+        """The neighbour is dead: what it was asked for is asked of others."""
+        state = self._peers.pop(peer, None)
+        if state is None:
+            return []
+        for chunk in state.asked:
+            self._release(peer, chunk)
+        for offer in [offer for offer in self._offers if offer[0] == peer]:
+            self._offers.remove(offer)
+            self._wanted |= 1 << offer[1]
+        return self.plan(now_s)
+
+    def announced(self, peer: int, chunks: int, now_s: float) -> list[Command]:
+        """The neighbour holds these too."""
+        state = self._peers.get(peer)
+        if state is None:
+            return []
+        state.have |= chunks
+        if self._asks < self._width and chunks & self._wanted:
+            return self.plan(now_s)
+        return []
+
+    # -- answers --------------------------------------------------------------------------------
+
+    def offered(self, peer: int, chunk: int, now_s: float) -> list[Command]:
+        """The origin keeps this chunk for us. It is asked for as soon as there is room."""
+        if peer not in self._peers:
+            return []
+        if not self._wanted >> chunk & 1:
+            return [Decline(peer, chunk)]
+        self._wanted &= ~(1 << chunk)
+        self._offers.append((peer, chunk))
+        return self.plan(now_s)
+
+    def busy(self, peer: int, chunk: int, now_s: float) -> list[Command]:
+        """The neighbour has no room for this ask."""
+        state = self._peers.get(peer)
+        if state is None or state.asked.pop(chunk, None) is None:
+            return []
+        state.busy_until_s = now_s + BUSY_S
+        self._release(peer, chunk)
+        return self.plan(now_s)
+
+    def room(self, peer: int, now_s: float) -> list[Command]:
+        """The neighbour that was busy has room: it waits for an ask or a pass."""
+        state = self._peers.get(peer)
+        if state is None:
+            return []
+        state.busy_until_s = 0.0
+        commands = self.plan(now_s)
+        if not any(type(each) is Ask and each.peer == peer for each in commands):
+            commands.append(Pass(peer))
+        return commands
+
+    def failed(self, peer: int, chunk: int, now_s: float) -> list[Command]:
+        """The read failed, or brought wrong bytes: this one is not asked for the chunk again,
+        unless it announces it again, or nothing else can be asked for (`tick`)."""
+        state = self._peers.get(peer)
+        if state is None or state.asked.pop(chunk, None) is None:
+            return []
+        state.have &= ~(1 << chunk)
+        state.bad |= 1 << chunk
+        self._release(peer, chunk)
+        return self.plan(now_s)
+
+    def landed(self, peer: int, chunk: int, now_s: float) -> list[Command]:
+        """The chunk is here, verified, from `peer` (any number that is no peer's: from elsewhere,
+        such as a disk). Also right when the ask was given up meanwhile."""
+        commands: list[Command] = []
+        for other in self._askers.pop(chunk, ()):
+            self._asks -= 1
+            state = self._peers[other]
+            seconds = now_s - state.asked.pop(chunk)
+            if other != peer:
+                commands.append(Cancel(other, chunk))
+                continue
+            state.used_s += seconds
+            state.seen += 1
+            kept = _KEPT if state.seen > 1 else 0.0
+            state.seconds = kept * state.seconds + (1 - kept) * seconds
+        bit = 1 << chunk
+        if not self._held & bit:
+            self._held |= bit
+            self._wanted &= ~bit
+            self.left -= 1
+            self._news |= bit
+            if self.announce_at_s is None:
+                self.announce_at_s = now_s + ANNOUNCE_S
+        return commands + self.plan(now_s)
+
+    def announcements(self) -> list[tuple[int, int]]:
+        """What to tell whom, now that `announce_at_s` has come: (peer, chunks). A neighbour is
+        not told of what it holds itself."""
+        news, self._news, self.announce_at_s = self._news, 0, None
+        return [(n, tell) for n, peer in self._peers.items() if (tell := news & ~peer.have)]
+
+    # -- who is asked for what ------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> list[Command]:
+        """Ask for as much as there is room for."""
+        commands: list[Command] = []
+        while self._asks < self._width:
+            if self._offers:
+                number, chunk = self._offers.popleft()
+                if self._held >> chunk & 1:
+                    commands.append(Decline(number, chunk))
+                else:
+                    commands.append(self._ask(number, chunk, now_s))
+                continue
+            picked = self._pick(now_s) if self._wanted else None
+            if picked is None:
+                break
+            commands.append(self._ask(*picked, now_s))
+        return commands
+
+    def _pick(self, now_s: float) -> tuple[int, int] | None:
+        """The least-used holder of the lowest wanted chunk that may be asked for, and it."""
+        wanted = self._wanted
+        lowest = 0  # of the best, as a bit
+        used_s = 0.0
+        found = shunned = -1
+        for number, peer in self._peers.items():
+            if peer.asked or peer.busy_until_s > now_s:
+                continue
+            there = peer.have & wanted
+            if not there:
+                continue
+            if peer.shunned:
+                shunned = number
+                continue
+            low = there & -there
+            use_s = peer.used_s + peer.seconds
+            if found < 0 or low < lowest or (low == lowest and use_s < used_s):
+                found, lowest, used_s = number, low, use_s
+        if found < 0:
+            if shunned < 0 or self._asks:
+                return None
+            return self._last_resort(shunned)
+        return found, lowest.bit_length() - 1
+
+    def _last_resort(self, number: int) -> tuple[int, int] | None:
+        """What only shunned ones hold is asked of them, rather than of nobody."""
+        there = self._peers[number].have & self._wanted
+        for peer in self._peers.values():
+            if not peer.shunned:
+                there &= ~peer.have
+        return (number, (there & -there).bit_length() - 1) if there else None
+
+    def _ask(self, number: int, chunk: int, now_s: float) -> Ask:
+        self._peers[number].asked[chunk] = now_s
+        self._asks += 1
+        self._wanted &= ~(1 << chunk)
+        self._askers.setdefault(chunk, []).append(number)
+        return Ask(number, chunk)
+
+    def _release(self, number: int, chunk: int) -> None:
+        """One that was asked will not bring the chunk."""
+        self._asks -= 1
+        askers = self._askers[chunk]
+        askers.remove(number)
+        if not askers:
+            del self._askers[chunk]
+            self._wanted |= 1 << chunk
+
+    # -- late and slow --------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> list[Command]:
+        """Time has passed; to be called a few times a second."""
+        paces = [peer.seconds for peer in self._peers.values() if peer.seen >= SEEN]
+        commands: list[Command] = []
+        usual_s = 0.0
+        if paces:
+            usual_s = statistics.median_low(paces)
+            for peer in self._peers.values():
+                peer.shunned = peer.seen >= SEEN and peer.seconds > SLOW_FACTOR * usual_s
+        limit_s = max(LATE_S, LATE_FACTOR * usual_s) if paces else 4 * LATE_S
+        for chunk, askers in list(self._askers.items()):
+            if len(askers) == 1 and now_s - self._peers[askers[0]].asked[chunk] > limit_s:
+                commands += self._again(askers[0], chunk, now_s)
+        commands += self.plan(now_s)
+        if not self._asks and self._wanted:
+            for peer in self._peers.values():
+                peer.have |= peer.bad
+                peer.bad = 0
+            commands += self.plan(now_s)
+        return commands
+
+    def _again(self, late: int, chunk: int, now_s: float) -> list[Command]:
+        """Ask another for a late chunk, if there is one."""
+        able = [
+            (peer.shunned, peer.used_s, number)
+            for number, peer in self._peers.items()
+            if peer.have >> chunk & 1 and not peer.asked and peer.busy_until_s <= now_s
+        ]
+        if not able:
+            return []
+        other = min(able)[2]
+        if self.left <= END_CHUNKS:
+            self.hedges += 1
+            return [self._ask(other, chunk, now_s)]
+        state = self._peers[late]
+        # What it took so far is its pace at best.
+        state.seconds = max(state.seconds, now_s - state.asked.pop(chunk))
+        state.seen += 1
+        self._release(late, chunk)
+        return [Cancel(late, chunk), self._ask(other, chunk, now_s)]

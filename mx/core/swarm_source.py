@@ -1,0 +1,269 @@
+"""The giving side of a swarm: who reads from a source now (`Gate`), and what an origin hands out
+(`Seeder`). Events in, answers out; no IO, no clock. Sets of chunks are bit sets and readers are
+numbers, see `mx.core.swarm`.
+
+Super-seeding (as in BitTorrent's BEP 16, with offers in the place of false holdings): an origin
+sends no chunk a second time while one has never gone out. It says over the stream that each
+reader has open with it "take chunk 17 from me next", to one reader at a time, so that nobody has
+to be asked who sends what, and all else comes from the readers.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+#: Reads that a source serves at a time. One at full speed, then the next, has each chunk at
+#: another holder sooner than two at half speed.
+WIDTH = 1
+#: How many of those that were refused are told at a time that there is room. Most have found
+#: another by then.
+ROOM_BATCH = 4
+#: Offers that an origin has open: one under way, one that is on its way or waits.
+OFFERS = 2
+#: An offer is late after this many times what one usually takes, and not before `LATE_S`.
+LATE_FACTOR = 4.0
+LATE_S = 1.0
+#: A reader that takes this many times as long as the median one gets no offers.
+SLOW_FACTOR = 2.0
+_KEPT = 0.7
+
+
+class Answer(enum.Enum):
+    GO = "go"  # read now
+    WAIT = "wait"  # Go will follow
+    BUSY = "busy"  # ask elsewhere; Room will follow
+
+
+class Go(NamedTuple):
+    """The reader may read the chunk now."""
+
+    reader: int
+    chunk: int
+
+
+class Room(NamedTuple):
+    """Tell the reader, which was refused, that it may ask: it asks, or passes."""
+
+    reader: int
+
+
+class Gate:
+    """Who reads now, who waits, who was refused. Used by every source, relay or origin."""
+
+    def __init__(self, *, width: int = WIDTH) -> None:
+        """`width`: how many read at a time."""
+        self._width = width
+        self._reading: set[tuple[int, int]] = set()
+        self._waiting: deque[tuple[int, int]] = deque()  # promised
+        self._refused: dict[int, None] = {}  # in the order of their coming
+        self._told: set[int] = set()  # that there is room, without an answer so far
+
+    @property
+    def reading(self) -> int:
+        return len(self._reading)
+
+    def ask(self, reader: int, chunk: int, *, promised: bool = False) -> Answer:
+        """`promised`: the source has offered the chunk, and does not refuse it now."""
+        self._told.discard(reader)
+        if len(self._reading) < self._width:
+            self._reading.add((reader, chunk))
+            return Answer.GO
+        if promised:
+            self._waiting.append((reader, chunk))
+            return Answer.WAIT
+        self._refused[reader] = None
+        return Answer.BUSY
+
+    def refuse(self, reader: int) -> None:
+        """Busy to this reader for a reason of the caller's own: it is told when there is room."""
+        self._told.discard(reader)
+        self._refused[reader] = None
+
+    def done(self, reader: int, chunk: int) -> list[Go | Room]:
+        """The read has ended, well or not, or is not wanted any more."""
+        self._reading.discard((reader, chunk))
+        if (reader, chunk) in self._waiting:
+            self._waiting.remove((reader, chunk))
+        return self.next()
+
+    def passed(self, reader: int) -> list[Go | Room]:
+        """The reader was told of room and wants nothing."""
+        self._told.discard(reader)
+        return self.next()
+
+    def gone(self, reader: int) -> list[Go | Room]:
+        """The reader is dead, or has left."""
+        self._reading = {ask for ask in self._reading if ask[0] != reader}
+        self._waiting = deque(ask for ask in self._waiting if ask[0] != reader)
+        self._refused.pop(reader, None)
+        self._told.discard(reader)
+        return self.next()
+
+    def next(self) -> list[Go | Room]:
+        """Let in who waits, then tell some of those that were refused."""
+        answers: list[Go | Room] = []
+        while self._waiting and len(self._reading) < self._width:
+            ask = self._waiting.popleft()
+            self._reading.add(ask)
+            answers.append(Go(*ask))
+        if len(self._reading) < self._width:
+            while self._refused and len(self._told) < ROOM_BATCH:
+                reader = next(iter(self._refused))
+                del self._refused[reader]
+                self._told.add(reader)
+                answers.append(Room(reader))
+        return answers
+
+
+class Offer(NamedTuple):
+    """Tell the reader: take this chunk from me next."""
+
+    reader: int
+    chunk: int
+
+
+@dataclass(slots=True)
+class _Reader:
+    have: int  # by its own word
+    sent: int = 0  # bit set of what it had from us
+    offers: dict[int, float] = field(default_factory=dict)  # chunk -> when
+    turn: int = 0
+    seconds: float = 0.0  # from offer to done, averaged over the latest
+
+
+class Seeder:
+    """What the origin hands out: each chunk once before any twice."""
+
+    def __init__(self, chunks: int, *, offers: int = OFFERS) -> None:
+        """`offers`: how many are open at a time, over all readers: enough to fill the link."""
+        self._offers = offers
+        self._unsent = (1 << chunks) - 1  # nobody has it or was offered it
+        self._readers: dict[int, _Reader] = {}
+        self._open = 0
+        self._turn = 0
+        self.forced = 0  # chunks offered again because the first reader was late
+
+    @property
+    def all_out(self) -> bool:
+        """Is each chunk with somebody who lives, or offered to one? Then readers may be told that
+        the origin holds everything, and asks are answered as they come."""
+        return not self._unsent
+
+    def may_ask(self, reader: int, chunk: int) -> bool:
+        """May the reader have the chunk if there is room? What was offered it: always. Anything
+        else: once all is out."""
+        return self.promised(reader, chunk) or not self._unsent
+
+    def promised(self, reader: int, chunk: int) -> bool:
+        """Was it offered to this reader?"""
+        state = self._readers.get(reader)
+        return state is not None and chunk in state.offers
+
+    def joined(self, reader: int, have: int, now_s: float) -> list[Offer]:
+        """A reader with a stream open, which holds `have`."""
+        self._readers[reader] = _Reader(have, turn=self._turn)
+        self._unsent &= ~have
+        return self._hand_out(now_s)
+
+    def gone(self, reader: int, now_s: float) -> list[Offer]:
+        """The reader is dead: what it alone is known to have had goes out again."""
+        state = self._readers.pop(reader, None)
+        if state is None:
+            return []
+        self._open -= len(state.offers)
+        lost = state.sent | state.have
+        for chunk in state.offers:
+            lost |= 1 << chunk
+        for other in self._readers.values():
+            lost &= ~(other.have | other.sent)
+            for chunk in other.offers:
+                lost &= ~(1 << chunk)
+        self._unsent |= lost
+        return self._hand_out(now_s)
+
+    def announced(self, reader: int, chunks: int) -> None:
+        """The reader holds these: they need not come from us."""
+        state = self._readers.get(reader)
+        if state is not None:
+            state.have |= chunks
+            self._unsent &= ~chunks
+
+    def done(self, reader: int, chunk: int, now_s: float) -> list[Offer]:
+        """The reader has taken the chunk."""
+        state = self._readers.get(reader)
+        if state is None:
+            return []
+        state.sent |= 1 << chunk
+        self._unsent &= ~(1 << chunk)
+        offered_s = state.offers.pop(chunk, None)
+        if offered_s is not None:
+            self._open -= 1
+            kept = _KEPT if state.seconds else 0.0
+            state.seconds = kept * state.seconds + (1 - kept) * (now_s - offered_s)
+        return self._hand_out(now_s)
+
+    def declined(self, reader: int, chunk: int, now_s: float) -> list[Offer]:
+        """The reader does not take the offer: it has the chunk, or asks another for it."""
+        state = self._readers.get(reader)
+        if state is None or state.offers.pop(chunk, None) is None:
+            return []
+        self._open -= 1
+        state.have |= 1 << chunk
+        return self._hand_out(now_s)
+
+    def failed(self, reader: int, chunk: int, now_s: float) -> list[Offer]:
+        """The read of an offered chunk failed: it goes to another, if there is one."""
+        state = self._readers.get(reader)
+        if state is None or state.offers.pop(chunk, None) is None:
+            return []
+        self._open -= 1
+        self._take_up(chunk)
+        return self._hand_out(now_s)
+
+    def tick(self, now_s: float) -> list[Offer]:
+        """Time has passed: offers that are late go to others too."""
+        usual_s = self._usual_s()
+        limit_s = max(LATE_S, LATE_FACTOR * usual_s) if usual_s else 4 * LATE_S
+        for state in self._readers.values():
+            late = [c for c, offered_s in state.offers.items() if now_s - offered_s > limit_s]
+            for chunk in late if len(self._readers) > 1 else ():
+                state.seconds = max(state.seconds, now_s - state.offers.pop(chunk))
+                self._open -= 1
+                self.forced += self._take_up(chunk)
+        return self._hand_out(now_s)
+
+    def _take_up(self, chunk: int) -> bool:
+        """It goes out again, unless somebody has it."""
+        for state in self._readers.values():
+            if (state.have | state.sent) >> chunk & 1 or chunk in state.offers:
+                return False
+        self._unsent |= 1 << chunk
+        return True
+
+    def _usual_s(self) -> float:
+        paces = [state.seconds for state in self._readers.values() if state.seconds]
+        return statistics.median_low(paces) if paces else 0.0
+
+    def _hand_out(self, now_s: float) -> list[Offer]:
+        """The lowest chunk that has never gone out, to the reader whose turn is longest ago."""
+        given: list[Offer] = []
+        if not self._unsent or self._open >= self._offers:
+            return given
+        limit_s = SLOW_FACTOR * self._usual_s() or float("inf")
+        while self._unsent and self._open < self._offers and self._readers:
+            chunk = (self._unsent & -self._unsent).bit_length() - 1
+            number, state = min(
+                self._readers.items(),
+                key=lambda item: (item[1].seconds > limit_s, len(item[1].offers), item[1].turn),
+            )
+            self._turn += 1
+            state.turn = self._turn
+            state.offers[chunk] = now_s
+            self._open += 1
+            self._unsent &= ~(1 << chunk)
+            given.append(Offer(number, chunk))
+        return given
