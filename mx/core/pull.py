@@ -13,13 +13,14 @@ lane is lost, but not before its read has ended: until then that lane's transpor
 where the part lies, and would do so beneath the next one's verified bytes. A lane that will be
 through so late that the others could do its work twice over is dropped (`tick`). A chunk whose
 digest is wrong is not asked of the same source again while another holds it; a source that sends
-wrong bytes `MAX_CORRUPT` times is out. The pull fails when chunks are missing, no lane is left
-that may be asked for them, and the caller has said that no further lane will come.
+wrong bytes `MAX_CORRUPT` times is out. In a swarm a chunk is read only from the source that permits
+it (`gate`, `permit`), and who is asked for it is up to `mx.core.swarm`. The pull fails when chunks
+are missing, no lane is left that may be asked for them, and the caller has said that no further
+lane will come.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterable, Mapping
 
 from mx.core import striping
@@ -32,6 +33,7 @@ from mx.core.commands import (
     Fail,
     LayerReady,
 )
+from mx.core.missing import Missing
 from mx.core.pace import Pace
 from mx.core.striping import Lane, Part
 from mx.core.types import BLOCK_BYTES, ChunkGrid
@@ -49,9 +51,7 @@ class PullMachine:
         """`several_lanes`: the first one is to be joined by others at once."""
         self._grid = grid
         self._several_lanes = several_lanes
-        self._missing = list(range(len(grid)))  # chunks with blocks nobody was asked for, sorted
-        self._pieces: dict[int, list[Part]] = {}  # what of those is not asked for, if not all
-        self._left_nbytes = sum(layer.nbytes for layer in grid.layout.layers)  # of all those
+        self._missing = Missing(grid)  # what nobody was asked for
         self._lanes: dict[int, Lane] = {}
         self._lost: dict[int, Lane] = {}  # those of which reads are yet to end
         self._pending: dict[int, int] = {}  # chunk -> blocks yet to land
@@ -66,6 +66,7 @@ class PullMachine:
         self._causes: list[MxError] = []
         self._ended = False
         self._expecting = True
+        self._permits: dict[str, set[int]] | None = None  # source -> chunks; None: all of all
         self.retries = 0
 
     @property
@@ -97,7 +98,6 @@ class PullMachine:
         for chunk in chunks:
             if not self._landed[chunk] and not self._ended:
                 self._missing.remove(chunk)
-                self._left_nbytes -= self._grid[chunk].nbytes
                 commands += self._land(chunk)
         return commands
 
@@ -138,6 +138,29 @@ class PullMachine:
         """Another candidate has come up after all: wait for it."""
         self._expecting = True
 
+    def gate(self) -> None:
+        """From now on a chunk is read only from a source that permits it."""
+        if self._permits is None:
+            self._permits = {}
+
+    def permit(self, source: str, chunk: int, now_s: float = 0.0) -> list[Command] | None:
+        """The chunk may be read from this source. None if nobody needs to be asked for it: it has
+        landed, or is being read."""
+        if self._permits is None or chunk not in self._missing or self._ended:
+            return None
+        self._permits.setdefault(source, set()).add(chunk)
+        return self._assign(now_s)
+
+    def withdraw(self, source: str, chunk: int) -> list[int]:
+        """It may not any more. Returns the lanes that read it now."""
+        if self._permits is not None:
+            self._permits.get(source, set()).discard(chunk)
+        return [
+            number
+            for number, lane in self._lanes.items()
+            if lane.source == source and any(part.chunk == chunk for part in lane.in_flight)
+        ]
+
     def abort(self, cause: MxError) -> list[Command]:
         """End the pull for a reason of the caller's own."""
         if self._ended:
@@ -150,9 +173,11 @@ class PullMachine:
         state = self._take_back(lane, part)
         if state is None:
             return []
-        state.pace.completed(self._nbytes(part), now_s)
+        state.pace.completed(self._missing.nbytes_of(part), now_s)
         self._senders.setdefault(part.chunk, set()).add(state.source)
-        left = self._pending.get(part.chunk, self._blocks(part.chunk)) - (part.end - part.begin)
+        left = self._pending.get(part.chunk, self._missing.blocks(part.chunk)) - (
+            part.end - part.begin
+        )
         self._pending[part.chunk] = left
         check: list[Command] = [] if left else [Check(part.chunk)]
         return self._assign(now_s) + check + self._check_hopeless()
@@ -169,8 +194,10 @@ class PullMachine:
         if self._ended or self._pending.pop(chunk, None) is None:
             return []
         self.retries += 1
-        self._give_back(Part(chunk, 0, self._blocks(chunk)))
+        self._missing.give_back(Part(chunk, 0, self._missing.blocks(chunk)))
         senders = self._senders.pop(chunk, set())
+        for each in senders:
+            self.withdraw(each, chunk)
         if len(senders) > 1:
             self._whole.add(chunk)
             return self._assign(now_s) + self._check_hopeless()
@@ -188,7 +215,7 @@ class PullMachine:
         if self._take_back(lane, part) is None:
             return []
         self.retries += 1
-        self._give_back(part)
+        self._missing.give_back(part)
         if lane not in self._lanes:
             return self._assign(now_s) + self._check_hopeless()
         self._attempts[part.chunk] = self._attempts.get(part.chunk, 0) + 1
@@ -214,35 +241,18 @@ class PullMachine:
                 if other is not lane
                 and all(self._may_read(other, part.chunk) for part in lane.in_flight)
             ]
-            if striping.is_late(lane, others, self._left_nbytes, now_s, landed_nbytes):
+            if striping.is_late(lane, others, self._missing.nbytes, now_s, landed_nbytes):
                 reason = PathSlowError("it has become far slower than the other paths")
                 commands += self._drop([number], reason, now_s)
         return commands
 
     # -- books ----------------------------------------------------------------------------------
 
-    def _blocks(self, chunk: int) -> int:
-        return -(-self._grid.sizes[chunk] // BLOCK_BYTES)
-
-    def _nbytes(self, part: Part) -> int:
-        end = min(part.end * BLOCK_BYTES, self._grid.sizes[part.chunk])
-        return end - part.begin * BLOCK_BYTES
-
-    def _give_back(self, part: Part) -> None:
-        at = bisect.bisect_left(self._missing, part.chunk)
-        if at == len(self._missing) or self._missing[at] != part.chunk:
-            self._missing.insert(at, part.chunk)
-            if part.end - part.begin < self._blocks(part.chunk):
-                self._pieces[part.chunk] = [part]
-        else:
-            self._pieces[part.chunk].append(part)
-        self._left_nbytes += self._nbytes(part)
-
     def _take_back(self, lane: int, part: Part) -> Lane | None:
         state = self._lanes.get(lane) or self._lost.get(lane)
         if state is None or self._ended or state.in_flight.pop(part, None) is None:
             return None
-        state.nbytes -= self._nbytes(part)
+        state.nbytes -= self._missing.nbytes_of(part)
         if not state.in_flight:
             self._lost.pop(lane, None)
         return state
@@ -250,6 +260,8 @@ class PullMachine:
     def _land(self, chunk: int) -> list[Command]:
         self._landed[chunk] = 1
         self._left -= 1
+        for permits in (self._permits or {}).values():
+            permits.discard(chunk)
         commands: list[Command] = []
         layer = self._grid.layer_of[chunk]
         self._left_in_layer[layer] -= 1
@@ -278,6 +290,8 @@ class PullMachine:
     # -- who reads what -------------------------------------------------------------------------
 
     def _may_read(self, state: Lane, chunk: int) -> bool:
+        if self._permits is not None:
+            return chunk in self._permits.get(state.source, ())
         refused = self._refused.get(chunk, ())
         if state.source in refused and any(
             lane.source not in refused for lane in self._lanes.values()
@@ -306,10 +320,8 @@ class PullMachine:
                 continue
             if not lane.in_flight:
                 lane.pace.busy_from(now_s)
-            nbytes = self._nbytes(part)
             lane.in_flight[part] = now_s
-            lane.nbytes += nbytes
-            self._left_nbytes -= nbytes
+            lane.nbytes += self._missing.nbytes_of(part)
             given.setdefault(number, []).append(part)
             if not striping.has_room(lane, chunk_nbytes):
                 del able[number]
@@ -322,21 +334,26 @@ class PullMachine:
         if chunk is None:
             return None
         nbytes = striping.part_nbytes(lane, chunk_nbytes)
-        if len(self._lanes) > 1:
+        if self._permits is not None:
+            nbytes = max(nbytes // sum(x.source == lane.source for x in self._lanes.values()), 1)
+        elif len(self._lanes) > 1:
             able = [other for other in self._lanes.values() if self._may_read(other, chunk)]
-            budget = striping.budget(lane, self._lanes.values(), self._left_nbytes)
+            budget = striping.budget(lane, self._lanes.values(), self._missing.nbytes)
             piece = striping.piece_nbytes(lane, chunk_nbytes)
             if budget < piece and not striping.is_first(lane, able, chunk_nbytes):
                 return None  # one of the others will be through sooner, and take it then
             nbytes = min(nbytes, max(int(budget * striping.TAKEN), piece))
         if not lane.pace.measured_nbytes and (self._several_lanes or len(self._lanes) > 1):
             nbytes = min(nbytes, striping.PROBE_NBYTES)
-        return self._cut(chunk, nbytes)
+        return self._missing.cut(chunk, None if chunk in self._whole else nbytes)
 
     def _choose(self, lane: Lane) -> int | None:
         """The lowest missing chunk that the lane may read, after as many as the faster lanes will
         have read by the time it is through with it."""
         rank = 0
+        if self._permits is not None:
+            able = [c for c in self._permits.get(lane.source, ()) if c in self._missing]
+            return min(able, default=None)
         if len(self._lanes) > 1:
             rank = striping.rank(lane, self._lanes.values(), self._grid.chunk_nbytes)
         chosen = None
@@ -348,21 +365,6 @@ class PullMachine:
                 rank -= 1
         return chosen
 
-    def _cut(self, chunk: int, nbytes: int) -> Part:
-        """Take up to `nbytes` of a missing chunk, from its front, out of the books."""
-        pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self._blocks(chunk))]
-        pieces.sort(key=lambda piece: piece.begin, reverse=True)
-        part = pieces.pop()
-        blocks = max(1, nbytes // BLOCK_BYTES)
-        if chunk not in self._whole and part.end - part.begin > blocks:
-            pieces.append(Part(chunk, part.begin + blocks, part.end))
-            part = Part(chunk, part.begin, part.begin + blocks)
-        if pieces:
-            self._pieces[chunk] = pieces
-        else:
-            self._missing.pop(bisect.bisect_left(self._missing, chunk))
-        return part
-
     # -- ends -----------------------------------------------------------------------------------
 
     def _check_hopeless(self) -> list[Command]:
@@ -370,9 +372,11 @@ class PullMachine:
             return []
         if self._lost or any(lane.in_flight for lane in self._lanes.values()):
             return []
+        if self._permits is not None and self._lanes:
+            return []  # one of them may yet permit what is missing
         # Nothing is in flight: whatever could be assigned has been. Chunks are left over.
         if self._missing and not any(
-            self._may_read(lane, self._missing[0]) for lane in self._lanes.values()
+            self._may_read(lane, self._missing.first) for lane in self._lanes.values()
         ):
             self._ended = True
             return [Fail(tuple(self._causes))]

@@ -125,14 +125,14 @@ class SwarmMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., have: _Optional[bytes] = ..., ask: _Optional[int] = ..., go: _Optional[int] = ..., busy: _Optional[int] = ..., done: _Optional[int] = ..., drop: _Optional[int] = ..., room: bool = ..., offer: _Optional[int] = ..., decline: _Optional[int] = ..., gated: bool = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., **kwargs) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("source_id", "self", "have")
+    __slots__ = ("source_id", "own", "have")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
-    SELF_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
     source_id: str
-    self: _coordinator_pb2.Source
+    own: _coordinator_pb2.Source
     have: bytes
-    def __init__(self, source_id: _Optional[str] = ..., self: _Optional[_Union[_coordinator_pb2.Source, _Mapping]] = ..., have: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, source_id: _Optional[str] = ..., own: _Optional[_Union[_coordinator_pb2.Source, _Mapping]] = ..., have: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("accepted", "have", "seeds", "gated")

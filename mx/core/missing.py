@@ -1,0 +1,72 @@
+"""What of a pull nobody was asked for yet: chunks, and pieces of chunks in whole blocks. Pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from mx.core.striping import Part
+from mx.core.types import BLOCK_BYTES, ChunkGrid
+
+
+class Missing:
+    """Iterates over the chunks of which something is missing, the lowest first."""
+
+    def __init__(self, grid: ChunkGrid) -> None:
+        self._sizes = grid.sizes
+        self._chunks = list(range(len(grid)))
+        self._pieces: dict[int, list[Part]] = {}  # what of a chunk is missing, if not all
+        self.nbytes = sum(grid.sizes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._chunks)
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
+
+    def __contains__(self, chunk: int) -> bool:
+        at = bisect.bisect_left(self._chunks, chunk)
+        return at < len(self._chunks) and self._chunks[at] == chunk
+
+    @property
+    def first(self) -> int:
+        """The lowest chunk; there must be one."""
+        return self._chunks[0]
+
+    def blocks(self, chunk: int) -> int:
+        """How many blocks it has."""
+        return -(-self._sizes[chunk] // BLOCK_BYTES)
+
+    def nbytes_of(self, part: Part) -> int:
+        return min(part.end * BLOCK_BYTES, self._sizes[part.chunk]) - part.begin * BLOCK_BYTES
+
+    def remove(self, chunk: int) -> None:
+        """All of a chunk of which everything is missing."""
+        self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
+        self.nbytes -= self._sizes[chunk]
+
+    def give_back(self, part: Part) -> None:
+        at = bisect.bisect_left(self._chunks, part.chunk)
+        if at == len(self._chunks) or self._chunks[at] != part.chunk:
+            self._chunks.insert(at, part.chunk)
+            if part.end - part.begin < self.blocks(part.chunk):
+                self._pieces[part.chunk] = [part]
+        else:
+            self._pieces[part.chunk].append(part)
+        self.nbytes += self.nbytes_of(part)
+
+    def cut(self, chunk: int, nbytes: int | None) -> Part:
+        """Take up to `nbytes` (None: a whole piece) of a chunk, from its front."""
+        pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self.blocks(chunk))]
+        pieces.sort(key=lambda piece: piece.begin, reverse=True)
+        part = pieces.pop()
+        blocks = part.end if nbytes is None else max(1, nbytes // BLOCK_BYTES)
+        if part.end - part.begin > blocks:
+            pieces.append(Part(chunk, part.begin + blocks, part.end))
+            part = Part(chunk, part.begin, part.begin + blocks)
+        if pieces:
+            self._pieces[chunk] = pieces
+        else:
+            self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
+        self.nbytes -= self.nbytes_of(part)
+        return part
