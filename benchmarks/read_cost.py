@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from mx.core import manifest as manifests
 from mx.core.types import CHUNK_BYTES, Chunking, Manifest, Packaging
 from mx.errors import MxError
-from mx.puller.engine import Engine, Lane
+from mx.puller.engine import Engine
+from mx.puller.lanes import Lane
 from mx.transport import Read, Span
 
 READS = 4000

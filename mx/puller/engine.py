@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from mx.core.commands import (
     Assign,
@@ -22,22 +21,24 @@ from mx.core.commands import (
     Fail,
     LayerReady,
 )
-from mx.core.digest import ChunkHasher, digest_of_blocks
+from mx.core.digest import digest_of_blocks
 from mx.core.pull import PullMachine
 from mx.core.striping import Part
-from mx.core.types import Manifest, Segment
+from mx.core.types import Manifest
 from mx.errors import (
     ClosedError,
     DigestError,
     MxError,
     PathError,
+    PathSlowError,
     PeerLostError,
     PeerRefusedError,
     PeerTimeoutError,
     StaleGenerationError,
 )
+from mx.puller.lanes import ChunkListener, Hasher, Lane, Listener, MakeHasher, host_hasher
 from mx.puller.report import PathReport, Telling
-from mx.transport import Piece, Read, Session, Span
+from mx.transport import Piece, Read, Span
 
 #: Errors of a read after which its session is given up: peer or path, not the chunk, are at fault.
 _LANE_ERRORS = (
@@ -48,56 +49,6 @@ _LANE_ERRORS = (
     StaleGenerationError,
     ClosedError,
 )
-
-
-class ReadLease(Protocol):
-    """What a sink asks before it believes a read's bytes."""
-
-    def check(self) -> MxError | None:
-        """None while the lease runs and the generation stands; else why not."""
-
-
-class Listener(Protocol):
-    """Hears of progress, on any thread; must not block."""
-
-    def layer_ready(self, layer: int) -> None: ...
-    def lane_lost(self, lane: int, error: MxError) -> None: ...
-    def complete(self) -> None: ...
-    def failed(self, causes: Sequence[MxError]) -> None: ...
-    def broken(self, error: MxError) -> None: ...
-
-
-class Hasher(Protocol):
-    """Hashes part of a chunk while it lands; `mx.core.digest.ChunkHasher` is one."""
-
-    def landed(self, payload_nbytes: int) -> None: ...
-    def block_digests(self) -> bytes: ...
-
-
-#: Makes one for these segments, which land in these spans.
-MakeHasher = Callable[[Sequence[Segment], Sequence[Span]], Hasher]
-
-
-def host_hasher(segments: Sequence[Segment], spans: Sequence[Span]) -> Hasher:
-    return ChunkHasher(segments, spans)  # type: ignore[arg-type]
-
-
-@dataclass(slots=True)
-class Lane:
-    """A session to one source, and what came through it. `source` says whose lanes share their
-    reputation; `bytes_per_s` is what is expected of it, 0 if nothing is."""
-
-    transport: str
-    peer: str
-    session: Session
-    lease: ReadLease
-    opened_at_s: float
-    rail: str = ""
-    source: str | None = None
-    bytes_per_s: float = 0.0
-    nbytes: int = 0
-    last_at_s: float = 0.0
-    lost: bool = False
 
 
 class _Landed(NamedTuple):
@@ -160,6 +111,7 @@ class Engine:
         self._unverified: dict[int, list[_Landed]] = {}
         self._done_in_layer = [0] * len(manifest.layout.layers)
         self.reads_issued = 0
+        self.chunk_listener: ChunkListener | None = None
 
     @property
     def retries(self) -> int:
@@ -236,6 +188,30 @@ class Engine:
             commands = self._machine.tick(time.monotonic(), landed)
         self._run(commands)
 
+    # -- in a swarm -----------------------------------------------------------------------------
+
+    def gate(self) -> list[int]:
+        """From now on chunks are read only where they are permitted. Returns those that landed."""
+        with self._lock:
+            self._machine.gate()
+            return [c for c in range(len(self._grid)) if self._machine.landed_chunk(c)]
+
+    def permit(self, source: str, chunk: int) -> bool:
+        """Read the chunk from this source. False if it is there, or is being read already."""
+        with self._lock:
+            commands = self._machine.permit(source, chunk, time.monotonic())
+        self._run(commands or ())
+        return commands is not None
+
+    def withdraw(self, source: str, chunk: int) -> None:
+        """Another is to be asked for the chunk: lanes that read it are given up."""
+        with self._lock:
+            lanes = self._machine.withdraw(source, chunk)
+        for number in lanes:
+            self.lane_lost(number, PathSlowError("the chunk was asked of another source"))
+
+    # -------------------------------------------------------------------------------------------
+
     def no_more_lanes(self) -> None:
         with self._lock:
             commands = self._machine.no_more_lanes()
@@ -311,6 +287,13 @@ class Engine:
             else:
                 commands = self._machine.corrupt(chunk, self._digest_error(chunk, parts), now_s)
         self._run(commands)
+        if self.chunk_listener is None:
+            return
+        if right:
+            self.chunk_listener.chunk_landed(chunk)
+        else:
+            for source in {self._lanes[part.lane].source for part in parts}:
+                self.chunk_listener.chunk_failed(chunk, source or "")
 
     def _digest_error(self, chunk: int, parts: Sequence[_Landed]) -> DigestError:
         peers = dict.fromkeys(self._lanes[part.lane].peer for part in parts)

@@ -27,7 +27,8 @@ from mx.memory.arena import Arena, BorrowedArena
 from mx.puller import disk
 from mx.puller.crew import Crew
 from mx.puller.delivery import Delivery
-from mx.puller.engine import Engine, Lane
+from mx.puller.engine import Engine
+from mx.puller.lanes import Lane
 from mx.puller.links import Link, Links, plan_ways
 from mx.puller.locate import Locator
 from mx.puller.memory import new_arena

@@ -10,7 +10,8 @@ from mx.core import manifest as manifests
 from mx.core.digest import chunk_digest
 from mx.core.types import ChunkGrid, Chunking, Manifest, Packaging
 from mx.errors import ClosedError, DigestError, LocalError, MxError, PeerLostError
-from mx.puller.engine import Engine, Lane
+from mx.puller.engine import Engine
+from mx.puller.lanes import Lane
 from mx.transport import Read, Span, host_view
 from mx.units import MIB
 
