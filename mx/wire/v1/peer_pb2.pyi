@@ -20,18 +20,20 @@ class DescribeResponse(_message.Message):
     def __init__(self, sources: _Optional[_Iterable[_Union[_coordinator_pb2.Source, _Mapping]]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("source_id", "identity", "generation", "transports", "place")
+    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    READER_ID_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     identity: bytes
     generation: int
     transports: _containers.RepeatedScalarFieldContainer[str]
     place: str
-    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ...) -> None: ...
+    reader_id: str
+    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
     __slots__ = ("granted", "renewed", "draining", "stale")
@@ -46,18 +48,20 @@ class OpenEvent(_message.Message):
     def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
-    __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes")
+    __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes", "gated")
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     REGION_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    GATED_FIELD_NUMBER: _ClassVar[int]
     grant_id: str
     lease_s: float
     generation: int
     tickets: _containers.RepeatedCompositeFieldContainer[Ticket]
     region_nbytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, grant_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., region_nbytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    gated: bool
+    def __init__(self, grant_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., region_nbytes: _Optional[_Iterable[int]] = ..., gated: bool = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transport", "ticket")
