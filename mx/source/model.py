@@ -40,6 +40,8 @@ class HeldModel:
     borrowed: bool = False
     generation: int = 1
     source_id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    #: Half-open ranges of layers that are there and verified; None: all.
+    layers: Sequence[tuple[int, int]] | None = None
 
     @property
     def device(self) -> str:
@@ -67,7 +69,7 @@ class HeldModel:
                 regions=(
                     Region(0, self.device, self.arena.address, len(self.arena.view), (0, layers)),
                 ),
-                held=((0, layers),),
+                held=((0, layers),) if self.layers is None else tuple(self.layers),
             ),
             transports=tuple(transports),
             role=self.role,

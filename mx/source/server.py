@@ -12,7 +12,8 @@ from mx import discovery, trace
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import LocalError, MxError, NotAllowedError
 from mx.source.model import HeldModel
-from mx.source.service import PeerServicer, Served
+from mx.source.seeding import Seeding
+from mx.source.service import Mingler, PeerServicer, Served
 from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport, Unavailable
 from mx.wire.address import join_address, split_address
 from mx.wire.client import CoordinatorClient
@@ -89,10 +90,12 @@ class SourceServer:
             asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
         )
 
-    async def offer(self, held: HeldModel) -> None:
-        """Expose a model; from now on the Peer service describes it and grants reads."""
+    async def offer(self, held: HeldModel, mingler: Mingler | None = None) -> None:
+        """Expose a model; from now on the Peer service describes it and grants reads. `mingler`
+        is its part in a swarm, that of an origin if None."""
         with trace.span("serve.expose", model=str(held.key)):
-            served = Served(held, await asyncio.to_thread(self._expose, held))
+            exposures = await asyncio.to_thread(self._expose, held)
+            served = Served(held, exposures, mingler or Seeding(len(held.manifest.grid)))
         self._servicer.models[held.source_id] = served
 
     def _expose(self, held: HeldModel) -> dict[str, Exposure]:
@@ -195,6 +198,7 @@ class SourceServer:
             await listening.stop(0)
         models, self._servicer.models = self._servicer.models, {}
         for served in models.values():
+            served.mingler.end()
             await asyncio.to_thread(self._withdraw, list(served.exposures.values()))
             if not served.held.borrowed:
                 served.held.arena.release()

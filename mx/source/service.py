@@ -9,14 +9,15 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mx import codec
 from mx.core.leases import LeaseBook
 from mx.core.types import SourceRecord, SourceState
-from mx.errors import PeerRefusedError
+from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.source.model import HeldModel
 from mx.transport import Exposure
+from mx.wire.talk import Talk
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,29 @@ log = logging.getLogger(__name__)
 _MAX_EVENTS = 16
 
 
+class Mingler(Protocol):
+    """A source's part in a swarm."""
+
+    def opened(self, reader_id: str) -> bool:
+        """A pull was granted reads. Must it ask first?"""
+
+    def closed(self, reader_id: str) -> None:
+        """One of its leases has ended."""
+
+    async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
+        """Talk to one that greets, until the talk ends."""
+
+    def end(self) -> None:
+        """Nothing more will come of it."""
+
+
 @dataclass
 class Served:
     """A held model with its exposures, by transport name."""
 
     held: HeldModel
     exposures: dict[str, Exposure]
+    mingler: Mingler
     transports: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +114,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue(_MAX_EVENTS)
         self._queues[grant_id] = queue
         pump: asyncio.Task[None] | None = None
+        reader_id = request.reader_id
+        counted = False
         try:
             wanted = set(request.transports)
             tickets = [
@@ -103,6 +123,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 for name, exposure in served.exposures.items()
                 if not wanted or name in wanted
             ]
+            gated = bool(reader_id) and served.mingler.opened(reader_id)
+            counted = bool(reader_id)
             self.leases.open(
                 grant_id, held.source_id, held.generation, reader.hostname, self._clock()
             )
@@ -114,6 +136,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                         generation=held.generation,
                         tickets=tickets,
                         region_nbytes=[region.view.nbytes for region in held.regions()],
+                        gated=gated,
                     )
                 )
             )
@@ -133,11 +156,35 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         finally:
             self._queues.pop(grant_id, None)
             self.leases.close(grant_id)
+            if counted:
+                served.mingler.closed(reader_id)
             for exposure in served.exposures.values():
                 exposure.revoke(grant_id)
             if pump is not None:
                 pump.cancel()
                 await asyncio.gather(pump, return_exceptions=True)
+
+    async def Mingle(
+        self, request_iterator: AsyncIterator[peer_pb2.SwarmMessage], context: Any
+    ) -> None:
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("message") != "hello":
+            raise PeerProtocolError("a talk begins with a hello")
+        served = self.models.get(first.hello.source_id)
+        if served is None or self.state is not SourceState.SERVING:
+            raise PeerRefusedError("this process serves no such source")
+        record = codec.source_from_wire(first.hello.own)
+        if record.ref != served.held.manifest.ref:
+            raise PeerRefusedError(
+                f"{served.held.key} here is another model, or laid out otherwise"
+            )
+
+        async def hear() -> peer_pb2.SwarmMessage | None:
+            return await anext(request_iterator, None)
+
+        await served.mingler.mingle(
+            record, first.hello.have, Talk(record.endpoint, hear, context.write)
+        )
 
     # -- the source's side ----------------------------------------------------------------------
 

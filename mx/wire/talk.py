@@ -79,13 +79,15 @@ class Talk:
     async def listen(self, heard: Callable[[peer_pb2.SwarmMessage], None]) -> MxError | None:
         """Send what is said and tell what is heard, until the end. Returns what the other end did
         wrong: what `heard` raises ends the talk."""
-        tasks = [
-            asyncio.create_task(work, name="mx-talk")
-            for work in (self._pump(), self._listen(heard), self._closed.wait())
-        ]
+        listening = asyncio.create_task(self._listen(heard), name="mx-talk-listen")
+        pumping = asyncio.create_task(self._pump(), name="mx-talk-say")
+        closing = asyncio.create_task(self._closed.wait(), name="mx-talk-end")
+        tasks = (listening, pumping, closing)
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next((task.result() for task in done if task is tasks[1]), None)  # type: ignore[arg-type]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if listening.done():
+                listening.result()
+            return None
         except MxError as error:
             return error
         finally:

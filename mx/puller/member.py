@@ -1,0 +1,401 @@
+"""One pull's part in a swarm: talks with neighbours and origins, reads from them what it may, and
+says who may read from it. The deciding is done in `mx.core.swarm` and its neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mx import codec
+from mx.core.swarm import Ask, Cancel, Command, Decline, Pass, Receiver
+from mx.core.swarm_neighbours import Neighbours
+from mx.core.swarm_source import Answer, Gate, Go, Room
+from mx.core.types import SourceRecord, SourceRole
+from mx.errors import MxError, PeerProtocolError
+from mx.wire.talk import Talk, from_bytes, to_bytes
+from mx.wire.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.2
+#: Chunks asked for at a time: one is read while the next is asked for.
+WIDTH = 2
+#: Others that are known at most.
+MOST_KNOWN = 4096
+#: A greeting that is not answered by then is given up.
+WELCOME_TIMEOUT_S = 3.0
+
+
+class Reads(Protocol):
+    """What a member wants of the pull."""
+
+    def gate(self) -> Sequence[int]:
+        """From now on read only what is permitted. Returns the chunks that have landed."""
+
+    def permit(self, source_id: str, chunk: int) -> bool:
+        """The chunk may be read from this source. False: it is there, or on its way."""
+
+    def withdraw(self, source_id: str, chunk: int) -> None:
+        """It is to come from another."""
+
+    def connect(self, source: SourceRecord) -> None:
+        """Open ways to read from a neighbour."""
+
+    def disconnect(self, source_id: str) -> None:
+        """Close them."""
+
+
+@dataclass
+class _Peer:
+    source_id: str
+    talk: Talk
+    seeds: bool
+
+
+class Member:
+    """One pull's, on the loop. Until `gated` it only tells what it holds; from then on it decides
+    what is read from whom.
+
+    `own` is how others find this pull (None before it can be found); `dial` opens a talk.
+    """
+
+    def __init__(
+        self,
+        own_id: str,
+        chunk_count: int,
+        reads: Reads,
+        own: Callable[[], SourceRecord | None],
+        dial: Callable[[SourceRecord], Awaitable[Talk]],
+    ) -> None:
+        self.gated = False
+        self._own_id = own_id
+        self._chunk_count = chunk_count
+        self._reads = reads
+        self._own = own
+        self._dial = dial
+        self._loop = asyncio.get_running_loop()
+        self._receiver = Receiver(chunk_count, width=0)
+        self._gate = Gate()
+        self._neighbours = Neighbours(own_id)
+        self._peers: dict[int, _Peer] = {}
+        self._numbers: dict[str, int] = {}
+        self._count = 0
+        self._known: dict[str, SourceRecord] = {}
+        self._greeting: dict[str, Talk | None] = {}
+        self._reading: dict[int, int] = {}  # chunk -> the peer that it is read from
+        self._readers: dict[str, int] = {}  # reader id -> leases
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._announcing: asyncio.TimerHandle | None = None
+        self._start(self._tick(), "mx-swarm-tick")
+
+    @property
+    def complete(self) -> bool:
+        return not self._receiver.left
+
+    @property
+    def neighbours(self) -> int:
+        return len(self._peers)
+
+    def _start(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- the pull's own events; from any thread ---------------------------------------------------
+
+    def chunk_landed(self, chunk: int) -> None:
+        self._loop.call_soon_threadsafe(self._landed, chunk)
+
+    def chunk_failed(self, chunk: int, source: str) -> None:
+        self._loop.call_soon_threadsafe(self._failed, chunk, source)
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def _landed(self, chunk: int) -> None:
+        number = self._reading.pop(chunk, -1)
+        if number in self._peers:
+            self._peers[number].talk.say(done=chunk)
+        self._do(self._receiver.landed(number, chunk, time.monotonic()))
+        self._plan_announcement()
+
+    def _failed(self, chunk: int, source: str) -> None:
+        number = self._numbers.get(source, -1)
+        if self._reading.get(chunk) == number:
+            del self._reading[chunk]
+        if number in self._peers:
+            self._peers[number].talk.say(drop=chunk)
+        self._do(self._receiver.failed(number, chunk, time.monotonic()))
+
+    def go_gated(self) -> None:
+        """Others pull from the same origin: from now on ask before reading."""
+        if self.gated:
+            return
+        self.gated = True
+        now_s = time.monotonic()
+        for chunk in self._reads.gate():
+            self._receiver.landed(-1, chunk, now_s)
+        self._receiver.width = WIDTH
+        self._plan_announcement()
+        self._do(self._receiver.plan(now_s))
+
+    def met(self, sources: Iterable[SourceRecord]) -> None:
+        """Others that pull, or hold, the same model; origins among them are talked to as well."""
+        for record in sources:
+            if record.source_id == self._own_id or len(self._known) >= MOST_KNOWN:
+                continue
+            self._known[record.source_id] = record
+            if record.role is SourceRole.ORIGIN and not self._busy_with(record.source_id):
+                self._start(self._greet(record, None), "mx-greet-origin")
+        relays = [i for i, r in self._known.items() if r.role is SourceRole.RELAY]
+        self._greet_all(self._neighbours.listed(relays))
+
+    def lost(self, source_id: str) -> None:
+        """No way is left to read from it."""
+        number = self._numbers.get(source_id)
+        if number is not None:
+            self._peers[number].talk.close()
+
+    def _busy_with(self, source_id: str) -> bool:
+        return source_id in self._numbers or source_id in self._greeting
+
+    def _greet_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            if not self._busy_with(name):
+                self._start(self._greet(self._known[name], self._neighbours), "mx-greet")
+
+    # -- talks ------------------------------------------------------------------------------------
+
+    async def _greet(self, record: SourceRecord, neighbours: Neighbours | None) -> None:
+        """Talk to another, if it welcomes that, until the talk ends."""
+        source_id, own = record.source_id, self._own()
+        if own is None:
+            return
+        self._greeting[source_id] = None
+        try:
+            talk = await self._dial(record)
+        except MxError as error:
+            log.info("%s could not be greeted: %s", record.endpoint, error)
+            self._greeting.pop(source_id, None)
+            if neighbours is not None:
+                self._greet_all(neighbours.gone(source_id))
+            return
+        self._greeting[source_id] = talk
+        hello = peer_pb2.Hello(source_id=source_id, own=codec.source_to_wire(own))
+        hello.have = to_bytes(self._receiver.held)
+        talk.say(hello=hello)
+        timeout = self._loop.call_later(WELCOME_TIMEOUT_S, talk.close)
+        number = -1
+
+        def heard(message: peer_pb2.SwarmMessage) -> None:
+            nonlocal number
+            if number >= 0:
+                self._heard(number, message)
+                return
+            if message.WhichOneof("message") != "welcome":
+                raise PeerProtocolError(f"{talk.peer} did not answer the greeting")
+            timeout.cancel()
+            if not message.welcome.accepted or self._greeting.get(source_id) is not talk:
+                talk.close()
+                return
+            del self._greeting[source_id]
+            have = from_bytes(message.welcome.have, self._chunk_count)
+            if neighbours is not None:
+                self._greet_all(neighbours.answered(source_id, True))
+            number = self._join(record, talk, have, seeds=message.welcome.seeds)
+            if message.welcome.gated:
+                self.go_gated()
+
+        try:
+            self._complain(talk, await talk.listen(heard))
+        finally:
+            timeout.cancel()
+            if self._greeting.get(source_id) is talk:
+                del self._greeting[source_id]
+                if neighbours is not None:
+                    self._greet_all(neighbours.answered(source_id, False))
+            if number >= 0:
+                self._part(number)
+
+    async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
+        """Another has greeted us: talk until the end. (Called for the server.)"""
+        source_id = record.source_id
+        held = from_bytes(have, self._chunk_count)
+        # Two that greet each other at a time keep the stream of the one with the lesser id.
+        crossed = source_id in self._greeting and self._own_id < source_id
+        answer = None
+        if source_id not in self._numbers and not crossed:
+            answer = self._neighbours.greeting(source_id)
+        if answer is None or not answer.welcome:
+            talk.say(welcome=peer_pb2.Welcome(accepted=False))
+            await talk.listen(lambda message: None)
+            return
+        if answer.drop is not None:
+            self.lost(answer.drop)
+        superseded = self._greeting.pop(source_id, None)
+        if superseded is not None:
+            superseded.close()
+        self._known[source_id] = record
+        welcome = peer_pb2.Welcome(accepted=True, gated=self._crowded())
+        welcome.have = to_bytes(self._receiver.held)
+        talk.say(welcome=welcome)
+        number = self._join(record, talk, held, seeds=False)
+        try:
+            self._complain(talk, await talk.listen(lambda message: self._heard(number, message)))
+        finally:
+            self._part(number)
+
+    @staticmethod
+    def _complain(talk: Talk, error: MxError | None) -> None:
+        if error is not None:
+            log.warning("%s was left: %s", talk.peer, error)
+
+    def _join(self, record: SourceRecord, talk: Talk, have: int, *, seeds: bool) -> int:
+        self._count += 1
+        number = self._count
+        self._peers[number] = _Peer(record.source_id, talk, seeds)
+        self._numbers[record.source_id] = number
+        self._receiver.joined(number, have)
+        if not self.complete:
+            self._reads.connect(record)
+        self._do(self._receiver.plan(time.monotonic()))
+        return number
+
+    def _part(self, number: int) -> None:
+        peer = self._peers.pop(number)
+        del self._numbers[peer.source_id]
+        for chunk in [c for c, n in self._reading.items() if n == number]:
+            del self._reading[chunk]
+        self._answers(self._gate.gone(number))
+        self._reads.disconnect(peer.source_id)
+        self._do(self._receiver.gone(number, time.monotonic()))
+        if not peer.seeds:
+            self._greet_all(self._neighbours.gone(peer.source_id))
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
+        kind = message.WhichOneof("message")
+        peer, now_s = self._peers[number], time.monotonic()
+        match kind:
+            case "have":
+                chunks = from_bytes(message.have, self._chunk_count)
+                self._do(self._receiver.announced(number, chunks, now_s))
+            case "room":
+                self._do(self._receiver.room(number, now_s))
+            case "pass":
+                self._answers(self._gate.passed(number))
+            case "gated":
+                self.go_gated()
+            case "meet":
+                self.met([codec.source_from_wire(source) for source in message.meet.sources])
+            case "ask" | "go" | "busy" | "done" | "drop" | "offer" if (
+                getattr(message, kind) < self._chunk_count
+            ):
+                self._heard_of(number, peer, kind, getattr(message, kind), now_s)
+            case _:
+                raise PeerProtocolError(f"{peer.talk.peer} said {kind} out of place")
+
+    def _heard_of(self, number: int, peer: _Peer, kind: str, chunk: int, now_s: float) -> None:
+        """A message about one chunk."""
+        match kind:
+            case "ask":
+                held = self._receiver.held >> chunk & 1
+                answer = self._gate.ask(number, chunk) if held else Answer.BUSY
+                peer.talk.say(**{"go" if answer is Answer.GO else "busy": chunk})
+            case "go":
+                if number not in self._receiver.asked(chunk):
+                    peer.talk.say(drop=chunk)
+                elif self._reads.permit(peer.source_id, chunk):
+                    self._reading[chunk] = number
+                else:  # it is on its way from before there was anybody to ask
+                    peer.talk.say(drop=chunk)
+            case "busy":
+                self._do(self._receiver.busy(number, chunk, now_s))
+            case "offer":
+                self._do(self._receiver.offered(number, chunk, now_s))
+            case _:
+                self._answers(self._gate.done(number, chunk))
+
+    def _do(self, commands: Iterable[Command]) -> None:
+        for each in commands:
+            peer = self._peers[each.peer]
+            match each:
+                case Ask(_, chunk):
+                    peer.talk.say(ask=chunk)
+                case Cancel(_, chunk):
+                    if self._reading.get(chunk) == each.peer:
+                        del self._reading[chunk]
+                        self._reads.withdraw(peer.source_id, chunk)
+                    peer.talk.say(drop=chunk)
+                case Decline(_, chunk):
+                    peer.talk.say(decline=chunk)
+                case Pass():
+                    peer.talk.say(**{"pass": True})
+
+    def _answers(self, answers: Iterable[Go | Room]) -> None:
+        for each in answers:
+            peer = self._peers.get(each.reader)
+            if peer is None:
+                continue
+            if isinstance(each, Go):
+                peer.talk.say(go=each.chunk)
+            else:
+                peer.talk.say(room=True)
+
+    # -- what others are told ---------------------------------------------------------------------
+
+    def _plan_announcement(self) -> None:
+        at_s = self._receiver.announce_at_s
+        if at_s is not None and self._announcing is None:
+            delay_s = max(0.0, at_s - time.monotonic())
+            self._announcing = self._loop.call_later(delay_s, self._announce)
+
+    def _announce(self) -> None:
+        self._announcing = None
+        for number, chunks in self._receiver.announcements():
+            self._peers[number].talk.say(have=to_bytes(chunks))
+
+    # -- those that read here, for the server -----------------------------------------------------
+
+    def opened(self, reader_id: str) -> bool:
+        """A pull was granted reads here. Must it ask first?"""
+        self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
+        if len(self._readers) == 2 and self.complete:
+            for peer in self._peers.values():
+                peer.talk.say(gated=True)
+        return self._crowded()
+
+    def closed(self, reader_id: str) -> None:
+        self._readers[reader_id] -= 1
+        if not self._readers[reader_id]:
+            del self._readers[reader_id]
+
+    def _crowded(self) -> bool:
+        return len(self._readers) > 1 or not self.complete
+
+    # -- time -------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.gated and not self.complete:
+                self._do(self._receiver.tick(time.monotonic()))
+
+    def end(self) -> None:
+        """End every talk."""
+        for peer in self._peers.values():
+            peer.talk.close()
+
+    async def close(self) -> None:
+        """End every talk, and wait for that."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+        self.end()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
