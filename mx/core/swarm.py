@@ -26,8 +26,10 @@ from typing import NamedTuple
 #: Asks outstanding. One at a time passes chunks on soonest; more are for links that one neighbour
 #: does not fill.
 WIDTH = 1
-#: Holdings are told to neighbours this long after the first that they don't know of has landed.
+#: Holdings are told to neighbours this long after the first that they don't know of has landed ...
 ANNOUNCE_S = 0.05
+#: ... or, where chunks come faster, after this part of what the latest took.
+ANNOUNCE_PART = 0.5
 #: A neighbour that was busy, and says nothing more, is asked again after this.
 BUSY_S = 0.5
 #: A chunk is late after this many times what one takes from the median neighbour ...
@@ -99,11 +101,13 @@ class Receiver:
     them in order. Events of peers that are gone, or about what was not asked, are ignored."""
 
     def __init__(self, chunks: int, *, width: int = WIDTH) -> None:
-        """`width`: how many asks may be outstanding."""
-        self._width = width
+        """`width`: how many asks may be outstanding. Late ones, which may never be answered, don't
+        count."""
+        self.width = width
         self._held = 0
         self._wanted = (1 << chunks) - 1  # neither held, asked for nor offered
-        self._asks = 0  # outstanding
+        self._asks = 0  # outstanding, and not late
+        self._late: set[tuple[int, int]] = set()  # (peer, chunk): the others that are outstanding
         self._peers: dict[int, _Peer] = {}
         self._askers: dict[int, list[int]] = {}  # chunk asked for -> of whom
         self._offers: deque[tuple[int, int]] = deque()  # (peer, chunk), taken when there is room
@@ -144,7 +148,7 @@ class Receiver:
             self._release(peer, chunk)
         for offer in [offer for offer in self._offers if offer[0] == peer]:
             self._offers.remove(offer)
-            self._wanted |= 1 << offer[1]
+            self._wanted |= (1 << offer[1]) & ~self._held
         return self.plan(now_s)
 
     def announced(self, peer: int, chunks: int, now_s: float) -> list[Command]:
@@ -153,7 +157,7 @@ class Receiver:
         if state is None:
             return []
         state.have |= chunks
-        if self._asks < self._width and chunks & self._wanted:
+        if self._asks < self.width and chunks & self._wanted:
             return self.plan(now_s)
         return []
 
@@ -161,7 +165,7 @@ class Receiver:
 
     def offered(self, peer: int, chunk: int, now_s: float) -> list[Command]:
         """The origin keeps this chunk for us. It is asked for as soon as there is room."""
-        if peer not in self._peers:
+        if peer not in self._peers or peer in self.asked(chunk) or (peer, chunk) in self._offers:
             return []
         if not self._wanted >> chunk & 1:
             return [Decline(peer, chunk)]
@@ -205,7 +209,7 @@ class Receiver:
         such as a disk). Also right when the ask was given up meanwhile."""
         commands: list[Command] = []
         for other in self._askers.pop(chunk, ()):
-            self._asks -= 1
+            self._ended(other, chunk)
             state = self._peers[other]
             seconds = now_s - state.asked.pop(chunk)
             if other != peer:
@@ -222,7 +226,9 @@ class Receiver:
             self.left -= 1
             self._news |= bit
             if self.announce_at_s is None:
-                self.announce_at_s = now_s + ANNOUNCE_S
+                giver = self._peers.get(peer)
+                pace_s = giver.seconds if giver is not None else ANNOUNCE_S
+                self.announce_at_s = now_s + min(ANNOUNCE_S, ANNOUNCE_PART * pace_s)
         return commands + self.plan(now_s)
 
     def announcements(self) -> list[tuple[int, int]]:
@@ -236,7 +242,7 @@ class Receiver:
     def plan(self, now_s: float) -> list[Command]:
         """Ask for as much as there is room for."""
         commands: list[Command] = []
-        while self._asks < self._width:
+        while self._asks < self.width:
             if self._offers:
                 number, chunk = self._offers.popleft()
                 if self._held >> chunk & 1:
@@ -255,33 +261,37 @@ class Receiver:
         wanted = self._wanted
         lowest = 0  # of the best, as a bit
         used_s = 0.0
-        found = shunned = -1
+        found = -1
         for number, peer in self._peers.items():
             if peer.asked or peer.busy_until_s > now_s:
                 continue
             there = peer.have & wanted
-            if not there:
-                continue
-            if peer.shunned:
-                shunned = number
+            if not there or peer.shunned:
                 continue
             low = there & -there
             use_s = peer.used_s + peer.seconds
             if found < 0 or low < lowest or (low == lowest and use_s < used_s):
                 found, lowest, used_s = number, low, use_s
         if found < 0:
-            if shunned < 0 or self._asks:
-                return None
-            return self._last_resort(shunned)
+            return None if self._asks else self._last_resort(now_s)
         return found, lowest.bit_length() - 1
 
-    def _last_resort(self, number: int) -> tuple[int, int] | None:
-        """What only shunned ones hold is asked of them, rather than of nobody."""
-        there = self._peers[number].have & self._wanted
-        for peer in self._peers.values():
-            if not peer.shunned:
+    def _last_resort(self, now_s: float) -> tuple[int, int] | None:
+        """What only shunned ones can give is asked of them, rather than of nobody."""
+        there = self._wanted
+        late = {number for number, _ in self._late}
+        for number, peer in self._peers.items():
+            if not peer.shunned and number not in late:
                 there &= ~peer.have
-        return (number, (there & -there).bit_length() - 1) if there else None
+        able = [
+            (chunks & -chunks, peer.used_s, number)
+            for number, peer in self._peers.items()
+            if (chunks := peer.have & there) and not peer.asked and peer.busy_until_s <= now_s
+        ]
+        if not able:
+            return None
+        lowest, _, found = min(able)
+        return found, lowest.bit_length() - 1
 
     def _ask(self, number: int, chunk: int, now_s: float) -> Ask:
         self._peers[number].asked[chunk] = now_s
@@ -292,12 +302,18 @@ class Receiver:
 
     def _release(self, number: int, chunk: int) -> None:
         """One that was asked will not bring the chunk."""
-        self._asks -= 1
+        self._ended(number, chunk)
         askers = self._askers[chunk]
         askers.remove(number)
         if not askers:
             del self._askers[chunk]
             self._wanted |= 1 << chunk
+
+    def _ended(self, number: int, chunk: int) -> None:
+        if (number, chunk) in self._late:
+            self._late.remove((number, chunk))
+        else:
+            self._asks -= 1
 
     # -- late and slow --------------------------------------------------------------------------
 
@@ -323,12 +339,15 @@ class Receiver:
         return commands
 
     def _again(self, late: int, chunk: int, now_s: float) -> list[Command]:
-        """Ask another for a late chunk, if there is one."""
+        """Ask another for a late chunk, if there is one; if not, for other chunks at least."""
         able = [
             (peer.shunned, peer.used_s, number)
             for number, peer in self._peers.items()
             if peer.have >> chunk & 1 and not peer.asked and peer.busy_until_s <= now_s
         ]
+        if (not able or self.left <= END_CHUNKS) and (late, chunk) not in self._late:
+            self._late.add((late, chunk))
+            self._asks -= 1
         if not able:
             return []
         other = min(able)[2]
@@ -338,6 +357,6 @@ class Receiver:
         state = self._peers[late]
         # What it took so far is its pace at best.
         state.seconds = max(state.seconds, now_s - state.asked.pop(chunk))
-        state.seen += 1
+        state.seen = max(state.seen + 1, SEEN)
         self._release(late, chunk)
         return [Cancel(late, chunk), self._ask(other, chunk, now_s)]

@@ -69,11 +69,16 @@ class Gate:
     def ask(self, reader: int, chunk: int, *, promised: bool = False) -> Answer:
         """`promised`: the source has offered the chunk, and does not refuse it now."""
         self._told.discard(reader)
+        ask = reader, chunk
+        if ask in self._reading:
+            return Answer.GO
+        if ask in self._waiting:
+            return Answer.WAIT
         if len(self._reading) < self._width:
-            self._reading.add((reader, chunk))
+            self._reading.add(ask)
             return Answer.GO
         if promised:
-            self._waiting.append((reader, chunk))
+            self._waiting.append(ask)
             return Answer.WAIT
         self._refused[reader] = None
         return Answer.BUSY
@@ -84,7 +89,9 @@ class Gate:
         self._refused[reader] = None
 
     def done(self, reader: int, chunk: int) -> list[Go | Room]:
-        """The read has ended, well or not, or is not wanted any more."""
+        """The read has ended, well or not, or is not wanted any more. Those that were told of room
+        before, and did not answer, hold up nobody."""
+        self._told.clear()
         self._reading.discard((reader, chunk))
         if (reader, chunk) in self._waiting:
             self._waiting.remove((reader, chunk))
@@ -165,9 +172,10 @@ class Seeder:
 
     def joined(self, reader: int, have: int, now_s: float) -> list[Offer]:
         """A reader with a stream open, which holds `have`."""
+        given = self.gone(reader, now_s)  # it may have come back
         self._readers[reader] = _Reader(have, turn=self._turn)
         self._unsent &= ~have
-        return self._hand_out(now_s)
+        return given + self._hand_out(now_s)
 
     def gone(self, reader: int, now_s: float) -> list[Offer]:
         """The reader is dead: what it alone is known to have had goes out again."""
