@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from mx.core.planner import Plan, Way, why_not
@@ -51,11 +51,16 @@ class Crew:
         self._live: dict[int, Link] = {}
         self._useless: list[Link] = []  # open, but could not be made a lane of
         self._resting: list[Way] = []  # too slow beside the others: better than nothing
+        self._neighbours: set[str] = set()  # sources that are read from beside all others
+        self.expecting: Callable[[], bool] = lambda: False  # may more sources come?
+        self.source_lost: Callable[[str], None] = lambda source_id: None  # no way to it is left
         self._fatal: BaseException | None = None
+        self._engine: Callable[[], Engine | None] = lambda: None
 
     async def run(self, ended: Callable[[], bool], engine: Callable[[], Engine | None]) -> None:
         """Until the pull has ended, or nobody is there to begin it with. `engine` gives the
         pull's, once there is one. Raises what no other way would mend."""
+        self._engine = engine
         ticking = asyncio.create_task(self._tick(engine), name="mx-tick")
         try:
             while not ended():
@@ -67,7 +72,8 @@ class Crew:
                 self._fill()
                 if self._fatal is not None:
                     raise self._fatal
-                if not (self._candidates or self._resting or self._opening or self._live):
+                idle = not (self._candidates or self._resting or self._opening or self._live)
+                if idle and not self.expecting():
                     reading = engine()
                     if reading is None:
                         return
@@ -103,13 +109,48 @@ class Crew:
         """It was tried, and is of no use."""
         self._candidates.remove(way)
 
+    # -- in a swarm -----------------------------------------------------------------------------
+
+    def join(self, source_id: str, ways: Sequence[Way]) -> None:
+        """Read from this source beside all others, by the ways that go together."""
+        self._neighbours.add(source_id)
+        if all(way.source.source_id != source_id for way in self._in_use()):
+            self._give_up(source_id)
+            self._candidates += ways
+        self._changed.set()
+
+    def leave(self, source_id: str) -> None:
+        """Read from it no more."""
+        self._give_up(source_id)
+        for way, task in self._opening.items():
+            if way.source.source_id == source_id:
+                task.cancel()
+        reading = self._engine()
+        for number, link in list(self._live.items()):
+            if reading is not None and link.way.source.source_id == source_id:
+                peer = link.lease.peer
+                reading.lane_lost(number, PeerLostError(f"{peer} was left", peer=peer))
+        self._changed.set()
+
+    def _in_use(self) -> list[Way]:
+        return [*(link.way for link in self._live.values()), *self._opening]
+
+    def _beside(self, way: Way, in_use: Sequence[Way]) -> list[Way]:
+        """Those that a way has to go together with: of a neighbour, only its own."""
+        source_id = way.source.source_id
+        if source_id in self._neighbours:
+            return [other for other in in_use if other.source.source_id == source_id]
+        return [other for other in in_use if other.source.source_id not in self._neighbours]
+
+    # -- ways -----------------------------------------------------------------------------------
+
     def _fill(self) -> None:
         """Open whatever goes together with what is in use."""
         if not (self._candidates or self._opening or self._live):
             self._candidates, self._resting = self._resting, []
-        in_use = [*(link.way for link in self._live.values()), *self._opening]
+        in_use = self._in_use()
         for way in list(self._candidates):
-            if why_not(way, in_use) is None:
+            if why_not(way, self._beside(way, in_use)) is None:
                 self._candidates.remove(way)
                 in_use.append(way)
                 task = asyncio.create_task(self._open_way(way), name="mx-open-way")
@@ -132,17 +173,27 @@ class Crew:
             self._causes.append(error)
         elif error is not None:
             self._fatal = error
+        self._look_after(way.source.source_id)
         self._changed.set()
 
     async def _replace(self, number: int, error: MxError) -> None:
         link = self._live.pop(number, None)
         if link is None:
             return
+        source_id = link.way.source.source_id
         if isinstance(error, PathSlowError):
-            self._resting.append(link.way)
+            if source_id not in self._neighbours:
+                self._resting.append(link.way)
         elif not isinstance(error, _WAY_ERRORS) or link.lease.check() is not None:
-            self._give_up(link.way.source.source_id)
+            self._give_up(source_id)
         await self._links.give_back(link)
+        self._look_after(source_id)
+
+    def _look_after(self, source_id: str) -> None:
+        """Tell of a neighbour to which no way is left."""
+        left = [*self._candidates, *self._in_use()]
+        if source_id in self._neighbours and all(w.source.source_id != source_id for w in left):
+            self.source_lost(source_id)
 
     def _give_up(self, source_id: str) -> None:
         """Nothing more is begun with a source: it stopped, changed, lied, or gave no more."""

@@ -41,6 +41,7 @@ class Granted:
     generation: int
     tickets: dict[str, bytes]
     region_nbytes: tuple[int, ...]
+    gated: bool = False  # others read there too: ask before reading
 
 
 class Lease:
@@ -51,7 +52,10 @@ class Lease:
         channel: grpc.aio.Channel,
         source: SourceRecord,
         on_lost: Callable[[MxError], None],
+        reader_id: str = "",
     ) -> None:
+        """`reader_id` names the pull, if it can be part of a swarm."""
+        self._reader_id = reader_id
         self._source = source
         self._remote = Remote(Role.SOURCE, source.endpoint)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
@@ -77,6 +81,7 @@ class Lease:
             generation=self._source.generation,
             transports=transports,
             place=place.to_json(),
+            reader_id=self._reader_id,
         )
         try:
             event = await self._ask(request, timeout_s)
@@ -99,6 +104,7 @@ class Lease:
             granted.generation,
             {ticket.transport: ticket.ticket for ticket in granted.tickets},
             tuple(granted.region_nbytes),
+            granted.gated,
         )
 
     def check(self) -> MxError | None:

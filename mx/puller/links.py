@@ -36,6 +36,7 @@ class Link:
     way: Way
     lease: Lease
     session: Session
+    gated: bool = False  # others read there too: ask before reading
 
 
 def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
@@ -97,7 +98,9 @@ class Links:
         place: Place,
         transports: Mapping[str, Transport],
         on_lease_lost: Callable[[MxError], None],
+        reader_id: str = "",
     ) -> None:
+        self._reader_id = reader_id
         self._options = options
         self._place = place
         self._transports = transports
@@ -139,7 +142,8 @@ class Links:
         lease, granted = await self._grant_for(way)
         self._users[lease] += 1
         try:
-            link = Link(way, lease, await self._session(way, granted))
+            session = await self._session(way, granted)
+            link = Link(way, lease, session, granted.gated)
         except BaseException:
             await self._leave(lease)
             raise
@@ -154,15 +158,19 @@ class Links:
         return await asyncio.shield(task)
 
     async def _lease(self, way: Way) -> tuple[Lease, Granted]:
-        endpoint = way.source.endpoint
+        lease = Lease(
+            self._channel(way.source.endpoint), way.source, self._on_lease_lost, self._reader_id
+        )
+        self._leases.append(lease)
+        granted = await lease.open(self._place, [way.transport], self._options.connect_timeout_s)
+        return lease, granted
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
             self._channels[endpoint] = dial(
                 endpoint, tls=self._options.tls, insecure=self._options.insecure
             )
-        lease = Lease(self._channels[endpoint], way.source, self._on_lease_lost)
-        self._leases.append(lease)
-        granted = await lease.open(self._place, [way.transport], self._options.connect_timeout_s)
-        return lease, granted
+        return self._channels[endpoint]
 
     async def _session(self, way: Way, granted: Granted) -> Session:
         transport = self._transports[way.transport]
