@@ -5,7 +5,8 @@
         proxy.down.stall()          # towards who connected; proxy.up is the other direction
 
 Faults hold for all connections, those to come included. A byte fault names an offset in the
-direction's bytes, counted per connection from its start.
+direction's bytes, counted per connection from its start; with `once` it befalls the first
+connection that comes so far, and no other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ import time
 _BUFFER_BYTES = 64 * 1024
 
 
+class _Passage:
+    """One connection's way in one direction."""
+
+    __slots__ = ("at", "noisy")
+
+    def __init__(self) -> None:
+        self.at = 0  # bytes that have come
+        self.noisy = False
+
+
 class Direction:
     """One direction's faults. All methods may be called at any time, from any thread."""
 
@@ -27,9 +38,10 @@ class Direction:
         self._stalled = False
         self._ended = False
         self._bytes_per_s: float | None = None
-        self._flips: set[int] = set()
-        self._cut_at: int | None = None
-        self._garbage_at: int | None = None
+        # Offset -> once?
+        self._flips: dict[int, bool] = {}
+        self._cuts: dict[int, bool] = {}
+        self._noises: dict[int, bool] = {}
         #: Bytes passed on so far, over all connections.
         self.passed_nbytes = 0
 
@@ -49,45 +61,58 @@ class Direction:
         with self._change:
             self._bytes_per_s = bytes_per_s
 
-    def flip(self, offset: int) -> None:
+    def flip(self, offset: int, *, once: bool = False) -> None:
         """Flip the lowest bit of the byte at `offset`."""
         with self._change:
-            self._flips.add(offset)
+            self._flips[offset] = once
 
-    def truncate(self, offset: int) -> None:
+    def truncate(self, offset: int, *, once: bool = False) -> None:
         """End the connection, in good order, after `offset` bytes."""
         with self._change:
-            self._cut_at = offset
+            self._cuts[offset] = once
 
-    def garbage(self, offset: int) -> None:
+    def garbage(self, offset: int, *, once: bool = False) -> None:
         """Replace everything from `offset` on by noise (the same at each run)."""
         with self._change:
-            self._garbage_at = offset
+            self._noises[offset] = once
 
     def _end(self) -> None:
         with self._change:
             self._ended = True
             self._change.notify_all()
 
-    def _apply(self, at: int, data: bytes) -> tuple[bytes, bool]:
-        """What becomes of `data`, which begins at offset `at`; and whether that is the end."""
+    def _apply(self, passage: _Passage, data: bytes) -> tuple[bytes, bool]:
+        """What becomes of `data`, the next bytes of a connection; and whether that is the end."""
+        at, end = passage.at, passage.at + len(data)
+        passage.at = end
         with self._change:
             while self._stalled and not self._ended:
                 self._change.wait()
-            rate, cut, noise = self._bytes_per_s, self._cut_at, self._garbage_at
-            flips = [offset - at for offset in self._flips if at <= offset < at + len(data)]
-            ended = self._ended
+            rate, ended = self._bytes_per_s, self._ended
+            flips = _befall(self._flips, at, end)
+            noises = _befall(self._noises, at, end)
+            cuts = _befall(self._cuts, at, end)
         changed = bytearray(data)
-        for index in flips:
-            changed[index] ^= 1
-        if noise is not None and noise < at + len(data):
-            start = max(0, noise - at)
+        for offset in flips:
+            changed[offset - at] ^= 1
+        if passage.noisy or noises:
+            start = 0 if passage.noisy else min(noises) - at
             changed[start:] = random.Random(at).randbytes(len(changed) - start)
-        if cut is not None and cut <= at + len(data):
-            return bytes(changed[: max(0, cut - at)]), True
+            passage.noisy = True
+        if cuts:
+            return bytes(changed[: min(cuts) - at]), True
         if rate is not None:
             time.sleep(min(len(data) / rate, 1.0))
         return bytes(changed), ended
+
+
+def _befall(faults: dict[int, bool], begin: int, end: int) -> list[int]:
+    """The offsets in [begin, end); those that were to strike once are struck off."""
+    found = [offset for offset in faults if begin <= offset < end]
+    for offset in found:
+        if faults[offset]:
+            del faults[offset]
+    return found
 
 
 class FaultProxy:
@@ -161,12 +186,11 @@ class FaultProxy:
     def _pump(
         self, source: socket.socket, sink: socket.socket, way: Direction, done: threading.Barrier
     ) -> None:
-        at, ended = 0, False
+        passage, ended = _Passage(), False
         with contextlib.suppress(OSError):
             while not ended and (data := source.recv(_BUFFER_BYTES)):
-                changed, ended = way._apply(at, data)
+                changed, ended = way._apply(passage, data)
                 sink.sendall(changed)
-                at += len(data)
                 way.passed_nbytes += len(changed)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR if ended else socket.SHUT_WR)

@@ -94,6 +94,27 @@ def test_truncated_in_good_order() -> None:
         assert back == MESSAGE[:70_000]
 
 
+def test_once_befalls_the_first_connection_only() -> None:
+    with echo() as target, FaultProxy(target) as proxy:
+        proxy.down.flip(200_000, once=True)
+        assert sum(a != b for a, b in zip(through(proxy), MESSAGE, strict=True)) == 1
+        assert through(proxy) == MESSAGE
+        proxy.down.garbage(1000, once=True)
+        noisy = through(proxy)
+        assert noisy[:1000] == MESSAGE[:1000]
+        assert noisy[200_000:] != MESSAGE[200_000:]  # to its end, in however many pieces
+        assert through(proxy) == MESSAGE
+        proxy.up.truncate(3000, once=True)
+        with socket.create_connection(proxy.address, timeout=10) as sock:
+            sock.sendall(MESSAGE[:5000])
+            back = b""
+            with suppress(ConnectionResetError):
+                while data := sock.recv(65536):
+                    back += data
+        assert MESSAGE[:3000].startswith(back)
+        assert through(proxy) == MESSAGE
+
+
 def test_stalled_then_resumed() -> None:
     with echo() as target, FaultProxy(target) as proxy:
         proxy.down.stall()
