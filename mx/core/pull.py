@@ -143,6 +143,11 @@ class PullMachine:
         if self._permits is None:
             self._permits = {}
 
+    def ungate(self, now_s: float = 0.0) -> list[Command]:
+        """There is nobody to ask: read whatever the lanes hold."""
+        self._permits = None
+        return self._assign(now_s)
+
     def permit(self, source: str, chunk: int, now_s: float = 0.0) -> list[Command] | None:
         """The chunk may be read from this source. None if nobody needs to be asked for it: it has
         landed, or is being read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from mx.core.planner import Plan, Way, why_not
@@ -51,6 +51,7 @@ class Crew:
         self._live: dict[int, Link] = {}
         self._useless: list[Link] = []  # open, but could not be made a lane of
         self._resting: list[Way] = []  # too slow beside the others: better than nothing
+        self._aside: list[Way] = []  # not used as long as there is a swarm
         self._neighbours: set[str] = set()  # sources that are read from beside all others
         self.expecting: Callable[[], bool] = lambda: False  # may more sources come?
         self.source_lost: Callable[[str], None] = lambda source_id: None  # no way to it is left
@@ -110,6 +111,18 @@ class Crew:
         self._candidates.remove(way)
 
     # -- in a swarm -----------------------------------------------------------------------------
+
+    def gate(self, source_ids: Iterable[str] = ()) -> None:
+        """From now on only neighbours are read from; those that are in use, and these, are some."""
+        self._neighbours.update(source_ids, (way.source.source_id for way in self._in_use()))
+        self._aside += [w for w in self._candidates if w.source.source_id not in self._neighbours]
+        self._candidates = [w for w in self._candidates if w not in self._aside]
+
+    def ungate(self) -> None:
+        """There is no swarm: use what there was without one."""
+        self._neighbours.clear()
+        self._candidates, self._aside = self._candidates + self._aside, []
+        self._changed.set()
 
     def join(self, source_id: str, ways: Sequence[Way]) -> None:
         """Read from this source beside all others, by the ways that go together."""

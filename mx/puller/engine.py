@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mx.core.commands import (
@@ -111,6 +111,7 @@ class Engine:
         self._unverified: dict[int, list[_Landed]] = {}
         self._done_in_layer = [0] * len(manifest.layout.layers)
         self.reads_issued = 0
+        self._prefilled: list[PathReport] = []
         self.chunk_listener: ChunkListener | None = None
 
     @property
@@ -138,7 +139,7 @@ class Engine:
             )
             for lane in self.lanes
             if lane.nbytes
-        ]
+        ] + self._prefilled
 
     def progress(self) -> tuple[int, list[int]]:
         """Payload bytes landed in all, and layer by layer (those in flight counted)."""
@@ -153,6 +154,32 @@ class Engine:
         with self._lock:
             commands = self._machine.start()
         self._run(commands)
+
+    def prefill(
+        self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0
+    ) -> int:
+        """These chunks are in the arena already, hashed and found right: nobody is asked for them.
+        `label` and `source` are what the report calls where they came from, which took `seconds`.
+        Those that had landed are passed over; returns the bytes of the others. Best before the
+        first lane, since a chunk of which reads are under way is passed over too."""
+        nbytes, news = 0, []
+        with self._lock:
+            commands: list[Command] = []
+            for chunk in chunks:
+                landed = self._machine.already_landed([chunk])
+                if landed is None:
+                    continue
+                commands += landed
+                news.append(chunk)
+                nbytes += self._grid.sizes[chunk]
+                self._done_in_layer[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
+            if nbytes:
+                self._prefilled.append(PathReport(label, source, nbytes, seconds))
+        self._run(commands)
+        if self.chunk_listener is not None:
+            for chunk in news:
+                self.chunk_listener.chunk_landed(chunk)
+        return nbytes
 
     def add_lane(self, lane: Lane) -> int:
         """Begin reading through a session. Returns the lane's number."""
@@ -195,6 +222,12 @@ class Engine:
         with self._lock:
             self._machine.gate()
             return [c for c in range(len(self._grid)) if self._machine.landed_chunk(c)]
+
+    def ungate(self) -> None:
+        """There is nobody to ask: read whatever the lanes hold."""
+        with self._lock:
+            commands = self._machine.ungate(time.monotonic())
+        self._run(commands)
 
     def permit(self, source: str, chunk: int) -> bool:
         """Read the chunk from this source. False if it is there, or is being read already."""

@@ -28,6 +28,8 @@ WIDTH = 2
 MOST_KNOWN = 4096
 #: A greeting that is not answered by then is given up.
 WELCOME_TIMEOUT_S = 3.0
+#: Who has had nobody to ask for so long reads without asking.
+ALONE_S = 2.0
 
 
 class Reads(Protocol):
@@ -35,6 +37,9 @@ class Reads(Protocol):
 
     def gate(self) -> Sequence[int]:
         """From now on read only what is permitted. Returns the chunks that have landed."""
+
+    def ungate(self) -> None:
+        """There is nobody to ask: read from whom you can."""
 
     def permit(self, source_id: str, chunk: int) -> bool:
         """The chunk may be read from this source. False: it is there, or on its way."""
@@ -90,6 +95,7 @@ class Member:
         self._readers: dict[str, int] = {}  # reader id -> leases
         self._tasks: set[asyncio.Task[None]] = set()
         self._announcing: asyncio.TimerHandle | None = None
+        self._alone_since_s: float | None = None
         self._start(self._tick(), "mx-swarm-tick")
 
     @property
@@ -140,7 +146,16 @@ class Member:
             self._receiver.landed(-1, chunk, now_s)
         self._receiver.width = WIDTH
         self._plan_announcement()
+        for peer in self._peers.values():
+            self._reads.connect(self._known[peer.source_id])
         self._do(self._receiver.plan(now_s))
+
+    def go_alone(self) -> None:
+        """There is nobody to ask."""
+        if self.gated:
+            self.gated = False
+            self._receiver.width = 0
+            self._reads.ungate()
 
     def met(self, sources: Iterable[SourceRecord]) -> None:
         """Others that pull, or hold, the same model; origins among them are talked to as well."""
@@ -259,7 +274,8 @@ class Member:
         self._peers[number] = _Peer(record.source_id, talk, seeds)
         self._numbers[record.source_id] = number
         self._receiver.joined(number, have)
-        if not self.complete:
+        self._alone_since_s = None
+        if self.gated and not self.complete:
             self._reads.connect(record)
         self._do(self._receiver.plan(time.monotonic()))
         return number
@@ -382,8 +398,15 @@ class Member:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self.gated and not self.complete:
-                self._do(self._receiver.tick(time.monotonic()))
+            now_s = time.monotonic()
+            if not self.gated or self.complete:
+                continue
+            self._do(self._receiver.tick(now_s))
+            if self._peers:
+                continue
+            self._alone_since_s = self._alone_since_s or now_s
+            if now_s - self._alone_since_s > ALONE_S:
+                self.go_alone()
 
     def end(self) -> None:
         """End every talk."""

@@ -1,0 +1,186 @@
+"""A pull among others of the same model: it can be found and read from while it still receives,
+and reads from those. Ties a `Member` to the pull's crew and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import grpc.aio
+
+from mx.core.planner import Plan
+from mx.core.types import Manifest, ModelKey, SourceRecord
+from mx.errors import MxError
+from mx.memory.arena import Arena
+from mx.puller.crew import Crew
+from mx.puller.engine import Engine
+from mx.puller.member import Member
+from mx.puller.options import PullOptions
+from mx.wire.channel import Remote, Role, dial
+from mx.wire.rpc import Stub
+from mx.wire.talk import Talk
+from mx.wire.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
+
+#: The coordinator is told of new layers this often.
+ADVERTISE_S = 1.0
+
+
+class RelayHost(Protocol):
+    """Lets others read what a pull has received so far. On the loop."""
+
+    async def start(self, key: ModelKey, manifest: Manifest, arena: Arena, member: Member) -> None:
+        """Listen, and offer the arena, of which nothing is held yet."""
+
+    def record(self) -> SourceRecord | None:
+        """How others find it; None before it listens."""
+
+    async def register(self, coordinator: str) -> None:
+        """Be listed. Raises CoordinatorError."""
+
+    def hold(self, layers: Sequence[tuple[int, int]]) -> None:
+        """These layers are there, as half-open ranges."""
+
+    async def advertise(self) -> None:
+        """Tell the coordinator what is held. Raises CoordinatorError."""
+
+    async def close(self) -> None:
+        """Let nobody read any more. Idempotent."""
+
+
+#: Makes the host of the relay that has this source id.
+MakeRelay = Callable[[str], RelayHost]
+
+
+def ranges(members: Sequence[bool]) -> list[tuple[int, int]]:
+    """The true ones, as half-open ranges."""
+    found: list[tuple[int, int]] = []
+    for index, there in enumerate(members):
+        if there and found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        elif there:
+            found.append((index, index + 1))
+    return found
+
+
+class Swarming:
+    """One pull's, on the loop; outlives the reading, so that others can go on reading here."""
+
+    def __init__(
+        self,
+        own_id: str,
+        options: PullOptions,
+        host: RelayHost,
+        manifest: Manifest,
+        *,
+        engine: Engine,
+        crew: Crew,
+        plan: Callable[[Sequence[SourceRecord]], Plan],
+    ) -> None:
+        """`plan` finds the ways to read from sources."""
+        self._options = options
+        self._host = host
+        self._manifest = manifest
+        self._engine: Engine | None = engine
+        self._crew: Crew | None = crew
+        self._plan = plan
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._ready = [False] * len(manifest.layout.layers)
+        self._advertising: asyncio.Task[None] | None = None
+        self.member = Member(own_id, len(manifest.grid), self, host.record, self._dial)
+        engine.chunk_listener = self.member
+        crew.source_lost = self.member.lost
+        # As long as somebody is there who may yet give something, or may be met.
+        crew.expecting = lambda: self.member.gated and self.member.neighbours > 0
+
+    async def start(self, key: ModelKey, arena: Arena, sources: Sequence[SourceRecord]) -> None:
+        """Be found, and get to know the others. A pull goes on alone where that fails."""
+        try:
+            await self._host.start(key, self._manifest, arena, self.member)
+        except MxError as error:
+            log.warning("others can't read here: %s", error)
+            self.member.go_alone()
+            return
+        self.member.met(sources)
+        if self._options.coordinator is not None:
+            self._advertising = asyncio.create_task(self._advertise(), name="mx-advertise")
+
+    async def _advertise(self) -> None:
+        assert self._options.coordinator is not None
+        told: list[tuple[int, int]] | None = None
+        while told is None or not all(self._ready):
+            with contextlib.suppress(MxError):  # it is told again, and nobody needs it to read
+                held = ranges(self._ready)
+                self._host.hold(held)
+                if told is None:
+                    await self._host.register(self._options.coordinator)
+                elif held != told:
+                    await self._host.advertise()
+                told = held
+            await asyncio.sleep(ADVERTISE_S)
+        with contextlib.suppress(MxError):
+            self._host.hold([(0, len(self._ready))])
+            await self._host.advertise()
+
+    def layer_ready(self, layer: int) -> None:
+        """On any thread."""
+        self._ready[layer] = True
+
+    def reading_ended(self) -> None:
+        """Engine and crew are about to end: from now on this only gives."""
+        self._engine = self._crew = None
+
+    # -- what the member wants of the pull --------------------------------------------------------
+
+    def gate(self) -> Sequence[int]:
+        if self._crew is not None:
+            self._crew.gate()
+        return [] if self._engine is None else self._engine.gate()
+
+    def ungate(self) -> None:
+        if self._crew is not None and self._engine is not None:
+            self._crew.ungate()
+            self._engine.ungate()
+
+    def permit(self, source_id: str, chunk: int) -> bool:
+        return self._engine is not None and self._engine.permit(source_id, chunk)
+
+    def withdraw(self, source_id: str, chunk: int) -> None:
+        if self._engine is not None:
+            self._engine.withdraw(source_id, chunk)
+
+    def connect(self, source: SourceRecord) -> None:
+        if self._crew is not None:
+            self._crew.join(source.source_id, self._plan([source]).ways)
+
+    def disconnect(self, source_id: str) -> None:
+        if self._crew is not None:
+            self._crew.leave(source_id)
+
+    # ----------------------------------------------------------------------------------------------
+
+    async def _dial(self, record: SourceRecord) -> Talk:
+        endpoint = record.endpoint
+        if endpoint not in self._channels:
+            self._channels[endpoint] = dial(
+                endpoint, tls=self._options.tls, insecure=self._options.insecure
+            )
+        service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
+        call = Stub(self._channels[endpoint], service, Remote(Role.SOURCE, endpoint)).Mingle()
+        return Talk(endpoint, call.read, call.write, call.cancel)
+
+    async def close(self) -> None:
+        """Leave the others, and let nobody read any more. Idempotent."""
+        self.reading_ended()
+        if self._advertising is not None:
+            self._advertising.cancel()
+            await asyncio.gather(self._advertising, return_exceptions=True)
+        await self.member.close()
+        await self._host.close()
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close(None)
