@@ -33,6 +33,10 @@ class Missing:
         """The lowest chunk; there must be one."""
         return self._chunks[0]
 
+    def untouched(self, chunk: int) -> bool:
+        """Is all of it missing, and nobody asked for any?"""
+        return chunk in self and chunk not in self._pieces
+
     def blocks(self, chunk: int) -> int:
         """How many blocks it has."""
         return -(-self._sizes[chunk] // BLOCK_BYTES)

@@ -93,10 +93,11 @@ class PullMachine:
         return commands
 
     def already_landed(self, chunks: Iterable[int]) -> list[Command]:
-        """Chunks that were verified before the pull (resumed, or attached)."""
+        """Chunks that were verified before the pull (resumed, or attached); those of which a lane
+        was asked are passed over."""
         commands: list[Command] = []
         for chunk in chunks:
-            if not self._landed[chunk] and not self._ended:
+            if not self._ended and self._missing.untouched(chunk):
                 self._missing.remove(chunk)
                 commands += self._land(chunk)
         return commands

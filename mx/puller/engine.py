@@ -155,9 +155,7 @@ class Engine:
             commands = self._machine.start()
         self._run(commands)
 
-    def prefill(
-        self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0
-    ) -> int:
+    def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0) -> int:
         """These chunks are in the arena already, hashed and found right: nobody is asked for them.
         `label` and `source` are what the report calls where they came from, which took `seconds`.
         Those that had landed are passed over; returns the bytes of the others. Best before the
@@ -166,13 +164,13 @@ class Engine:
         with self._lock:
             commands: list[Command] = []
             for chunk in chunks:
-                landed = self._machine.already_landed([chunk])
-                if landed is None:
+                if self._machine.landed_chunk(chunk):
                     continue
-                commands += landed
-                news.append(chunk)
-                nbytes += self._grid.sizes[chunk]
-                self._done_in_layer[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
+                commands += self._machine.already_landed([chunk])
+                if self._machine.landed_chunk(chunk):
+                    news.append(chunk)
+                    nbytes += self._grid.sizes[chunk]
+                    self._done_in_layer[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
             if nbytes:
                 self._prefilled.append(PathReport(label, source, nbytes, seconds))
         self._run(commands)

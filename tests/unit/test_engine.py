@@ -189,3 +189,44 @@ def test_a_closed_engine_tells_no_outcome(setting: Setting) -> None:
         session.fail(ClosedError("closed"))
     assert setting.listener.causes == ()
     assert setting.engine.join(1)
+
+
+class Chunks:
+    """A listener of single chunks."""
+
+    def __init__(self) -> None:
+        self.landed: list[int] = []
+
+    def chunk_landed(self, chunk: int) -> None:
+        self.landed.append(chunk)
+
+    def chunk_failed(self, chunk: int, source: str) -> None:
+        raise AssertionError("no chunk is wrong")
+
+
+def test_what_is_there_already_is_asked_of_nobody(setting: Setting) -> None:
+    engine, chunks = setting.engine, Chunks()
+    engine.chunk_listener = chunks
+    setting.arena[: 2 * MIB] = BYTES[: 2 * MIB]
+    assert engine.prefill("resume", "/some/folder", [0, 1], 0.5) == 2 * MIB
+    assert engine.prefill("reuse", "another model", [1, 0]) == 0
+    assert engine.progress() == (2 * MIB, [2 * MIB])
+    session = setting.lane()
+    assert [read.tag for read in session.reads] == ["chunk 2"]
+    assert engine.prefill("reuse", "another model", [2]) == 0  # a lane may write there now
+    session.land()
+    assert setting.listener.completed == 1
+    assert setting.listener.ready == [0]
+    assert chunks.landed == [0, 1, 2]
+    assert setting.arena[: len(BYTES)] == BYTES
+    assert [(p.transport, p.source, p.bytes) for p in engine.paths()] == [
+        ("held", "peer", MIB),
+        ("resume", "/some/folder", 2 * MIB),
+    ]
+
+
+def test_a_model_that_is_all_there_needs_no_lane(setting: Setting) -> None:
+    assert setting.engine.prefill("resume", "/some/folder", [2, 1, 0, 2]) == len(BYTES)
+    assert setting.listener.completed == 1
+    assert setting.listener.ready == [0]
+    assert setting.engine.chunks_left == 0

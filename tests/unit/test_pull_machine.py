@@ -360,6 +360,11 @@ def test_what_is_there_already_is_not_read() -> None:
     assert machine.already_landed([0]) == [LayerReady(0)]
     assert machine.add_lane(0, 4) == [Assign(0, (whole(1),))]
     assert machine.already_landed([0]) == []
+    assert machine.already_landed([1]) == []  # it is being read
+    assert machine.landed(0, whole(1)) == [Check(1)]
+    assert machine.already_landed([1]) == []  # it is being checked
+    assert machine.verified(1) == [LayerReady(1), Complete()]
+    assert machine.already_landed([1]) == []
 
 
 def test_abort_ends_it_once() -> None:
