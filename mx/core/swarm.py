@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Asks outstanding. One at a time passes chunks on soonest; more are for links that one neighbour
-#: does not fill.
-WIDTH = 1
+#: Asks outstanding, as many as a source serves at a time (`mx.core.swarm_source.WIDTH`). Two hide
+#: the round trips of a network of up to 1 Gbit/s; docs/swarm.md has those for faster ones.
+WIDTH = 2
 #: Holdings are told to neighbours this long after the first that they don't know of has landed ...
 ANNOUNCE_S = 0.05
 #: ... or, where chunks come faster, after this part of what the latest took.

@@ -16,14 +16,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Reads that a source serves at a time. One at full speed, then the next, has each chunk at
-#: another holder sooner than two at half speed.
-WIDTH = 1
+#: Reads that a source serves at a time. Few, since one at full speed and then the next has each
+#: chunk at another holder sooner than both at half speed; but one alone leaves the link idle from
+#: its end until the next has asked.
+WIDTH = 2
 #: How many of those that were refused are told at a time that there is room. Most have found
 #: another by then.
-ROOM_BATCH = 4
-#: Offers that an origin has open: one under way, one that is on its way or waits.
-OFFERS = 2
+ROOM_BATCH = 6
+#: Offers that an origin has open: those under way, and one that is on its way or waits.
+OFFERS = WIDTH + 1
 #: An offer is late after this many times what one usually takes, and not before `LATE_S`.
 LATE_FACTOR = 4.0
 LATE_S = 1.0
