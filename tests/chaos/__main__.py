@@ -1,0 +1,20 @@
+"""python -m tests.chaos --pulls N [--seed S]: see docs/chaos.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.chaos.run import run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser.add_argument("--pulls", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    return run(arguments.pulls, arguments.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

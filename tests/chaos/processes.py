@@ -1,0 +1,190 @@
+"""The processes of a chaos run: started, told, killed, stopped; and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+#: Every process of a run carries it, and so do the children it may leave behind.
+MARK = "CHAOS_RUN"
+#: In gRPC's and the event loop's pools threads come and go by themselves.
+SPARE_THREADS = 24
+
+
+class Violation(Exception):
+    """A rule was broken."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a child gets: our code, quick settings, and none of the machine's."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MX_PEER_")}
+    settings = {
+        "CHUNK_BYTES": "1MiB",
+        "LEASE_S": "1",
+        "READER_LEASE_S": "2",
+        "STALL_TIMEOUT_S": "1",
+        "CONNECT_TIMEOUT_S": "1.5",
+        "DRAIN_GRACE_S": "1",
+    }
+    clean |= {f"MX_PEER_{name}": value for name, value in settings.items()}
+    clean["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'transports'}"
+    clean["XDG_CONFIG_HOME"] = "/nonexistent"
+    clean["UCX_TLS"] = "tcp"
+    clean["OMP_NUM_THREADS"] = "1"
+    return clean | more
+
+
+class Process:
+    """One of ours. What it says on standard output goes to `inbox` as (process, message), with
+    event "end" at the last; standard error to a file, where a traceback is a violation."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        inbox: queue.Queue[tuple[Process, dict[str, Any]]],
+        folder: Path,
+        env: Mapping[str, str],
+    ) -> None:
+        self.name = name
+        self.stderr = folder / f"{name}-{time.monotonic_ns()}.err"
+        self.killed = False  # by us
+        self.ready: dict[str, Any] = {}
+        self._inbox = inbox
+        with self.stderr.open("wb") as stderr:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=REPOSITORY,
+                env=dict(env),
+            )
+        self.pid = self._popen.pid
+        self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = {"event": "noise", "line": line.decode(errors="replace")}
+            if message.get("event") == "ready" or "endpoint" in message or "listen" in message:
+                self.ready = message
+            self._inbox.put((self, message))
+        self._inbox.put((self, {"event": "end", "code": self._popen.wait()}))
+
+    def tell(self, **command: Any) -> None:
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed: its end is on its way
+            self._popen.stdin.write(json.dumps(command).encode() + b"\n")
+            self._popen.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9, and gone."""
+        self.killed = True
+        self._popen.kill()
+        self._popen.wait()
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not self.ready:
+            if not self.alive or time.monotonic() > deadline_s:
+                raise Violation(f"{self.name} did not start:\n{self.errors()}")
+            time.sleep(0.005)
+
+    def errors(self) -> str:
+        return self.stderr.read_text(errors="replace")
+
+    def end(self) -> None:
+        """In good order if it still can, by force if not. Nothing is left of it."""
+        with contextlib.suppress(OSError):
+            self.signal(signal.SIGCONT)
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        if self.alive:
+            self.signal(signal.SIGTERM)
+            try:
+                self._popen.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._reader.join()
+        self._popen.stdout.close()
+
+    # -- what it holds ----------------------------------------------------------------------------
+
+    def holdings(self) -> Counter[str]:
+        """Descriptors and shared mappings by kind, and kernel threads; of another's process."""
+        found: Counter[str] = Counter()
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{self.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found[_kind(os.readlink(f"/proc/{self.pid}/fd/{number}"))] += 1
+            maps = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
+            found["mapping"] = sum("/memfd:" in line or "/dev/shm/" in line for line in maps)
+            found["kernel thread"] = len(os.listdir(f"/proc/{self.pid}/task"))
+        return found
+
+
+def _kind(link: str) -> str:
+    """What a descriptor is, without its number."""
+    if link.startswith("/memfd:"):
+        return "memfd"
+    if link.endswith(".err"):
+        return "standard error"
+    return (
+        link
+        if link.startswith("/")
+        else link.partition("[")[0].rstrip(":")
+        + (link[link.find("[") :] if link.startswith("anon_inode") else "")
+    )
+
+
+def beyond(now: Counter[str], allowed: Counter[str]) -> dict[str, tuple[int, int]]:
+    """What there is more of than allowed: kind -> (now, allowed)."""
+    return {
+        kind: (count, allowed[kind])
+        for kind, count in now.items()
+        if count > allowed[kind] + (SPARE_THREADS if kind == "kernel thread" else 0)
+    }
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that carry the run's mark, zombies left out."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in Path("/proc", name, "environ").read_bytes():
+                    found.append(int(name))
+    return found
+
+
+def python(module: str, arguments: Mapping[str, Any]) -> list[str]:
+    return [sys.executable, "-m", module, json.dumps(arguments)]
+
+
+def command(entry: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", f"from mx.cli import {entry}; {entry}()", *arguments]

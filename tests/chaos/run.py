@@ -1,0 +1,171 @@
+"""Plays round after round until enough pulls have ended, at all sites at once."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mx.testing.hosts import Hosts, unavailable
+from tests.chaos.play import Play, Played
+from tests.chaos.processes import Violation, marked
+from tests.chaos.schedule import MODELS, TARGETS, PullSpec, Round, draw
+from tests.chaos.site import Site
+
+PROGRESS_S = 10.0
+GONE_S = 15.0
+#: What is on its way out after the first pulls is out by then.
+WARM_S = 2.0
+
+
+@dataclass
+class Tally:
+    rounds: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+    retries: int = 0
+    transports: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def pulls(self) -> int:
+        return self.ends.total()
+
+    def add(self, played: Played) -> None:
+        self.rounds += 1
+        self.ends.update(played.ends)
+        self.retries += played.retries
+        self.transports.update(path.split()[0] for path in played.paths)
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {name}" for name, count in self.ends.most_common())
+        return f"{self.pulls} pulls in {self.rounds} rounds: {ends}; {self.retries} parts retried"
+
+
+def places() -> tuple[str, ...]:
+    """Those that can be made here, best said by why not."""
+    return ("loopback",) if unavailable() else ("loopback", "hosts")
+
+
+@contextlib.contextmanager
+def site(place: str, *, believe_everything: bool = False) -> Iterator[Site]:
+    """A site with everybody there and warm, that leaves nothing behind."""
+    mark = secrets.token_hex(8)
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="mx-chaos-")))
+        hosts = ends.enter_context(Hosts()) if place == "hosts" else None
+        made = Site(place, folder, mark, hosts, believe_everything=believe_everything)
+        ends.callback(made.close)
+        made.start()
+        made.gather()
+        warm_up(made)
+        yield made
+    deadline_s = time.monotonic() + GONE_S
+    while left := marked(mark):
+        if time.monotonic() > deadline_s:
+            raise Violation(f"processes were left behind: {left}")
+        time.sleep(0.05)
+
+
+def warm_up(site: Site) -> None:
+    """What libraries make on first use and keep is there, so that it can be told from leaks."""
+    site.measure()
+    for model, transport in (("one", "tcp"), ("two", "tcp"), ("three", "tcp"), ("mixed", None)):
+        if not set(site.sources) >= set(MODELS[model]):
+            continue
+        pulls = tuple(PullSpec(target, 0.0, transport=transport, hold=True) for target in TARGETS)
+        Play(site, Round(0, site.place, model, pulls, ())).run(warming_up=True)
+    time.sleep(WARM_S)
+    site.measure()
+
+
+class Runner:
+    """Hands seeds out in order; each site takes those that are for its place."""
+
+    def __init__(self, pulls: int, seed: int, places: Sequence[str]) -> None:
+        self.tally = Tally()
+        self.failure: str | None = None
+        self._pulls = pulls
+        self._next_seed = seed
+        self._places = places
+        self._lock = threading.Lock()
+        self._waiting: dict[str, list[Round]] = {place: [] for place in places}
+        self._drawn = 0
+        self.began_s = time.monotonic()
+
+    def take(self, place: str) -> Round | None:
+        """The next round for this place; None when it is enough, or when something is wrong."""
+        with self._lock:
+            while self.failure is None:
+                if self._waiting[place]:
+                    return self._waiting[place].pop(0)
+                if self._drawn >= self._pulls:
+                    return None
+                drawn = draw(self._next_seed, self._places)
+                self._next_seed += 1
+                self._drawn += len(drawn.pulls)
+                self._waiting[drawn.place].append(drawn)
+            return None
+
+    def add(self, played: Played) -> None:
+        with self._lock:
+            self.tally.add(played)
+
+    def fail(self, round_: Round | None, violation: Violation) -> None:
+        with self._lock:
+            told = (
+                "" if round_ is None else f"\n\n{round_}\n\nmake chaos PULLS=1 SEED={round_.seed}"
+            )
+            self.failure = self.failure or f"{violation}{told}"
+
+
+def attend(runner: Runner, place: str) -> None:
+    """One site's thread."""
+    round_: Round | None = None
+    try:
+        with site(place) as here:
+            while (round_ := runner.take(place)) is not None:
+                runner.add(Play(here, round_).run())
+    except Violation as violation:
+        runner.fail(round_, violation)
+
+
+def run(pulls: int, seed: int) -> int:
+    """Returns the exit code; says how it goes on standard error, and how it went."""
+    can = places()
+    if len(can) < 2:
+        print(f"only on loopback: {unavailable()}", file=sys.stderr)
+    needed = {draw(seed, can).place} if pulls == 1 else set(can)
+    runner = Runner(pulls, seed, can)
+    threads = [threading.Thread(target=attend, args=(runner, place)) for place in sorted(needed)]
+    for thread in threads:
+        thread.start()
+    told_s = time.monotonic()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.2)
+        if time.monotonic() - told_s >= PROGRESS_S:
+            told_s = time.monotonic()
+            _say(runner)
+    for thread in threads:
+        thread.join()
+    _say(runner)
+    if runner.failure is not None:
+        print(f"\na rule was broken:\n{runner.failure}", file=sys.stderr)
+        return 1
+    wall_s = time.monotonic() - runner.began_s
+    print(
+        f"{runner.tally.pulls} pulls from seed {seed} on: 0 with wrong bytes, "
+        f"{wall_s:.0f} s ({runner.tally.pulls / wall_s:.1f} a second)"
+    )
+    return 0
+
+
+def _say(runner: Runner) -> None:
+    print(
+        f"{time.monotonic() - runner.began_s:6.0f} s  {runner.tally}", file=sys.stderr, flush=True
+    )
