@@ -7,6 +7,8 @@ from typing import Any
 
 from mx import config
 from mx.api.common import tls_of, transports
+from mx.api.relaying import Relay
+from mx.api.serving import source_options
 from mx.errors import ConfigError
 from mx.puller.options import PullOptions
 
@@ -52,6 +54,7 @@ def pull_options(
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,
+        relay=lambda source_id: Relay(source_id, source_options(settings), known),
         **rest,
     )
 

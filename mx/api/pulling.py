@@ -229,6 +229,7 @@ class Pull:
         arena, manifest = self._puller.arena, self._puller.manifest
         if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
+        self._loop.run(self._puller.company.leave())
         arena.seal()
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
         loop = runtime.acquire()
@@ -269,6 +270,7 @@ class Pull:
         if not self._task.done():
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        await self._puller.company.leave()
         # If it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))
 

@@ -384,3 +384,10 @@ class SourceRecord:
     transports: tuple[str, ...]
     role: SourceRole = SourceRole.ORIGIN
     state: SourceState = SourceState.SERVING
+
+    @property
+    def whole(self) -> bool:
+        """Does it hold every layer?"""
+        held = sum(end - begin for begin, end in self.table.held)
+        spans = (region.layers for region in self.table.regions if region.layers)
+        return self.role is SourceRole.ORIGIN or held >= sum(end - begin for begin, end in spans)

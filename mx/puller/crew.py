@@ -91,6 +91,8 @@ class Crew:
             reading = engine()
             if reading is not None:
                 reading.tick()
+            if not self._live:
+                self._changed.set()  # what was hoped for may be hopeless by now
 
     def wake(self) -> None:
         """The pull has ended."""

@@ -98,7 +98,7 @@ class Engine:
         *,
         several_lanes: bool = False,
     ) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._grid = manifest.grid
         self._arena = arena
         self._listener = listener
@@ -303,7 +303,7 @@ class Engine:
         with self._lock:
             parts = sorted(self._unverified.pop(chunk))
         digest = digest_of_blocks(b"".join(part.block_digests for part in parts))
-        right = digest == self._manifest.chunking.digest(chunk)
+        right = digest == self.manifest.chunking.digest(chunk)
         now_s = time.monotonic()
         with self._lock:
             for part in parts:
@@ -338,7 +338,7 @@ class Engine:
 
     def _tag(self, chunk_index: int) -> str:
         chunk = self._grid[chunk_index]
-        layer = self._manifest.layout.layers[chunk.layer]
+        layer = self.manifest.layout.layers[chunk.layer]
         return f"chunk {chunk_index} (layer {layer.name}, {chunk.nbytes} bytes at {chunk.offset})"
 
     def _read(self, lane: int, part: Part) -> tuple[_PartSink, Read]:

@@ -103,8 +103,9 @@ class Member:
         return not self._receiver.left
 
     @property
-    def neighbours(self) -> int:
-        return len(self._peers)
+    def hopeful(self) -> bool:
+        """Is there anybody who may yet give something, or may somebody be met?"""
+        return self.gated and bool(self._peers or self._greeting or self._alone_since_s is None)
 
     def _start(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)

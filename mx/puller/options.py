@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mx.core.types import CHUNK_BYTES
+from mx.puller.relay import MakeRelay
 from mx.transport import TlsFiles
 
 
@@ -15,7 +16,7 @@ class PullOptions:
 
     `name` may be NAME@IDENTITY. One of `coordinator`, `peer` and `disk` says where to look;
     `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
-    "cpu" or "cuda:UUID", `into` the caller's memory.
+    "cpu" or "cuda:UUID", `into` the caller's memory. With `relay` others may read what has come.
     """
 
     name: str
@@ -41,3 +42,4 @@ class PullOptions:
     chunk_nbytes: int = CHUNK_BYTES
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
+    relay: MakeRelay | None = None

@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mx import trace
 from mx.core import manifest as manifests
-from mx.core.planner import Plan, Way
-from mx.core.types import Manifest, ModelKey
+from mx.core.planner import Plan
+from mx.core.types import Manifest, ModelKey, SourceRecord
 from mx.errors import (
     ConfigError,
     LocalError,
     MxError,
     NoSourceError,
-    NotAllowedError,
-    SourceError,
 )
 from mx.memory.arena import Arena, BorrowedArena
 from mx.puller import disk
+from mx.puller.attaching import attach, nobody
+from mx.puller.company import Company
 from mx.puller.crew import Crew
 from mx.puller.delivery import Delivery
 from mx.puller.engine import Engine
@@ -65,7 +65,9 @@ class Puller:
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
         self._locator: Locator | None = None
-        self._links = Links(options, self._place, transports, self._lease_lost)
+        self.company = Company(options, self._plan, state.is_ready)
+        reader_id = self.company.reader_id
+        self._links = Links(options, self._place, transports, self._lease_lost, reader_id)
         self._delivery: Delivery | None = None
         self._crew: Crew | None = None
         self._several = False  # are several ways to be used at once?
@@ -137,7 +139,8 @@ class Puller:
             located = await self._locator.locate()
             span.set(sources=len(located.sources))
         self.key = located.key
-        ways = plan_ways(self.options, self._place, self._transports, located.sources)
+        self.company.sources = located.sources
+        ways = self._plan([source for source in located.sources if source.whole])
         self._links.begin(ways.chosen)
         with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
             documents = await self._locator.documents(located)
@@ -145,7 +148,7 @@ class Puller:
             manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
-        if not ways.ways:
+        if not ways.ways and not (self.company.reader_id and located.sources):
             raise NoSourceError(
                 f"no source of {self.key} can be reached from here: "
                 + ("; ".join(ways.explain()) or "none is registered"),
@@ -173,16 +176,17 @@ class Puller:
         """Attach, or read over all ways that go together and others when those are lost, until
         the pull has ended. Raises what it failed with."""
         self._several = len(ways.chosen) > 1
+        nbytes = manifest.layout.arena_nbytes
         self._crew = crew = Crew(
             ways,
             self._links,
-            lambda way: self._links.open(way, manifest.layout.arena_nbytes),
+            lambda way: self._links.open(way, nbytes),
             lambda link: self._add_lane(manifest, link),
             self._causes,
         )
         self.phase = "connecting"
         for way in [way for way in ways.ways if way.attach]:
-            link, view = await self._attach(manifest, way)
+            link, view = await attach(self._links, way, nbytes, self._causes)
             if link is None:
                 crew.leave_out(way)
             elif view is not None:
@@ -191,42 +195,20 @@ class Puller:
                 crew.take(link)  # it can be copied still
                 break
         if self.arena is None:
-            self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
+            self.arena = new_arena(self.options, nbytes)
+        if not ways.ways:
+            self._engine = self._new_engine(manifest)
+            self._swarm(gated=True)
+        else:
+            seconds = manifest.layout.payload_nbytes / (ways.gb_per_s * 1e9)
+            self.company.expect(seconds, self._swarm)
         await crew.run(lambda: self._ended, lambda: self._engine)
         if self._engine is None:
-            raise self._nobody()
+            raise nobody(str(self.key), self._causes)
         if self._failure is not None:
             raise self._failure
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return self._report(manifest, self._engine.paths(), by)
-
-    def _nobody(self) -> MxError:
-        """No way could be opened."""
-        if self._causes and all(isinstance(cause, LocalError) for cause in self._causes):
-            return self._causes[-1]
-        return NoSourceError(
-            f"no source of {self.key} could be opened: "
-            + "; ".join(dict.fromkeys(str(cause) for cause in self._causes)),
-            hint="mx sources shows who is registered",
-        )
-
-    async def _attach(self, manifest: Manifest, way: Way) -> tuple[Link | None, Span | None]:
-        """A link if it could be opened, and the source's memory if it could be mapped."""
-        try:
-            link = await self._links.open(way, manifest.layout.arena_nbytes)
-        except ConfigError:
-            raise
-        except MxError as error:
-            self._causes.append(error)
-            return None, None
-        try:
-            return link, await self._links.attach(link, manifest.layout.arena_nbytes)
-        except NotAllowedError as error:
-            self._causes.append(error)
-            return link, None
-        except SourceError as error:
-            self._causes.append(error)
-            return None, None
 
     async def _deliver_attached(self, manifest: Manifest, link: Link, view: Span) -> PullReport:
         """The map outlives session, lease and source."""
@@ -250,14 +232,20 @@ class Puller:
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.SOURCE
         return self._report(manifest, [path], by)
 
-    def _add_lane(self, manifest: Manifest, link: Link) -> int:
+    def _new_engine(self, manifest: Manifest) -> Engine:
         if self.arena is None:
             self.arena = new_arena(self.options, manifest.layout.arena_nbytes)
+        make_hasher = self.arena.hasher
+        engine = Engine(manifest, self.arena.view, self, make_hasher, several_lanes=self._several)
+        engine.start()
+        return engine
+
+    def _add_lane(self, manifest: Manifest, link: Link) -> int:
         if self._engine is None:
-            self._engine = Engine(
-                manifest, self.arena.view, self, self.arena.hasher, several_lanes=self._several
-            )
-            self._engine.start()
+            self._engine = self._new_engine(manifest)
+        assert self.arena is not None
+        if link.gated:
+            self._swarm(gated=True, by=link.way.source.source_id)
         now_s = time.monotonic()
         self.state.first_read_s = self.state.first_read_s or now_s
         endpoint = link.way.source.endpoint
@@ -274,6 +262,14 @@ class Puller:
         )
         self.phase = "reading"
         return self._engine.add_lane(lane)
+
+    def _swarm(self, *, gated: bool = False, by: str = "") -> None:
+        engine, crew, arena = self._engine, self._crew, self.arena
+        if engine is not None and crew is not None and arena is not None:
+            self.company.begin(self.key, engine, crew, arena, gated=gated, by=by)
+
+    def _plan(self, sources: Sequence[SourceRecord]) -> Plan:
+        return plan_ways(self.options, self._place, self._transports, sources)
 
     async def _from_disk(self, *, fallback: bool) -> PullReport:
         self.phase = "reading disk"
@@ -372,6 +368,7 @@ class Puller:
         )
 
     async def _release_network(self) -> None:
+        self.company.reading_ended()
         if self._crew is not None:
             await self._crew.close()
         if self._engine is not None:
@@ -385,6 +382,7 @@ class Puller:
 
     async def _discard(self) -> None:
         """After a failure: nothing half-done stays, on disk or in memory."""
+        await self.company.leave()
         if self._delivery is not None:
             delivery, self._delivery = self._delivery, None
             await asyncio.to_thread(delivery.abort)

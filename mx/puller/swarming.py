@@ -7,18 +7,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import grpc.aio
 
 from mx.core.planner import Plan
-from mx.core.types import Manifest, ModelKey, SourceRecord
+from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError
 from mx.memory.arena import Arena
 from mx.puller.crew import Crew
 from mx.puller.engine import Engine
 from mx.puller.member import Member
 from mx.puller.options import PullOptions
+from mx.puller.relay import RelayHost
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.rpc import Stub
 from mx.wire.talk import Talk
@@ -28,32 +28,6 @@ log = logging.getLogger(__name__)
 
 #: The coordinator is told of new layers this often.
 ADVERTISE_S = 1.0
-
-
-class RelayHost(Protocol):
-    """Lets others read what a pull has received so far. On the loop."""
-
-    async def start(self, key: ModelKey, manifest: Manifest, arena: Arena, member: Member) -> None:
-        """Listen, and offer the arena, of which nothing is held yet."""
-
-    def record(self) -> SourceRecord | None:
-        """How others find it; None before it listens."""
-
-    async def register(self, coordinator: str) -> None:
-        """Be listed. Raises CoordinatorError."""
-
-    def hold(self, layers: Sequence[tuple[int, int]]) -> None:
-        """These layers are there, as half-open ranges."""
-
-    async def advertise(self) -> None:
-        """Tell the coordinator what is held. Raises CoordinatorError."""
-
-    async def close(self) -> None:
-        """Let nobody read any more. Idempotent."""
-
-
-#: Makes the host of the relay that has this source id.
-MakeRelay = Callable[[str], RelayHost]
 
 
 def ranges(members: Sequence[bool]) -> list[tuple[int, int]]:
@@ -75,30 +49,32 @@ class Swarming:
         own_id: str,
         options: PullOptions,
         host: RelayHost,
-        manifest: Manifest,
-        *,
         engine: Engine,
         crew: Crew,
         plan: Callable[[Sequence[SourceRecord]], Plan],
+        is_ready: Callable[[int], bool],
     ) -> None:
-        """`plan` finds the ways to read from sources."""
+        """`plan` finds the ways to read from sources, `is_ready` says it of a layer."""
         self._options = options
         self._host = host
-        self._manifest = manifest
+        self._manifest = manifest = engine.manifest
         self._engine: Engine | None = engine
         self._crew: Crew | None = crew
         self._plan = plan
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._ready = [False] * len(manifest.layout.layers)
-        self._advertising: asyncio.Task[None] | None = None
+        self._is_ready = is_ready
+        self._layers = len(manifest.layout.layers)
+        self._task: asyncio.Task[None] | None = None
         self.member = Member(own_id, len(manifest.grid), self, host.record, self._dial)
         engine.chunk_listener = self.member
         crew.source_lost = self.member.lost
-        # As long as somebody is there who may yet give something, or may be met.
-        crew.expecting = lambda: self.member.gated and self.member.neighbours > 0
+        crew.expecting = lambda: self.member.hopeful
 
-    async def start(self, key: ModelKey, arena: Arena, sources: Sequence[SourceRecord]) -> None:
-        """Be found, and get to know the others. A pull goes on alone where that fails."""
+    def begin(self, key: ModelKey, arena: Arena, sources: Sequence[SourceRecord]) -> None:
+        """Be found, and get to know these and others. A pull goes on alone where that fails."""
+        self._task = asyncio.create_task(self._run(key, arena, sources), name="mx-swarm")
+
+    async def _run(self, key: ModelKey, arena: Arena, sources: Sequence[SourceRecord]) -> None:
         try:
             await self._host.start(key, self._manifest, arena, self.member)
         except MxError as error:
@@ -107,28 +83,21 @@ class Swarming:
             return
         self.member.met(sources)
         if self._options.coordinator is not None:
-            self._advertising = asyncio.create_task(self._advertise(), name="mx-advertise")
+            await self._advertise(self._options.coordinator)
 
-    async def _advertise(self) -> None:
-        assert self._options.coordinator is not None
+    async def _advertise(self, coordinator: str) -> None:
+        """Until all is held and the coordinator knows."""
         told: list[tuple[int, int]] | None = None
-        while told is None or not all(self._ready):
+        while told != [(0, self._layers)]:
             with contextlib.suppress(MxError):  # it is told again, and nobody needs it to read
-                held = ranges(self._ready)
+                held = ranges([self._is_ready(layer) for layer in range(self._layers)])
                 self._host.hold(held)
                 if told is None:
-                    await self._host.register(self._options.coordinator)
+                    await self._host.register(coordinator)
                 elif held != told:
                     await self._host.advertise()
                 told = held
             await asyncio.sleep(ADVERTISE_S)
-        with contextlib.suppress(MxError):
-            self._host.hold([(0, len(self._ready))])
-            await self._host.advertise()
-
-    def layer_ready(self, layer: int) -> None:
-        """On any thread."""
-        self._ready[layer] = True
 
     def reading_ended(self) -> None:
         """Engine and crew are about to end: from now on this only gives."""
@@ -176,9 +145,9 @@ class Swarming:
     async def close(self) -> None:
         """Leave the others, and let nobody read any more. Idempotent."""
         self.reading_ended()
-        if self._advertising is not None:
-            self._advertising.cancel()
-            await asyncio.gather(self._advertising, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self.member.close()
         await self._host.close()
         channels, self._channels = self._channels, {}

@@ -42,6 +42,8 @@ class HeldModel:
     source_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     #: Half-open ranges of layers that are there and verified; None: all.
     layers: Sequence[tuple[int, int]] | None = None
+    #: Is the arena being filled? Then nobody may attach to it.
+    growing: bool = False
 
     @property
     def device(self) -> str:
@@ -50,8 +52,11 @@ class HeldModel:
         return view.device if isinstance(view, DeviceView) else "cpu"
 
     def regions(self) -> list[ExposedRegion]:
-        arena = self.arena
-        return [ExposedRegion(0, arena.view, arena.address, self.device, arena.memfd)]
+        arena, view = self.arena, self.arena.view
+        if isinstance(view, memoryview):
+            view = view.toreadonly()
+        memfd = None if self.growing else arena.memfd
+        return [ExposedRegion(0, view, arena.address, self.device, memfd)]
 
     def record(
         self, endpoint: str, place: Place, transports: Sequence[str], state: SourceState

@@ -157,6 +157,19 @@ class SourceServer:
             on_state=self._on_registered,
         )
 
+    async def advertise(self) -> None:
+        """Tell the coordinator which layers are held now. Raises CoordinatorError,
+        UnknownSourceError."""
+        if self._client is None:
+            return
+        for served in self._servicer.models.values():
+            record = self._record(served)
+            await self._client.advertise(record.source_id, record.generation, record.table.held)
+
+    def record(self, source_id: str) -> SourceRecord:
+        """How a model that was offered is told of."""
+        return self._record(self._servicer.models[source_id])
+
     def _on_registered(self, registered: bool, why: str) -> None:
         if registered != self.registered:
             log.warning("%s", why)

@@ -1,0 +1,58 @@
+"""A pull's memory, served to others while it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mx.core.types import Manifest, ModelKey, SourceRecord, SourceRole
+from mx.memory.arena import Arena
+from mx.puller.member import Member
+from mx.source.model import HeldModel
+from mx.source.server import SourceOptions, SourceServer
+from mx.transport import Transport
+
+#: Readers may finish what they are at for so long.
+DRAIN_S = 2.0
+
+
+class Relay:
+    """`mx.puller.relay.RelayHost` by a source of its own."""
+
+    def __init__(
+        self, source_id: str, options: SourceOptions, transports: Mapping[str, Transport]
+    ) -> None:
+        self._source_id = source_id
+        self._server = SourceServer(options, transports)
+        self._held: HeldModel | None = None
+
+    async def start(self, key: ModelKey, manifest: Manifest, arena: Arena, member: Member) -> None:
+        held = HeldModel(
+            key,
+            manifest,
+            arena,
+            SourceRole.RELAY,
+            borrowed=True,
+            source_id=self._source_id,
+            layers=(),
+            growing=True,
+        )
+        await self._server.start()
+        await self._server.offer(held, member)
+        self._held = held
+
+    def record(self) -> SourceRecord | None:
+        return None if self._held is None else self._server.record(self._held.source_id)
+
+    def hold(self, layers: Sequence[tuple[int, int]]) -> None:
+        if self._held is not None:
+            self._held.layers = layers
+
+    async def register(self, coordinator: str) -> None:
+        await self._server.register(coordinator)
+
+    async def advertise(self) -> None:
+        await self._server.advertise()
+
+    async def close(self) -> None:
+        await self._server.drain(DRAIN_S)  # those that read something now
+        await self._server.close()

@@ -1,0 +1,41 @@
+"""Mapping a source's memory in place of copying it."""
+
+from __future__ import annotations
+
+from mx.core.planner import Way
+from mx.errors import ConfigError, LocalError, MxError, NoSourceError, NotAllowedError, SourceError
+from mx.puller.links import Link, Links
+from mx.transport import Span
+
+
+async def attach(
+    links: Links, way: Way, nbytes: int, causes: list[MxError]
+) -> tuple[Link | None, Span | None]:
+    """A link if it could be opened, and the source's memory if it could be mapped; why not goes
+    into `causes`."""
+    try:
+        link = await links.open(way, nbytes)
+    except ConfigError:
+        raise
+    except MxError as error:
+        causes.append(error)
+        return None, None
+    try:
+        return link, await links.attach(link, nbytes)
+    except NotAllowedError as error:
+        causes.append(error)
+        return link, None
+    except SourceError as error:
+        causes.append(error)
+        return None, None
+
+
+def nobody(model: str, causes: list[MxError]) -> MxError:
+    """No way to any source could be opened."""
+    if causes and all(isinstance(cause, LocalError) for cause in causes):
+        return causes[-1]
+    return NoSourceError(
+        f"no source of {model} could be opened: "
+        + "; ".join(dict.fromkeys(str(cause) for cause in causes)),
+        hint="mx sources shows who is registered",
+    )

@@ -1,0 +1,82 @@
+"""Whether a pull is one among others, and from when on."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+
+from mx.core.planner import Plan
+from mx.core.types import ModelKey, SourceRecord
+from mx.memory.arena import Arena
+from mx.puller.crew import Crew
+from mx.puller.engine import Engine
+from mx.puller.options import PullOptions
+from mx.puller.swarming import Swarming
+
+#: A pull that takes at least this long is worth telling others of.
+LONG_S = 2.0
+
+
+class Company:
+    """One pull's, on the loop. `reader_id` is "" for a pull that nobody could read from."""
+
+    def __init__(
+        self,
+        options: PullOptions,
+        plan: Callable[[Sequence[SourceRecord]], Plan],
+        is_ready: Callable[[int], bool],
+    ) -> None:
+        """`plan` finds the ways to read from sources, `is_ready` says it of a layer."""
+        able = options.relay is not None and options.device == "cpu" and options.into is None
+        self.reader_id = str(uuid.uuid4()) if able else ""
+        self.sources: Sequence[SourceRecord] = ()  # that were found at first
+        self._options = options
+        self._plan = plan
+        self._is_ready = is_ready
+        self._swarming: Swarming | None = None
+        self._later: asyncio.TimerHandle | None = None
+
+    def expect(self, seconds: float, begin: Callable[[], None]) -> None:
+        """The pull should take so long: `begin` now, or if it should turn out to be long."""
+        if self.reader_id:
+            delay_s = 0.0 if seconds > LONG_S else LONG_S / 2
+            self._later = asyncio.get_running_loop().call_later(delay_s, begin)
+
+    def begin(
+        self,
+        key: ModelKey,
+        engine: Engine,
+        crew: Crew,
+        arena: Arena,
+        *,
+        gated: bool = False,
+        by: str = "",
+    ) -> None:
+        """Let others read, and read from them. `gated`: only what is permitted; `by` is the
+        source that has said so."""
+        make = self._options.relay
+        if not self.reader_id or make is None or self._swarming is not None:
+            return
+        host = make(self.reader_id)
+        self._swarming = Swarming(
+            self.reader_id, self._options, host, engine, crew, self._plan, self._is_ready
+        )
+        if gated:
+            crew.gate([by])
+            self._swarming.member.go_gated()
+        self._swarming.begin(key, arena, self.sources)
+
+    def reading_ended(self) -> None:
+        """Engine and crew are about to end."""
+        if self._later is not None:
+            self._later.cancel()
+        if self._swarming is not None:
+            self._swarming.reading_ended()
+
+    async def leave(self) -> None:
+        """Nobody reads here any more. Idempotent."""
+        self.reading_ended()
+        if self._swarming is not None:
+            swarming, self._swarming = self._swarming, None
+            await swarming.close()
