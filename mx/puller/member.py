@@ -4,30 +4,23 @@ says who may read from it. The deciding is done in `mx.core.swarm` and its neigh
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from mx import codec
 from mx.core.swarm import Ask, Cancel, Command, Decline, Pass, Receiver
-from mx.core.swarm_neighbours import Neighbours
 from mx.core.swarm_source import Answer, Gate, Go, Room
-from mx.core.types import SourceRecord, SourceRole
-from mx.errors import MxError, PeerProtocolError
+from mx.core.types import SourceRecord
+from mx.errors import PeerProtocolError
+from mx.puller.acquaintances import Acquaintances
 from mx.wire.talk import Talk, from_bytes, to_bytes
 from mx.wire.v1 import peer_pb2
-
-log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 #: Chunks asked for at a time: one is read while the next is asked for.
 WIDTH = 2
-#: Others that are known at most.
-MOST_KNOWN = 4096
-#: A greeting that is not answered by then is given up.
-WELCOME_TIMEOUT_S = 3.0
 #: Who has had nobody to ask for so long reads without asking.
 ALONE_S = 2.0
 
@@ -56,7 +49,7 @@ class Reads(Protocol):
 
 @dataclass
 class _Peer:
-    source_id: str
+    record: SourceRecord
     talk: Talk
     seeds: bool
 
@@ -77,26 +70,20 @@ class Member:
         dial: Callable[[SourceRecord], Awaitable[Talk]],
     ) -> None:
         self.gated = False
-        self._own_id = own_id
+        self.acquaintances = Acquaintances(own_id, self, own, dial)
         self._chunk_count = chunk_count
         self._reads = reads
-        self._own = own
-        self._dial = dial
         self._loop = asyncio.get_running_loop()
         self._receiver = Receiver(chunk_count, width=0)
         self._gate = Gate()
-        self._neighbours = Neighbours(own_id)
         self._peers: dict[int, _Peer] = {}
         self._numbers: dict[str, int] = {}
         self._count = 0
-        self._known: dict[str, SourceRecord] = {}
-        self._greeting: dict[str, Talk | None] = {}
         self._reading: dict[int, int] = {}  # chunk -> the peer that it is read from
         self._readers: dict[str, int] = {}  # reader id -> leases
-        self._tasks: set[asyncio.Task[None]] = set()
         self._announcing: asyncio.TimerHandle | None = None
         self._alone_since_s: float | None = None
-        self._start(self._tick(), "mx-swarm-tick")
+        self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
     @property
     def complete(self) -> bool:
@@ -105,12 +92,17 @@ class Member:
     @property
     def hopeful(self) -> bool:
         """Is there anybody who may yet give something, or may somebody be met?"""
-        return self.gated and bool(self._peers or self._greeting or self._alone_since_s is None)
+        return self.gated and (self.acquaintances.any or self._alone_since_s is None)
 
-    def _start(self, work: Any, name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    @property
+    def held(self) -> int:
+        """The chunks that are here, as a bit set."""
+        return self._receiver.held
+
+    @property
+    def crowded(self) -> bool:
+        """Must those that read here ask before?"""
+        return len(self._readers) > 1 or not self.complete
 
     # -- the pull's own events; from any thread ---------------------------------------------------
 
@@ -148,7 +140,7 @@ class Member:
         self._receiver.width = WIDTH
         self._plan_announcement()
         for peer in self._peers.values():
-            self._reads.connect(self._known[peer.source_id])
+            self._reads.connect(peer.record)
         self._do(self._receiver.plan(now_s))
 
     def go_alone(self) -> None:
@@ -158,143 +150,41 @@ class Member:
             self._receiver.width = 0
             self._reads.ungate()
 
-    def met(self, sources: Iterable[SourceRecord]) -> None:
-        """Others that pull, or hold, the same model; origins among them are talked to as well."""
-        for record in sources:
-            if record.source_id == self._own_id or len(self._known) >= MOST_KNOWN:
-                continue
-            self._known[record.source_id] = record
-            if record.role is SourceRole.ORIGIN and not self._busy_with(record.source_id):
-                self._start(self._greet(record, None), "mx-greet-origin")
-        relays = [i for i, r in self._known.items() if r.role is SourceRole.RELAY]
-        self._greet_all(self._neighbours.listed(relays))
-
     def lost(self, source_id: str) -> None:
         """No way is left to read from it."""
-        number = self._numbers.get(source_id)
-        if number is not None:
-            self._peers[number].talk.close()
-
-    def _busy_with(self, source_id: str) -> bool:
-        return source_id in self._numbers or source_id in self._greeting
-
-    def _greet_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            if not self._busy_with(name):
-                self._start(self._greet(self._known[name], self._neighbours), "mx-greet")
+        self.acquaintances.leave(source_id)
 
     # -- talks ------------------------------------------------------------------------------------
 
-    async def _greet(self, record: SourceRecord, neighbours: Neighbours | None) -> None:
-        """Talk to another, if it welcomes that, until the talk ends."""
-        source_id, own = record.source_id, self._own()
-        if own is None:
-            return
-        self._greeting[source_id] = None
-        try:
-            talk = await self._dial(record)
-        except MxError as error:
-            log.info("%s could not be greeted: %s", record.endpoint, error)
-            self._greeting.pop(source_id, None)
-            if neighbours is not None:
-                self._greet_all(neighbours.gone(source_id))
-            return
-        self._greeting[source_id] = talk
-        hello = peer_pb2.Hello(source_id=source_id, own=codec.source_to_wire(own))
-        hello.have = to_bytes(self._receiver.held)
-        talk.say(hello=hello)
-        timeout = self._loop.call_later(WELCOME_TIMEOUT_S, talk.close)
-        number = -1
-
-        def heard(message: peer_pb2.SwarmMessage) -> None:
-            nonlocal number
-            if number >= 0:
-                self._heard(number, message)
-                return
-            if message.WhichOneof("message") != "welcome":
-                raise PeerProtocolError(f"{talk.peer} did not answer the greeting")
-            timeout.cancel()
-            if not message.welcome.accepted or self._greeting.get(source_id) is not talk:
-                talk.close()
-                return
-            del self._greeting[source_id]
-            have = from_bytes(message.welcome.have, self._chunk_count)
-            if neighbours is not None:
-                self._greet_all(neighbours.answered(source_id, True))
-            number = self._join(record, talk, have, seeds=message.welcome.seeds)
-            if message.welcome.gated:
-                self.go_gated()
-
-        try:
-            self._complain(talk, await talk.listen(heard))
-        finally:
-            timeout.cancel()
-            if self._greeting.get(source_id) is talk:
-                del self._greeting[source_id]
-                if neighbours is not None:
-                    self._greet_all(neighbours.answered(source_id, False))
-            if number >= 0:
-                self._part(number)
-
-    async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
-        """Another has greeted us: talk until the end. (Called for the server.)"""
-        source_id = record.source_id
+    def joined(self, record: SourceRecord, talk: Talk, have: bytes, *, seeds: bool) -> int:
         held = from_bytes(have, self._chunk_count)
-        # Two that greet each other at a time keep the stream of the one with the lesser id.
-        crossed = source_id in self._greeting and self._own_id < source_id
-        answer = None
-        if source_id not in self._numbers and not crossed:
-            answer = self._neighbours.greeting(source_id)
-        if answer is None or not answer.welcome:
-            talk.say(welcome=peer_pb2.Welcome(accepted=False))
-            await talk.listen(lambda message: None)
-            return
-        if answer.drop is not None:
-            self.lost(answer.drop)
-        superseded = self._greeting.pop(source_id, None)
-        if superseded is not None:
-            superseded.close()
-        self._known[source_id] = record
-        welcome = peer_pb2.Welcome(accepted=True, gated=self._crowded())
-        welcome.have = to_bytes(self._receiver.held)
-        talk.say(welcome=welcome)
-        number = self._join(record, talk, held, seeds=False)
-        try:
-            self._complain(talk, await talk.listen(lambda message: self._heard(number, message)))
-        finally:
-            self._part(number)
-
-    @staticmethod
-    def _complain(talk: Talk, error: MxError | None) -> None:
-        if error is not None:
-            log.warning("%s was left: %s", talk.peer, error)
-
-    def _join(self, record: SourceRecord, talk: Talk, have: int, *, seeds: bool) -> int:
         self._count += 1
         number = self._count
-        self._peers[number] = _Peer(record.source_id, talk, seeds)
+        self._peers[number] = _Peer(record, talk, seeds)
         self._numbers[record.source_id] = number
-        self._receiver.joined(number, have)
+        self._receiver.joined(number, held)
         self._alone_since_s = None
         if self.gated and not self.complete:
             self._reads.connect(record)
         self._do(self._receiver.plan(time.monotonic()))
         return number
 
-    def _part(self, number: int) -> None:
-        peer = self._peers.pop(number)
-        del self._numbers[peer.source_id]
+    def parted(self, number: int) -> None:
+        source_id = self._peers.pop(number).record.source_id
+        del self._numbers[source_id]
         for chunk in [c for c, n in self._reading.items() if n == number]:
             del self._reading[chunk]
         self._answers(self._gate.gone(number))
-        self._reads.disconnect(peer.source_id)
+        self._reads.disconnect(source_id)
         self._do(self._receiver.gone(number, time.monotonic()))
-        if not peer.seeds:
-            self._greet_all(self._neighbours.gone(peer.source_id))
+
+    async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
+        """Another has greeted: talk until the end."""
+        await self.acquaintances.mingle(record, have, talk)
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def _heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
+    def heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
         kind = message.WhichOneof("message")
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
@@ -308,7 +198,9 @@ class Member:
             case "gated":
                 self.go_gated()
             case "meet":
-                self.met([codec.source_from_wire(source) for source in message.meet.sources])
+                self.acquaintances.met(
+                    [codec.source_from_wire(source) for source in message.meet.sources]
+                )
             case "ask" | "go" | "busy" | "done" | "drop" | "offer" if (
                 getattr(message, kind) < self._chunk_count
             ):
@@ -326,7 +218,7 @@ class Member:
             case "go":
                 if number not in self._receiver.asked(chunk):
                     peer.talk.say(drop=chunk)
-                elif self._reads.permit(peer.source_id, chunk):
+                elif self._reads.permit(peer.record.source_id, chunk):
                     self._reading[chunk] = number
                 else:  # it is on its way from before there was anybody to ask
                     peer.talk.say(drop=chunk)
@@ -346,7 +238,7 @@ class Member:
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
-                        self._reads.withdraw(peer.source_id, chunk)
+                        self._reads.withdraw(peer.record.source_id, chunk)
                     peer.talk.say(drop=chunk)
                 case Decline(_, chunk):
                     peer.talk.say(decline=chunk)
@@ -384,15 +276,12 @@ class Member:
         if len(self._readers) == 2 and self.complete:
             for peer in self._peers.values():
                 peer.talk.say(gated=True)
-        return self._crowded()
+        return self.crowded
 
     def closed(self, reader_id: str) -> None:
         self._readers[reader_id] -= 1
         if not self._readers[reader_id]:
             del self._readers[reader_id]
-
-    def _crowded(self) -> bool:
-        return len(self._readers) > 1 or not self.complete
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -411,15 +300,12 @@ class Member:
 
     def end(self) -> None:
         """End every talk."""
-        for peer in self._peers.values():
-            peer.talk.close()
+        self.acquaintances.end()
 
     async def close(self) -> None:
         """End every talk, and wait for that."""
         if self._announcing is not None:
             self._announcing.cancel()
-        self.end()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.acquaintances.close()
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)

@@ -81,7 +81,7 @@ class Swarming:
             log.warning("others can't read here: %s", error)
             self.member.go_alone()
             return
-        self.member.met(sources)
+        self.member.acquaintances.met(sources)
         if self._options.coordinator is not None:
             await self._advertise(self._options.coordinator)
 

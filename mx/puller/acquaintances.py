@@ -1,0 +1,215 @@
+"""Whom a pull knows of those that pull, or hold, the same model, and whom it talks to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Protocol
+
+from mx import codec
+from mx.core.swarm_neighbours import Neighbours
+from mx.core.types import SourceRecord, SourceRole
+from mx.errors import MxError, PeerProtocolError
+from mx.wire.talk import Talk, to_bytes
+from mx.wire.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
+
+#: Others that are known at most.
+MOST_KNOWN = 4096
+#: A greeting that is not answered by then is given up.
+WELCOME_TIMEOUT_S = 3.0
+
+
+class Host(Protocol):
+    """Whose acquaintances they are."""
+
+    @property
+    def held(self) -> int:
+        """The chunks that are here, as a bit set."""
+
+    @property
+    def crowded(self) -> bool:
+        """Must readers ask before they read?"""
+
+    def joined(self, record: SourceRecord, talk: Talk, have: bytes, *, seeds: bool) -> int:
+        """A talk has begun. Returns its number. Raises PeerProtocolError."""
+
+    def heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
+        """Raises PeerProtocolError."""
+
+    def parted(self, number: int) -> None:
+        """The talk has ended."""
+
+    def go_gated(self) -> None:
+        """A source says that others read there too."""
+
+
+class Acquaintances:
+    """One pull's, on the loop. `own` is how others find this pull (None before it can be found);
+    `dial` opens a talk."""
+
+    def __init__(
+        self,
+        own_id: str,
+        host: Host,
+        own: Callable[[], SourceRecord | None],
+        dial: Callable[[SourceRecord], Awaitable[Talk]],
+    ) -> None:
+        self.known: dict[str, SourceRecord] = {}
+        self._own_id = own_id
+        self._host = host
+        self._own = own
+        self._dial = dial
+        self._neighbours = Neighbours(own_id)
+        self._talks: dict[str, Talk] = {}  # with those that are talked to
+        self._greeting: dict[str, Talk | None] = {}  # those that have not answered yet
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def any(self) -> bool:
+        """Is anybody talked to, or greeted?"""
+        return bool(self._talks or self._greeting)
+
+    def met(self, sources: Iterable[SourceRecord]) -> None:
+        """These pull, or hold, the same model."""
+        for record in sources:
+            source_id = record.source_id
+            if source_id == self._own_id or len(self.known) >= MOST_KNOWN:
+                continue
+            self.known[source_id] = record
+            if record.role is SourceRole.ORIGIN and not self._busy_with(source_id):
+                self._start(self._greet(record, None))
+        relays = [i for i, record in self.known.items() if record.role is SourceRole.RELAY]
+        self._greet_all(self._neighbours.listed(relays))
+
+    def leave(self, source_id: str) -> None:
+        """Talk to it no more."""
+        if source_id in self._talks:
+            self._talks[source_id].close()
+
+    def _busy_with(self, source_id: str) -> bool:
+        return source_id in self._talks or source_id in self._greeting
+
+    def _greet_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self.known and not self._busy_with(name):
+                self._start(self._greet(self.known[name], self._neighbours))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work, name="mx-greet")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, record: SourceRecord, neighbours: Neighbours | None) -> None:
+        """Talk to another, if it welcomes that, until the talk ends. Origins are no neighbours:
+        they don't read here."""
+        source_id, own = record.source_id, self._own()
+        if own is None:
+            return
+        self._greeting[source_id] = None
+        try:
+            talk = await self._dial(record)
+        except MxError as error:
+            log.info("%s could not be greeted: %s", record.endpoint, error)
+            self._forget(source_id, neighbours)
+            return
+        self._greeting[source_id] = talk
+        hello = peer_pb2.Hello(source_id=source_id, own=codec.source_to_wire(own))
+        hello.have = to_bytes(self._host.held)
+        talk.say(hello=hello)
+        timeout = asyncio.get_running_loop().call_later(WELCOME_TIMEOUT_S, talk.close)
+        number = -1
+
+        def heard(message: peer_pb2.SwarmMessage) -> None:
+            nonlocal number
+            if number >= 0:
+                self._host.heard(number, message)
+                return
+            if message.WhichOneof("message") != "welcome":
+                raise PeerProtocolError(f"{talk.peer} did not answer the greeting")
+            timeout.cancel()
+            welcome = message.welcome
+            if not welcome.accepted or self._greeting.get(source_id) is not talk:
+                talk.close()
+                return
+            del self._greeting[source_id]
+            if neighbours is not None:
+                self._greet_all(neighbours.answered(source_id, True))
+            number = self._begin(record, talk, welcome.have, seeds=welcome.seeds)
+            if welcome.gated:
+                self._host.go_gated()
+
+        try:
+            complain(talk, await talk.listen(heard))
+        finally:
+            timeout.cancel()
+            if number >= 0:
+                self._end(source_id, number, neighbours)
+            elif self._greeting.get(source_id) is talk:
+                self._forget(source_id, neighbours)
+
+    def _forget(self, source_id: str, neighbours: Neighbours | None) -> None:
+        """It did not answer, or not want."""
+        del self._greeting[source_id]
+        self.known.pop(source_id, None)
+        if neighbours is not None:
+            self._greet_all(neighbours.answered(source_id, False))
+
+    async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
+        """Another has greeted us: talk until the end."""
+        source_id = record.source_id
+        # Two that greet each other at a time keep the stream of the one with the lesser id.
+        crossed = source_id in self._greeting and self._own_id < source_id
+        answer = None
+        if source_id not in self._talks and not crossed:
+            answer = self._neighbours.greeting(source_id)
+        if answer is None or not answer.welcome:
+            talk.say(welcome=peer_pb2.Welcome(accepted=False))
+            await talk.listen(lambda message: None)
+            return
+        if answer.drop is not None:
+            self.leave(answer.drop)
+        superseded = self._greeting.pop(source_id, None)
+        if superseded is not None:
+            superseded.close()
+        self.known[source_id] = record
+        welcome = peer_pb2.Welcome(accepted=True, gated=self._host.crowded)
+        welcome.have = to_bytes(self._host.held)
+        talk.say(welcome=welcome)
+        number = self._begin(record, talk, have, seeds=False)
+        try:
+            complain(talk, await talk.listen(lambda message: self._host.heard(number, message)))
+        finally:
+            self._end(source_id, number, self._neighbours)
+
+    def _begin(self, record: SourceRecord, talk: Talk, have: bytes, *, seeds: bool) -> int:
+        number = self._host.joined(record, talk, have, seeds=seeds)
+        self._talks[record.source_id] = talk
+        return number
+
+    def _end(self, source_id: str, number: int, neighbours: Neighbours | None) -> None:
+        del self._talks[source_id]
+        self._host.parted(number)
+        if neighbours is not None:
+            self._greet_all(neighbours.gone(source_id))
+
+    def end(self) -> None:
+        """End every talk."""
+        for talk in self._talks.values():
+            talk.close()
+
+    async def close(self) -> None:
+        """End every talk, and wait for that."""
+        self.end()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def complain(talk: Talk, error: MxError | None) -> None:
+    """Say what a neighbour did wrong."""
+    if error is not None:
+        log.warning("%s was left: %s", talk.peer, error)
