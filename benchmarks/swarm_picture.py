@@ -1,0 +1,156 @@
+"""The simulated swarm as a picture: plain SVG, without a library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .swarm_setting import Row, Setting
+
+#: Of a medium lightness: they can be told from white and from black.
+COLORS = {
+    "star": "#d1495b",
+    "tree": "#b07d00",
+    "naive": "#8e6fd8",
+    "rarest": "#2e9a5b",
+    "chain": "#7a8794",
+    "ours": "#1f83e0",
+}
+NAMES = {
+    "star": "all from the origin",
+    "tree": "binomial tree",
+    "naive": "naive swarm",
+    "rarest": "rarest first",
+    "chain": "chain",
+    "ours": "mx",
+}
+INK = "#7d8590"
+WIDTH, HEIGHT = 960, 430
+LABEL_PX = 15  # at least between two labels
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of logarithmic axes."""
+
+    title: str
+    left: float
+    value: Callable[[Row], float]
+    lowest: float
+    highest: float
+    ticks: tuple[float, ...]
+    top: float = 84
+    width: float = 392
+    height: float = 280
+
+    def x(self, n: float) -> float:
+        return self.left + self.width * math.log(n) / math.log(1000)
+
+    def y(self, value: float) -> float:
+        part = math.log(value / self.lowest) / math.log(self.highest / self.lowest)
+        return self.top + self.height * (1 - part)
+
+    def draw(self, rows: Sequence[Row]) -> list[str]:
+        bottom = self.top + self.height
+        parts = [_text(self.left, self.top - 16, self.title, INK, size=14)]
+        for tick in self.ticks:
+            y = self.y(tick)
+            parts.append(_line([(self.left, y), (self.left + self.width, y)], INK, 0.6, 0.35))
+            parts.append(_text(self.left - 8, y + 4, f"{tick:g}", INK, anchor="end"))
+        for n in (1, 3, 10, 31, 100, 300, 1000):
+            parts.append(_text(self.x(n), bottom + 20, f"{n:,}", INK, anchor="middle"))
+        parts.append(_text(self.left + self.width, bottom + 40, "receivers", INK, anchor="end"))
+        labels: list[tuple[float, float, str]] = []
+        for policy, color in COLORS.items():
+            line = sorted(
+                (row.setting.n, self.value(row)) for row in rows if row.setting.policy == policy
+            )
+            if not line:
+                continue
+            points = [(self.x(n), self.y(value)) for n, value in line]
+            bold = policy == "ours"
+            parts.append(_line(points, color, 3.5 if bold else 2))
+            parts += [_dot(x, y, color, 3.6 if bold else 2.6) for x, y in points]
+            x, y = points[-1]
+            if bold:
+                parts.append(_text(x, y - 12, NAMES[policy], color, 15, "end", bold=True))
+            else:
+                labels.append((y, x, policy))
+        above = -math.inf
+        for y, x, policy in sorted(labels):
+            above = max(y + 4, above + LABEL_PX)
+            parts.append(_text(x + 10, above, NAMES[policy], COLORS[policy]))
+        return parts
+
+
+def picture(rows: Sequence[Row]) -> str:
+    """Of those rows that differ in receivers and policy only."""
+    usual = Setting()
+    drawn = [
+        row
+        for row in rows
+        if replace(row.setting, n=usual.n, policy=usual.policy, seed=usual.seed) == usual
+    ]
+    nbytes = usual.k * usual.chunk_nbytes
+    title = (
+        f"N pulls at once from one origin: {nbytes / 2**30:g} GiB in {usual.k} chunks, "
+        f"{usual.gbit_per_s:g} Gbit/s links (simulated)"
+    )
+    panels = [
+        Panel(
+            "the last one is done, x one pull",
+            56,
+            lambda row: row.outcome.finish,
+            0.9,
+            34,
+            (1, 2, 4, 8, 16, 32),
+        ),
+        Panel(
+            "first quarter in order, x one pull (mean)",
+            536,
+            lambda row: row.outcome.quarter,
+            0.225,
+            8.5,
+            (0.25, 0.5, 1, 2, 4, 8),
+        ),
+    ]
+    parts = [_text(24, 32, title, INK, size=16)]
+    for panel in panels:
+        parts += panel.draw(drawn)
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'font-family="system-ui, sans-serif" role="img" aria-label="{title}">\n{body}\n</svg>\n'
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    color: str,
+    size: int = 12,
+    anchor: str = "start",
+    *,
+    bold: bool = False,
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" font-size="{size}" '
+        f'text-anchor="{anchor}"{weight}>{text}</text>'
+    )
+
+
+def _line(
+    points: Sequence[tuple[float, float]], color: str, width: float, opacity: float = 1.0
+) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" '
+        f'stroke-opacity="{opacity}" stroke-linejoin="round"/>'
+    )
+
+
+def _dot(x: float, y: float, color: str, radius: float) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{color}"/>'
