@@ -184,6 +184,9 @@ class Seeding:
             self._offer(self._seeder.tick(time.monotonic()))
 
     def end(self) -> None:
+        """End every talk."""
+        for member in self._members.values():
+            member.talk.close()
         if self._ticking is not None:
             self._ticking.cancel()
             self._ticking = None

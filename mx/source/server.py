@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mx import discovery, trace
@@ -184,8 +184,17 @@ class SourceServer:
         """No new grants; wait until the readers there are have finished. False: `grace_s`
         passed first and they were cut."""
         self._servicer.drain(grace_s)
-        deadline_s = asyncio.get_running_loop().time() + grace_s
-        while len(self._servicer.leases):
+        if not await self._until(lambda: not len(self._servicer.leases), grace_s):
+            return False
+        # Whoever only talks has nothing to finish.
+        for served in self._servicer.models.values():
+            served.mingler.end()
+        return await self._until(lambda: not self._servicer.talks, grace_s)
+
+    @staticmethod
+    async def _until(done: Callable[[], bool], timeout_s: float) -> bool:
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while not done():
             if asyncio.get_running_loop().time() >= deadline_s:
                 return False
             await asyncio.sleep(0.02)

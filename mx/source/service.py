@@ -67,6 +67,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     ) -> None:
         self.models: dict[str, Served] = {}
         self.leases = LeaseBook(lease_s)
+        self.talks = 0  # that are going on
         self.state = SourceState.SERVING
         self._record_of = record_of
         self._clock = clock
@@ -182,9 +183,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         async def hear() -> peer_pb2.SwarmMessage | None:
             return await anext(request_iterator, None)
 
-        await served.mingler.mingle(
-            record, first.hello.have, Talk(record.endpoint, hear, context.write)
-        )
+        talk = Talk(record.endpoint, hear, context.write)
+        self.talks += 1
+        try:
+            await served.mingler.mingle(record, first.hello.have, talk)
+        finally:
+            self.talks -= 1
 
     # -- the source's side ----------------------------------------------------------------------
 
