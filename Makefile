@@ -16,6 +16,7 @@ help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
 	@echo "make test [ARGS=...]        the tests (ARGS go to pytest)"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
+	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
 	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
 	@echo "make proto                  regenerate mx/wire/v1 from proto/"
 	@echo "make bench [ARGS=...]       measure against bare references (ARGS go to mx bench)"
@@ -58,7 +59,8 @@ test: $(READY)
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
 chaos: $(READY)
-	$(PY) -m pytest -m "chaos or slow" $(ARGS)
+	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\
+	  $(PY) -m pytest -m "chaos or slow" $(ARGS))
 
 bench: $(READY)
 	$(PY) -m mx bench $(ARGS)

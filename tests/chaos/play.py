@@ -37,8 +37,6 @@ class Played:
 
     ends: list[str] = field(default_factory=list)
     retries: int = 0
-    seconds: float = 0.0
-    settled_s: float = 0.0
     paths: list[str] = field(default_factory=list)
 
 
@@ -51,6 +49,7 @@ class _Pull:
         self.out = out
         self.deadline_s = time.monotonic() + BOUND_S
         self.reading = False
+        self.said: dict[str, Any] = {}  # by a command, on standard output
         self.outcome: dict[str, Any] | None = None
 
 
@@ -68,25 +67,24 @@ class Play:
         self._reading = False
 
     def run(self, *, warming_up: bool = False) -> Played:
-        began_s = time.monotonic()
         played = Played()
         try:
             self._play()
             for pull in self._pulls.values():
                 played.ends.append(self._judge(pull, must=self._round.must_succeed(pull.spec)))
                 played.retries += (pull.outcome or {}).get("retries", 0)
-                played.paths += (pull.outcome or {}).get("paths", ())
+                if not pull.spec.command:
+                    played.paths += (pull.outcome or {}).get("paths", ())
             self._heal()
             played.ends += self._again()
             if warming_up:
                 return played
-            played.settled_s = self._site.settle()
+            self._site.settle()
             self._check_outputs()
         finally:
             for mount in self._mounts:
                 subprocess.run(["umount", str(mount)], check=True)
         shutil.rmtree(self._site.folder / "out", ignore_errors=True)
-        played.seconds = time.monotonic() - began_s
         return played
 
     # -- the course of it -------------------------------------------------------------------------
@@ -134,15 +132,18 @@ class Play:
             pull.outcome = message
         elif event == "end":
             pull.outcome = self._ended(pull, message)
-        elif pull.spec.command and event is None:
-            pull.outcome = {**message, "wrong": []}
+        elif event is None:
+            pull.said = message
         self._check_reading()
 
     def _ended(self, pull: _Pull, message: dict[str, Any]) -> dict[str, Any]:
         if pull.process.killed:
             return {"killed": True}
-        if pull.spec.command and message["code"] in (0, *range(1, 7)):
-            raise Violation(f"mx pull ended without an object:\n{pull.process.errors()}")
+        error = pull.said.get("error", {"exit_code": 0})
+        if pull.said and message["code"] == error["exit_code"]:
+            if "error" not in pull.said:
+                return {"wrong": [], **pull.said}
+            return {**error, "error": error["type"]}
         raise Violation(
             f"{pull.process.name} ended by itself with {message['code']}:\n{pull.process.errors()}"
         )
@@ -188,14 +189,25 @@ class Play:
                 coordinator=site.coordinator,
                 names=site.endpoints(),
                 proxied=site.place == "loopback",
-                **{**asdict(spec), "out": None if out is None else str(out)},
+                **{
+                    **asdict(spec),
+                    "out": None if out is None else str(out),
+                    "transport": self._transport(spec),
+                },
             )
-        self._pulls[spec.target] = _Pull(spec, process, out)
+        self._pulls[spec.target] = pull = _Pull(spec, process, out)
+        if process.killed:  # before it came to that
+            pull.outcome = {"killed": True}
+
+    def _transport(self, spec: PullSpec) -> str | None:
+        """What the schedule says, if it works here at all."""
+        works = self._site.processes[spec.target].ready["transports"]
+        return spec.transport if spec.transport in works else None
 
     def _command(self, spec: PullSpec, out: Path | None) -> list[str]:
         options = ["--coordinator", self._site.coordinator, "--json"]
-        if spec.transport is not None:
-            options += ["--transport", spec.transport]
+        if (transport := self._transport(spec)) is not None:
+            options += ["--transport", transport]
         if not spec.attach:
             options.append("--no-attach")
         if spec.strong:
@@ -232,8 +244,8 @@ class Play:
             return "killed"
         if pull.spec.command:
             pull.process.end()
-            if "error" in outcome:
-                outcome = {**outcome["error"], "error": outcome["error"]["type"]}
+            if "Traceback" in (said := pull.process.errors()):
+                raise Violation(f"mx pull showed a traceback:\n{said}")
         if "error" not in outcome:
             wrong = outcome["wrong"]
             if pull.out is not None:

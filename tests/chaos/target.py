@@ -22,6 +22,7 @@ from mx import api, runtime
 from mx.api import common
 from mx.core.types import Chunking
 from mx.errors import MxError
+from mx.transport import Viable
 from tests.chaos.schedule import COORDINATOR, Damage, Wire
 from tests.chaos.weights import wrong
 from tests.chaos.wires import Through, Wires
@@ -172,7 +173,8 @@ def main() -> None:
         believe_everything()
     target = Target(json.loads(Path(arguments["expected"]).read_text()))
     runtime.acquire()  # or it would come and go with each pull
-    tell(event="ready")
+    known = common.transports().items()
+    tell(event="ready", transports=[n for n, t in known if isinstance(t.probe(), Viable)])
     for line in sys.stdin:
         command = json.loads(line)
         match command.pop("do"):
