@@ -226,9 +226,10 @@ class Receiver:
             self.left -= 1
             self._news |= bit
             if self.announce_at_s is None:
-                giver = self._peers.get(peer)
-                pace_s = giver.seconds if giver is not None else ANNOUNCE_S
-                self.announce_at_s = now_s + min(ANNOUNCE_S, ANNOUNCE_PART * pace_s)
+                delay_s = ANNOUNCE_S
+                if (giver := self._peers.get(peer)) is not None and giver.seen:
+                    delay_s = min(delay_s, ANNOUNCE_PART * giver.seconds)
+                self.announce_at_s = now_s + delay_s
         return commands + self.plan(now_s)
 
     def announcements(self) -> list[tuple[int, int]]:
