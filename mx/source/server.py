@@ -23,6 +23,9 @@ from mx.wire.v1 import common_pb2, peer_pb2
 
 log = logging.getLogger(__name__)
 
+#: Calls that are about to end may do so: those that are cut, gRPC's client complains of.
+_LAST_WORDS_S = 0.2
+
 
 @dataclass(frozen=True)
 class SourceOptions:
@@ -217,7 +220,7 @@ class SourceServer:
         self.registered = False
         if self._listening is not None:
             listening, self._listening = self._listening, None
-            await listening.stop(0)
+            await listening.stop(_LAST_WORDS_S)
         models, self._servicer.models = self._servicer.models, {}
         for served in models.values():
             served.mingler.end()
