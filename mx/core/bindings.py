@@ -2,17 +2,23 @@
 
 A *bundle* is the variants of one (name, revision); its owner registered it first. Each variant
 is bound to one identity and one layout. The pair never changes its meaning while it is bound: an
-owner's update becomes a new revision (REVISION.2, REVISION.3 …).
+owner's update becomes a new revision (REVISION.2, REVISION.3 …). "main", which is what a name
+without a revision means, and its updates are one family: none of them can be bound for the first
+time by another than the owner of those that are, and NAME means the newest of them.
+
+A relay binds nothing for itself: what only relays hold (after a coordinator's restart) belongs to
+the first origin of the same weights.
 
 A bundle stays bound while it has a source, or a later revision of it is bound, and `grace_s`
 longer, so that a crash does not free the name; but it ends at once when the variant's owner
-itself takes the last source away.
+itself takes the last source away, unless it is to give way to an update.
 """
 
 from __future__ import annotations
 
 import hmac
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,12 +26,26 @@ from mx.core.types import ManifestRef, ModelKey
 from mx.errors import BindingError, CapacityError, ConfigError, UnknownModelError
 
 MIN_PIN_DIGITS = 8
+MAIN = "main"
+
+_UPDATE_OF_MAIN = re.compile(r"main\.[1-9][0-9]{0,8}", re.ASCII)
+
+
+def is_main(revision: str) -> bool:
+    """Is it "main" or an update of it: what a name without a revision may mean?"""
+    return revision == MAIN or _UPDATE_OF_MAIN.fullmatch(revision) is not None
+
+
+def update_number(revision: str, root: str = MAIN) -> int:
+    """Which update of `root` a revision is (ROOT.2 is 2); 0 for `root` itself and for others."""
+    number = revision.removeprefix(f"{root}.")
+    return int(number) if number != revision and number.isascii() and number.isdigit() else 0
 
 
 @dataclass(slots=True)
 class Binding:
-    """What one variant is bound to. `owner` is the digest of its first registrant's secret;
-    `sources` are the ids of those listed, in order (the values mean nothing)."""
+    """What one variant is bound to. `owner` is the digest of its first origin's secret, b"" while
+    there was none; `sources` are the ids of those listed, in order (the values mean nothing)."""
 
     key: ModelKey
     ref: ManifestRef
@@ -68,7 +88,9 @@ class Bindings:
         Changes nothing. Raises BindingError, CapacityError.
         """
         binding = self.get(key)
-        if binding is not None and binding.ref.identity != ref.identity:
+        if binding is None:
+            self._check_family(key, owner)
+        elif binding.ref.identity != ref.identity:
             if not replaces_revision or not hmac.compare_digest(binding.owner, owner):
                 why = "; only who bound it may replace it" if replaces_revision else ""
                 raise BindingError(
@@ -76,7 +98,7 @@ class Bindings:
                     f"not {ref.identity.hex()[:16]}{why}",
                     hint="register other weights under another name or --revision",
                 )
-            key = self._next_revision(key, ref, owner)
+            key = self._next_revision(key, ref)
             binding = self.get(key)
         if binding is None:
             if self._count >= self.limit:
@@ -90,17 +112,20 @@ class Bindings:
     def bind(
         self, key: ModelKey, ref: ManifestRef, owner: bytes, source_id: str, *, base: str
     ) -> None:
-        """Count a source under a key from `admit`; `base` is the revision it asked for."""
+        """Count a source under a key from `admit`; `base` is the revision it asked for. A relay's
+        `owner` is b""."""
         revisions = self._names.setdefault(key.name, {})
         bundle = revisions.get(key.revision)
         if bundle is None:
-            bundle = revisions[key.revision] = _Bundle(owner)
-            if base != key.revision:
-                bundle.base = base
+            root = self._root(key.name, base) if base != key.revision else ""
+            bundle = revisions[key.revision] = _Bundle(owner, root)
+        bundle.owner = bundle.owner or owner
         if key.variant not in bundle.variants:
             bundle.variants[key.variant] = Binding(key, ref, owner)
             self._count += 1
-        bundle.variants[key.variant].sources[source_id] = None
+        binding = bundle.variants[key.variant]
+        binding.owner = binding.owner or owner
+        binding.sources[source_id] = None
         bundle.lapses_at_s = math.inf
         if bundle.base in revisions:
             revisions[bundle.base].lapses_at_s = math.inf
@@ -112,7 +137,8 @@ class Bindings:
         binding.sources.pop(source_id, None)
         if self._in_use(key.name, key.revision):
             return
-        if by and hmac.compare_digest(binding.owner, by):
+        own = by and hmac.compare_digest(binding.owner, by)
+        if own and not self._superseded(key.name, key.revision):
             self._remove(now, key.name, key.revision)
         else:
             self._let_lapse(now, bundle)
@@ -135,7 +161,9 @@ class Bindings:
         )
 
     def find(self, name: str, revision: str = "", variant: str = "") -> list[Binding]:
-        """The bindings that NAME or NAME@IDENTITY means, all of one identity, at least one.
+        """The bindings that NAME or NAME@IDENTITY means, at least one. With a revision or a pin
+        they are all of one identity; without either they are "main" and its updates, the newest
+        first.
 
         A pin looks in every revision unless one is named. Raises UnknownModelError, and
         ConfigError for a pin that is none or that fits several identities.
@@ -145,14 +173,15 @@ class Bindings:
         if at and (not MIN_PIN_DIGITS <= len(pin) <= 64 or pin.strip("0123456789abcdef")):
             raise ConfigError(f"@{pin[:80]} pins nothing: {MIN_PIN_DIGITS} to 64 hex digits")
         variant = variant or "checkpoint"
-        if not revision and not at:
-            revision = "main"
         named = [b for v in self._names.get(name, {}).values() for b in v.variants.values()]
         fits = [b for b in named if revision in ("", b.key.revision) and b.key.variant == variant]
+        if not revision and not at:
+            fits = [b for b in fits if is_main(b.key.revision)]
+            fits.sort(key=lambda b: update_number(b.key.revision), reverse=True)
         pinned = [b for b in fits if b.ref.identity.hex().startswith(pin)]
         if not pinned:
-            raise self._unknown(ModelKey(name, revision or "main", variant), named, fits, pin)
-        if len({binding.ref.identity for binding in pinned}) > 1:
+            raise self._unknown(ModelKey(name, revision or MAIN, variant), named, fits, pin)
+        if at and len({binding.ref.identity for binding in pinned}) > 1:
             raise ConfigError(f"{name}@{pin} fits several identities", hint="give more digits")
         return pinned
 
@@ -172,27 +201,59 @@ class Bindings:
         hint = f"there is {there}" if names else "nothing is registered here yet"
         return UnknownModelError(f"no model {key.name!r} here", hint=hint)
 
-    def _next_revision(self, key: ModelKey, ref: ManifestRef, owner: bytes) -> ModelKey:
-        """The first REVISION.n that is free, or the owner's and free for this variant."""
+    def _check_family(self, key: ModelKey, owner: bytes) -> None:
+        """May this owner be the first to bind the key's revision?"""
+        revisions = self._names.get(key.name, {})
+        if key.revision in revisions or not is_main(key.revision):
+            return
+        for revision, bundle in revisions.items():
+            if is_main(revision) and bundle.owner and not hmac.compare_digest(bundle.owner, owner):
+                raise BindingError(
+                    f"{replace(key, revision=revision)} is another's, and {key.revision} would "
+                    "be taken for an update of it",
+                    hint="register these weights under another name or --revision",
+                )
+
+    def _root(self, name: str, revision: str) -> str:
+        """The revision that this one is an update of; itself if it is none."""
+        bundle = self._names.get(name, {}).get(revision)
+        if bundle is not None and bundle.base:
+            return bundle.base
+        return MAIN if is_main(revision) else revision
+
+    def _next_revision(self, key: ModelKey, ref: ManifestRef) -> ModelKey:
+        """Where an update of this variant goes: after its newest one, or there if that is the
+        same. Other variants may have been updated to there already."""
+        root = self._root(key.name, key.revision)
         revisions = self._names[key.name]
-        number = 2
-        while True:
-            revision = f"{key.revision}.{number}"
-            bundle = revisions.get(revision)
-            if bundle is None:
-                return replace(key, revision=revision)
-            binding = bundle.variants.get(key.variant)
-            if hmac.compare_digest(bundle.owner, owner) and (
-                binding is None or binding.ref.identity == ref.identity
-            ):
-                return replace(key, revision=revision)
+        family = {
+            update_number(revision, root): bundle.variants[key.variant]
+            for revision, bundle in revisions.items()
+            if self._root(key.name, revision) == root and key.variant in bundle.variants
+        }
+        newest = max(family)
+        if family[newest].ref.identity == ref.identity:
+            return family[newest].key
+        number = max(newest + 1, 2)
+        while (revision := f"{root}.{number}") in revisions and (
+            self._root(key.name, revision) != root or key.variant in revisions[revision].variants
+        ):
             number += 1
+        return replace(key, revision=revision)
 
     def _in_use(self, name: str, revision: str) -> bool:
         revisions = self._names[name]
         if any(binding.sources for binding in revisions[revision].variants.values()):
             return True
         return any(bundle.base == revision for bundle in revisions.values())
+
+    def _superseded(self, name: str, revision: str) -> bool:
+        """Is another revision of its family bound? Then whoever still reads this one may yet want
+        to be listed with it."""
+        root = self._root(name, revision)
+        return any(
+            other != revision and self._root(name, other) == root for other in self._names[name]
+        )
 
     def _let_lapse(self, now: float, bundle: _Bundle) -> None:
         bundle.lapses_at_s = now + self.grace_s

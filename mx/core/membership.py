@@ -130,13 +130,14 @@ class Membership:
         self._check_owner(record, digest, known)
         if known is None and len(self._sources) >= self.limits.sources:
             raise CapacityError(f"the coordinator lists {len(self._sources)} sources, its limit")
+        owner = b"" if record.role is SourceRole.RELAY else digest
         key = self._bindings.admit(
-            record.model, record.ref, digest, replaces_revision=replaces_revision
+            record.model, record.ref, owner, replaces_revision=replaces_revision
         )
         # From here on nothing fails.
         base = record.model.revision
         record = replace(record, model=key)
-        self._bindings.bind(key, record.ref, digest, record.source_id, base=base)
+        self._bindings.bind(key, record.ref, owner, record.source_id, base=base)
         before = known.record if known else None
         if before is not None and before.model != key:
             self._bindings.leave(self._now, before.model, record.source_id, by=digest)
@@ -246,12 +247,12 @@ class Membership:
         return found
 
     def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolved:
-        """Which manifest NAME or NAME@IDENTITY means, and who serves it now (draining sources
-        are left out, so there may be none).
+        """Which manifest NAME (its newest revision, unless one is named) or NAME@IDENTITY means,
+        and who serves it now (draining sources are left out, so there may be none).
 
         Raises UnknownModelError, and ConfigError for a pin that is none or is ambiguous.
         """
-        # The same weights may be there under several revisions: prefer one that is served.
+        # The newest first, or the same weights under several revisions: prefer one that is served.
         answers = [self._answer(b) for b in self._bindings.find(name, revision, variant)]
         return max(answers, key=lambda answer: bool(answer.sources))
 

@@ -88,7 +88,10 @@ class Model:
         if self.used(key.name, key.revision):
             return
         bundle = self.bundles[key.name, key.revision]
-        if willingly and bundle.variants[key.variant][1] == source.owner:
+        superseded = any(
+            name == key.name and revision != key.revision for name, revision in self.bundles
+        )
+        if willingly and bundle.variants[key.variant][1] == source.owner and not superseded:
             self.unbind(key.name, key.revision)
         else:
             bundle.lapses_at = self.now + GRACE_S
@@ -126,14 +129,21 @@ class Model:
         if bound and bound[0] != identity:
             if not replaces or bound[1] != secret:
                 return BindingError
-            for number in range(2, 100):
-                revision = f"{key.revision}.{number}"
-                bundle = self.bundles.get((key.name, revision))
-                bound = bundle.variants.get(key.variant) if bundle else None
-                if not bundle:
-                    break
-                if bundle.owner == secret and (not bound or bound[0] == identity):
-                    break
+            numbers = [
+                int(r.partition(".")[2] or "1")
+                for (name, r), b in self.bundles.items()
+                if name == key.name and key.variant in b.variants
+            ]
+            newest = "main" if max(numbers) == 1 else f"main.{max(numbers)}"
+            bound = self.bundles[key.name, newest].variants[key.variant]
+            if bound[0] == identity:
+                revision = newest
+            else:
+                revision, bound = f"main.{max(numbers) + 1}", None
+        elif not bound and not bundle:
+            family = [b for (name, _), b in self.bundles.items() if name == key.name]
+            if any(b.owner and b.owner != secret for b in family):
+                return BindingError
         if not bound and sum(len(b.variants) for b in self.bundles.values()) >= LIMITS.models:
             return CapacityError
         return revision
@@ -143,7 +153,7 @@ class Model:
         record = replace(record, model=replace(record.model, revision=revision))
         key = record.model
         bundle = self.bundles.setdefault(
-            (key.name, revision), Bundle(secret, asked if asked != revision else "")
+            (key.name, revision), Bundle(secret, "main" if asked != revision else "")
         )
         bundle.variants.setdefault(key.variant, (record.ref.identity, secret))
         bundle.lapses_at = None
@@ -173,6 +183,7 @@ class Machine(RuleBasedStateMachine):
         secret=secrets,
         weights=st.sampled_from("ABC"),
         name=st.sampled_from(["x", "y"]),
+        revision=st.sampled_from(["main", "main", "main.2", "main.3"]),
         variant=st.sampled_from(["checkpoint", "tp0"]),
         generation=generations,
         layers=held,
@@ -184,6 +195,7 @@ class Machine(RuleBasedStateMachine):
         secret: bytes,
         weights: str,
         name: str,
+        revision: str,
         variant: str,
         generation: int,
         layers: tuple[tuple[int, int], ...],
@@ -193,6 +205,7 @@ class Machine(RuleBasedStateMachine):
             WEIGHTS[weights],
             source_id=source_id,
             name=name,
+            revision=revision,
             variant=variant,
             generation=generation,
             held=layers,
@@ -303,6 +316,20 @@ class Machine(RuleBasedStateMachine):
             }
             assert {s.record.source_id for s in found.sources} == serving
             assert all(s.record.ref.identity == found.ref.identity for s in found.sources)
+            if key[2] == "checkpoint":
+                self.newest_served(key[0])
+
+    def newest_served(self, name: str) -> None:
+        """A name alone means the newest revision that is served; if none is, the newest."""
+        variants = [m.model for m in self.machine.models() if m.model.name == name]
+        numbers = {
+            int(m.revision.partition(".")[2] or "1"): m.revision
+            for m in variants
+            if m.variant == "checkpoint"
+        }
+        revisions = [numbers[number] for number in sorted(numbers, reverse=True)]
+        served = [r for r in revisions if self.machine.resolve(name, r).sources]
+        assert self.machine.resolve(name).model.revision == (served or revisions)[0]
 
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -321,11 +348,50 @@ def test_the_pair_keeps_its_meaning_and_an_update_becomes_a_revision() -> None:
     listed = members.register(0, update, ALICE, replaces_revision=True)
     assert listed.model.revision == "main.2"
     assert members.register(0, update, ALICE, replaces_revision=True) == listed
-    assert members.resolve("llama").ref == first.ref
+    assert members.resolve("llama", "main").ref == first.ref
     assert members.resolve("llama", "main.2").ref == update.ref
+    assert members.resolve("llama").ref == update.ref
     # The old pair stays bound while its update is there, even without a source.
     members.deregister(1, first.source_id, ALICE)
-    assert members.resolve("llama").sources == ()
+    assert members.resolve("llama", "main").sources == ()
+    assert members.resolve("llama").ref == update.ref
+
+
+def test_updates_are_numbered_on_and_one_family_has_one_owner() -> None:
+    members = Membership(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    now, record = 0.0, members.register(0, make_record(WEIGHTS["A"]), ALICE)
+    for number, weights in ((2, "B"), (3, "C"), (4, "A"), (5, "B")):
+        now += 1
+        update = make_record(WEIGHTS[weights], revision=record.model.revision)
+        following = members.register(now, update, ALICE, replaces_revision=True)
+        assert following.model.revision == f"main.{number}"
+        members.deregister(now, record.source_id, ALICE)
+        assert members.resolve("llama").model.revision == f"main.{number}"
+        record = following
+    for revision in ("main", "main.6", "main.99"):
+        with pytest.raises(BindingError):
+            members.register(now, make_record(WEIGHTS["C"], revision=revision), BOB)
+    other = make_record(WEIGHTS["C"], revision="mine.7")
+    assert members.register(now, other, BOB) == other
+    # A pull that began before an update may still be listed with what it pulls.
+    relay = make_record(WEIGHTS["A"], revision="main.4", role=SourceRole.RELAY)
+    assert members.register(now, relay, BOB) == relay
+    assert members.resolve("llama").model.revision == "main.5"
+
+
+def test_after_a_restart_relays_keep_a_name_for_its_origin() -> None:
+    members = machine()
+    relay = make_record(WEIGHTS["B"], revision="main.2", role=SourceRole.RELAY)
+    members.register(0, relay, BOB)
+    assert members.resolve("llama").sources[0].record == relay
+    with pytest.raises(BindingError, match="bound to"):
+        members.register(0, make_record(WEIGHTS["C"], revision="main.2"), BOB)
+    origin = make_record(WEIGHTS["B"], revision="main.2")
+    members.register(1, origin, ALICE)
+    update = make_record(WEIGHTS["C"], revision="main.2")
+    with pytest.raises(BindingError, match="only who bound it"):
+        members.register(1, update, BOB, replaces_revision=True)
+    assert members.register(1, update, ALICE, replaces_revision=True).model.revision == "main.3"
 
 
 def test_pins() -> None:
