@@ -20,6 +20,7 @@ def pull_options(
     settings: config.Settings,
     *,
     transport: str | None,
+    wait_s: float | None = None,
     **rest: Any,
 ) -> PullOptions:
     """The options of `pull` and `plan`, checked. Raises ConfigError."""
@@ -37,6 +38,8 @@ def pull_options(
     disk = Path(where) if where and how in ("disk", "auto") else None
     if how == "auto" and disk is None and Path(model).exists():
         disk = Path(model)
+    if wait_s is not None and not wait_s >= 0:  # NaN is not either
+        raise ConfigError(f"wait_s={wait_s} is not a time to wait", hint="0 is not to wait")
     tls = tls_of(settings)
     return PullOptions(
         name=model,
@@ -51,6 +54,7 @@ def pull_options(
         streams=settings.streams,
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
+        wait_s=settings.wait_s if wait_s is None else wait_s,
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,

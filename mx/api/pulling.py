@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mx import config, runtime
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, transports
 from mx.api.options import pull_options, writable_bytes
+from mx.api.relaying import Relay
 from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
@@ -229,6 +230,9 @@ class Pull:
         arena, manifest = self._puller.arena, self._puller.manifest
         if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
+        relay = self._puller.company.host
+        if isinstance(relay, Relay) and isinstance(arena, MemfdArena):
+            return self._settle(relay, arena)
         self._loop.run(self._puller.company.leave())
         arena.seal()
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
@@ -240,6 +244,17 @@ class Pull:
             except BaseException:
                 loop.run(server.close())
                 raise
+        except BaseException:
+            runtime.release(loop)
+            raise
+        return Source(loop, server, held, self._options.coordinator or "", None)
+
+    def _settle(self, relay: Relay, arena: MemfdArena) -> Source:
+        """Others read here already, and go on."""
+        arena.freeze()
+        loop = runtime.acquire()
+        try:
+            server, held = loop.run(relay.settle())
         except BaseException:
             runtime.release(loop)
             raise
@@ -311,6 +326,7 @@ def pull(
     verify: str = "chunks",
     attach: bool = True,
     into: memoryview | None = None,
+    wait_s: float | None = None,
     settings: config.Settings | None = None,
 ) -> Pull:
     """Start pulling `model` (NAME, or NAME@IDENTITY to pin the weights); returns at once.
@@ -323,7 +339,8 @@ def pull(
     `out` and "strong" copy back to the host. `attach=False` copies even where memory could be
     shared. `into` is a writable, contiguous buffer to fill instead of new memory (at least
     `manifest.layout.arena_nbytes` long); it is the caller's, who keeps it until the pull is
-    closed.
+    closed. When nobody is there to pull from, now or in the middle, `wait_s` (else the settings')
+    is how long the pull waits for somebody, keeping what it has.
 
     Raises ConfigError for arguments that can't be right; everything else is raised by whoever
     waits: CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
@@ -350,6 +367,7 @@ def pull(
         strong=verify == "strong",
         attach=attach,
         into=None if into is None else writable_bytes(into),
+        wait_s=wait_s,
     )
     loop = runtime.acquire()
     try:

@@ -53,6 +53,13 @@ class Relay:
     async def advertise(self) -> None:
         await self._server.advertise()
 
+    async def settle(self) -> tuple[SourceServer, HeldModel]:
+        """The arena is whole, and sealed: from now on this is a source as any other, which is the
+        caller's."""
+        assert self._held is not None
+        await self._server.settle(self._source_id)
+        return self._server, self._held
+
     async def close(self) -> None:
         await self._server.drain(DRAIN_S)  # those that read something now
         await self._server.close()

@@ -27,6 +27,7 @@ from mx.units import MIB, format_bytes
 
 HUGE_PAGE_BYTES = 2 * MIB
 _MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
+_MAP_FIXED = 0x10
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -34,6 +35,15 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_S
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.restype = ctypes.c_int
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def address_of(view: memoryview) -> int:
@@ -189,6 +199,26 @@ class MemfdArena(_HostMemory):
             self.view = memoryview(self._mapping)
         else:
             self.view = memoryview(b"")
+        self.sealed = True
+
+    def freeze(self) -> None:
+        """As `seal`, while others read at these addresses: a private map, which can't be written
+        to, takes the place of the writable one. Views that were made stay, and must not be written
+        to any more. Raises LocalError if some other writable map is left."""
+        if self.sealed:
+            return
+        if self.memfd is None:
+            raise ClosedError("the arena was released")
+        if self.nbytes:
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED | mmap.MAP_POPULATE
+            mapped = _libc.mmap(self.address, self.nbytes, mmap.PROT_READ, flags, self.memfd, 0)
+            if mapped != self.address:
+                raise LocalError(f"the arena was not mapped: {os.strerror(ctypes.get_errno())}")
+        try:
+            fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            raise LocalError(f"the arena can't be sealed: {error.strerror}") from error
+        self.view = self.view.toreadonly()
         self.sealed = True
 
     def private_view(self) -> memoryview:

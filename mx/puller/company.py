@@ -12,6 +12,7 @@ from mx.memory.arena import Arena
 from mx.puller.crew import Crew
 from mx.puller.engine import Engine
 from mx.puller.options import PullOptions
+from mx.puller.relay import RelayHost
 from mx.puller.swarming import Swarming
 
 #: A pull that takes at least this long is worth telling others of.
@@ -30,7 +31,7 @@ class Company:
         """`plan` finds the ways to read from sources, `is_ready` says it of a layer."""
         able = options.relay is not None and options.device == "cpu" and options.into is None
         self.reader_id = str(uuid.uuid4()) if able else ""
-        self.sources: Sequence[SourceRecord] = ()  # that were found at first
+        self.sources: Sequence[SourceRecord] = ()  # that were found last
         self._options = options
         self._plan = plan
         self._is_ready = is_ready
@@ -66,6 +67,17 @@ class Company:
             crew.gate([by])
             self._swarming.member.go_gated()
         self._swarming.begin(key, arena, self.sources)
+
+    def met(self, sources: Sequence[SourceRecord]) -> None:
+        """These hold the model now, or parts of it."""
+        self.sources = sources
+        if self._swarming is not None:
+            self._swarming.member.acquaintances.met(sources)
+
+    @property
+    def host(self) -> RelayHost | None:
+        """What lets others read here, if they can."""
+        return None if self._swarming is None else self._swarming.listening_host
 
     def reading_ended(self) -> None:
         """Engine and crew are about to end."""

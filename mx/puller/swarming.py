@@ -99,6 +99,10 @@ class Swarming:
                 told = held
             await asyncio.sleep(ADVERTISE_S)
 
+    @property
+    def listening_host(self) -> RelayHost | None:
+        return None if self._host.record() is None else self._host
+
     def reading_ended(self) -> None:
         """Engine and crew are about to end: from now on this only gives."""
         self._engine = self._crew = None

@@ -169,6 +169,15 @@ class SourceServer:
             record = self._record(served)
             await self._client.advertise(record.source_id, record.generation, record.table.held)
 
+    async def settle(self, source_id: str) -> None:
+        """What was growing is whole now, and sealed: whoever comes may attach to it. Those that
+        read go on as they do."""
+        served = self._servicer.models[source_id]
+        served.held.growing, served.held.layers = False, None
+        exposures = await asyncio.to_thread(self._expose, served.held)
+        served.retired += served.exposures.values()
+        served.exposures = exposures
+
     def record(self, source_id: str) -> SourceRecord:
         """How a model that was offered is told of."""
         return self._record(self._servicer.models[source_id])
@@ -218,13 +227,15 @@ class SourceServer:
                     log.info("not deregistered, the lease will end it: %s", error)
             await client.close()
         self.registered = False
+        for served in self._servicer.models.values():
+            served.mingler.end()
         if self._listening is not None:
             listening, self._listening = self._listening, None
             await listening.stop(_LAST_WORDS_S)
         models, self._servicer.models = self._servicer.models, {}
         for served in models.values():
             served.mingler.end()
-            await asyncio.to_thread(self._withdraw, list(served.exposures.values()))
+            await asyncio.to_thread(self._withdraw, served.all_exposures())
             if not served.held.borrowed:
                 served.held.arena.release()
 

@@ -49,10 +49,15 @@ class Served:
     held: HeldModel
     exposures: dict[str, Exposure]
     mingler: Mingler
-    transports: tuple[str, ...] = field(init=False)
+    #: Earlier ones, that readers have grants of.
+    retired: list[Exposure] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.transports = tuple(sorted(self.exposures))
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return tuple(sorted(self.exposures))
+
+    def all_exposures(self) -> list[Exposure]:
+        return [*self.exposures.values(), *self.retired]
 
 
 class PeerServicer(peer_pb2_grpc.PeerServicer):
@@ -159,7 +164,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             self.leases.close(grant_id)
             if counted:
                 served.mingler.closed(reader_id)
-            for exposure in served.exposures.values():
+            for exposure in served.all_exposures():
                 exposure.revoke(grant_id)
             if pump is not None:
                 pump.cancel()
@@ -208,7 +213,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             for lease in self.leases.expire(self._clock()):
                 served = self.models.get(lease.source_id)
                 if served is not None:
-                    for exposure in served.exposures.values():
+                    for exposure in served.all_exposures():
                         exposure.revoke(lease.grant_id)
 
     def document(self, digest: bytes) -> bytes | None:

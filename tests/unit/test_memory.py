@@ -130,3 +130,33 @@ def test_address_of_read_only_and_empty_views() -> None:
     view = memoryview(data)
     assert address_of(view[2:]) == address_of(view) + 2
     assert address_of(memoryview(b"")) == 0
+
+
+def test_a_frozen_arena_keeps_its_addresses_and_bytes_and_is_sealed() -> None:
+    arena = MemfdArena(3 << 20)
+    arena.view[:5] = b"bytes"
+    address, reader = arena.address, memoryview(arena.view).toreadonly()
+    arena.freeze()
+    arena.freeze()  # once more changes nothing
+    assert arena.address == address
+    assert bytes(reader[:5]) == bytes(arena.view[:5]) == b"bytes"
+    assert arena.view.readonly
+    assert arena.memfd is not None
+    assert fcntl.fcntl(arena.memfd, fcntl.F_GET_SEALS) == SEALS
+    with pytest.raises(PermissionError):
+        os.write(arena.memfd, b"x")
+    private = arena.private_view()
+    private[:5] = b"other"
+    assert bytes(reader[:5]) == b"bytes"
+    del private, reader
+    arena.release()
+
+
+def test_an_arena_that_somebody_else_can_write_to_is_not_frozen() -> None:
+    arena = MemfdArena(1 << 20)
+    assert arena.memfd is not None
+    other = mmap.mmap(arena.memfd, 1 << 20)
+    with pytest.raises(LocalError, match="sealed"):
+        arena.freeze()
+    other.close()
+    arena.release()
