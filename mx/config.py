@@ -168,6 +168,9 @@ class Settings:
     stall_timeout_s: float = _setting(
         4.0, "how long a source may send nothing before it is given up", _number(0.1, 600)
     )
+    wait_s: float = _setting(
+        0.0, "how long a pull waits for a source when there is none", _number(0, 7 * 86400)
+    )
     drain_grace_s: float = _setting(
         10.0, "how long running reads may take to finish when a source stops", _number(0, 3600)
     )

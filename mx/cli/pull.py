@@ -71,6 +71,15 @@ def pull(
             help="Give a source up that sends nothing for so long. (default: 4)", metavar="S"
         ),
     ] = None,
+    wait_s: Annotated[
+        float | None,
+        typer.Option(
+            "--wait",
+            "--wait-s",
+            help="Wait so long for a source when there is none (any more). (default: 0)",
+            metavar="S",
+        ),
+    ] = None,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,

@@ -10,11 +10,13 @@ from typing import Any
 from mx.core.planner import Plan, Way, why_not
 from mx.errors import (
     ConfigError,
+    DigestError,
     MxError,
     PathError,
     PathSlowError,
     PeerLostError,
     PeerProtocolError,
+    StaleGenerationError,
 )
 from mx.puller.engine import Engine
 from mx.puller.links import Link, Links
@@ -53,7 +55,12 @@ class Crew:
         self._resting: list[Way] = []  # too slow beside the others: better than nothing
         self._aside: list[Way] = []  # not used as long as there is a swarm
         self._neighbours: set[str] = set()  # sources that are read from beside all others
+        self._gated = self._hopeless = False
+        self._met = {way.source.source_id for way in plan.ways}
+        self._complaints: set[tuple[Way, str]] = set()
+        self._banned: set[str] = set()  # sources that lied, or hold something else by now
         self.expecting: Callable[[], bool] = lambda: False  # may more sources come?
+        self.hoping: Callable[[], bool] = lambda: False  # nobody is left: are they waited for?
         self.source_lost: Callable[[str], None] = lambda source_id: None  # no way to it is left
         self._fatal: BaseException | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -73,12 +80,15 @@ class Crew:
                 self._fill()
                 if self._fatal is not None:
                     raise self._fatal
-                idle = not (self._candidates or self._resting or self._opening or self._live)
-                if idle and not self.expecting():
-                    reading = engine()
+                reading = engine()
+                if self.idle and not self.expecting() and not self.hoping():
                     if reading is None:
                         return
+                    self._hopeless = True
                     reading.no_more_lanes()
+                elif self._hopeless and reading is not None:  # reads that were lost have yet to end
+                    self._hopeless = False
+                    reading.expect_lanes()
                 if not ended():
                     await self._changed.wait()
         finally:
@@ -112,16 +122,43 @@ class Crew:
         """It was tried, and is of no use."""
         self._candidates.remove(way)
 
+    # -- those that are found later ---------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Is nobody being read from, nor about to be?"""
+        return not (self._candidates or self._resting or self._opening or self._live)
+
+    def wants(self, source_id: str) -> bool:
+        """Is a source of use that is known to hold the model? If it is new; one that was given up
+        only if there is nobody else. One that lied, or changed, never is."""
+        if source_id in self._banned:
+            return False
+        return source_id not in self._met or self.idle
+
+    def add_candidates(self, ways: Sequence[Way]) -> None:
+        """Ways to sources that are wanted, to be used as those of the plan are."""
+        new = [way for way in ways if self.wants(way.source.source_id)]
+        self._met.update(way.source.source_id for way in new)
+        if self._gated:
+            self._aside += [w for w in new if w.source.source_id not in self._neighbours]
+            new = [w for w in new if w.source.source_id in self._neighbours]
+        self._candidates += new
+        if new:
+            self._changed.set()
+
     # -- in a swarm -----------------------------------------------------------------------------
 
     def gate(self, source_ids: Iterable[str] = ()) -> None:
         """From now on only neighbours are read from; those that are in use, and these, are some."""
+        self._gated = True
         self._neighbours.update(source_ids, (way.source.source_id for way in self._in_use()))
         self._aside += [w for w in self._candidates if w.source.source_id not in self._neighbours]
         self._candidates = [w for w in self._candidates if w not in self._aside]
 
     def ungate(self) -> None:
         """There is no swarm: use what there was without one."""
+        self._gated = False
         self._neighbours.clear()
         self._candidates, self._aside = self._candidates + self._aside, []
         self._changed.set()
@@ -184,8 +221,12 @@ class Crew:
             except MxError as refused:  # such as memory that can't be registered
                 self._useless.append(link)
                 error = refused
+        if isinstance(error, StaleGenerationError):
+            self._banned.add(way.source.source_id)
         if isinstance(error, MxError) and not isinstance(error, ConfigError):
-            self._causes.append(error)
+            if (way, error.message) not in self._complaints:  # it may be tried again and again
+                self._complaints.add((way, error.message))
+                self._causes.append(error)
         elif error is not None:
             self._fatal = error
         self._look_after(way.source.source_id)
@@ -196,6 +237,8 @@ class Crew:
         if link is None:
             return
         source_id = link.way.source.source_id
+        if isinstance(error, DigestError | StaleGenerationError):
+            self._banned.add(source_id)
         if isinstance(error, PathSlowError):
             if source_id not in self._neighbours:
                 self._resting.append(link.way)

@@ -248,6 +248,11 @@ class Engine:
             commands = self._machine.no_more_lanes()
         self._run(commands)
 
+    def expect_lanes(self) -> None:
+        """There may be more after all."""
+        with self._lock:
+            self._machine.expect_lanes()
+
     def close(self) -> None:
         """Close every session; outstanding reads are aborted, and the listener hears of no
         outcome any more."""

@@ -19,6 +19,7 @@ from mx.core.types import SourceRecord
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.errors import MxError, PeerProtocolError, SourceError
+from mx.puller.lanes import Lane
 from mx.puller.lease import Granted, Lease
 from mx.puller.options import PullOptions
 from mx.puller.staged import StagedSession
@@ -37,6 +38,19 @@ class Link:
     lease: Lease
     session: Session
     gated: bool = False  # others read there too: ask before reading
+
+    def lane(self, now_s: float) -> Lane:
+        """What an engine reads through, from `now_s` (monotonic) on."""
+        return Lane(
+            self.way.transport,
+            self.way.source.endpoint,
+            self.session,
+            self.lease,
+            now_s,
+            rail=str(self.way.rail or ""),
+            source=self.way.source.source_id,
+            bytes_per_s=self.way.gb_per_s * 1e9,
+        )
 
 
 def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
@@ -117,6 +131,8 @@ class Links:
     def begin(self, ways: Sequence[Way]) -> None:
         """Start connecting ahead of `open`, while the manifest is still on its way."""
         for way in ways:
+            if way in self._begun:
+                continue
             self._begun[way] = asyncio.create_task(self._traced(way), name="mx-link")
 
     async def open(self, way: Way, need_nbytes: int) -> Link:

@@ -60,21 +60,46 @@ class Locator:
         self._client: CoordinatorClient | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
 
+    @property
+    def name(self) -> str:
+        return self._where.name
+
+    @property
+    def asks_coordinator(self) -> bool:
+        return self._where.peer is None
+
     async def locate(self) -> Located:
         """Raises UnknownModelError, CoordinatorError, SourceError."""
         if self._where.peer is not None:
             return await self._ask_peer(self._where.peer)
-        assert self._where.coordinator is not None
-        self._client = CoordinatorClient(
-            self._where.coordinator,
-            tls=self._where.tls,
-            insecure=self._where.insecure,
-            timeout_s=self._where.connect_timeout_s,
-        )
-        found = await self._client.resolve(
+        found = await self._coordinator().resolve(
             self._where.name, self._where.revision, self._where.variant
         )
         return Located(found.model, found.ref, tuple(found.sources), found.documents)
+
+    async def again(self, located: Located) -> list[SourceRecord]:
+        """Who holds the very manifest that was found, now. Raises as `locate`, which came
+        before."""
+        if self._where.peer is not None:
+            sources = (await self._ask_peer(self._where.peer)).sources
+        else:
+            key, pin = located.key, located.ref.identity.hex()
+            client = self._coordinator()
+            # In every revision: the label may stand for other weights by now.
+            found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
+            sources = tuple(found.sources)
+        return [source for source in sources if _same(source.ref, located.ref)]
+
+    def _coordinator(self) -> CoordinatorClient:
+        assert self._where.coordinator is not None
+        if self._client is None:
+            self._client = CoordinatorClient(
+                self._where.coordinator,
+                tls=self._where.tls,
+                insecure=self._where.insecure,
+                timeout_s=self._where.connect_timeout_s,
+            )
+        return self._client
 
     async def _ask_peer(self, address: str) -> Located:
         where = self._where
@@ -160,6 +185,16 @@ class Locator:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+def _same(one: ManifestRef, other: ManifestRef) -> bool:
+    """Do they stand for the same bytes in the same places, checked in the same chunks? Files and
+    metadata may differ."""
+    return (one.identity, one.layout, one.chunking) == (
+        other.identity,
+        other.layout,
+        other.chunking,
+    )
 
 
 def _dialable(record: SourceRecord, address: str) -> SourceRecord:

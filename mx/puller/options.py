@@ -39,6 +39,7 @@ class PullOptions:
     streams: int = 2
     stall_timeout_s: float = 4.0
     connect_timeout_s: float = 3.0
+    wait_s: float = 0.0
     chunk_nbytes: int = CHUNK_BYTES
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mx import trace
-from mx.core import manifest as manifests
 from mx.core.planner import Plan
 from mx.core.types import Manifest, ModelKey, SourceRecord
 from mx.errors import (
     ConfigError,
     LocalError,
     MxError,
-    NoSourceError,
 )
 from mx.memory.arena import Arena, BorrowedArena
 from mx.puller import disk
@@ -28,9 +26,8 @@ from mx.puller.company import Company
 from mx.puller.crew import Crew
 from mx.puller.delivery import Delivery
 from mx.puller.engine import Engine
-from mx.puller.lanes import Lane
 from mx.puller.links import Link, Links, plan_ways
-from mx.puller.locate import Locator
+from mx.puller.locate import Located, Locator
 from mx.puller.memory import new_arena
 from mx.puller.options import PullOptions
 from mx.puller.planning import target_place
@@ -43,6 +40,7 @@ from mx.puller.report import (
     progress_of,
     unexpected,
 )
+from mx.puller.seeking import Found, Seeker, find, patiently
 from mx.puller.state import PullState
 from mx.runtime import uncut
 from mx.transport import Span, Transport
@@ -70,6 +68,7 @@ class Puller:
         self._links = Links(options, self._place, transports, self._lease_lost, reader_id)
         self._delivery: Delivery | None = None
         self._crew: Crew | None = None
+        self._seeker: Seeker | None = None
         self._several = False  # are several ways to be used at once?
         self._causes: list[MxError] = []
         self._disk_done = (0, 0)
@@ -134,33 +133,30 @@ class Puller:
         self._ended = False
 
     async def _from_peers(self) -> PullReport:
-        self._locator = Locator(self.options)
-        with trace.span("pull.locate", model=self.options.name) as span:
-            located = await self._locator.locate()
-            span.set(sources=len(located.sources))
-        self.key = located.key
-        self.company.sources = located.sources
-        ways = self._plan([source for source in located.sources if source.whole])
-        self._links.begin(ways.chosen)
-        with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
-            documents = await self._locator.documents(located)
-            # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
-            manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
-        self.manifest = manifest
+        self._locator = locator = Locator(self.options)
+        out = self.options.out is not None
+        relays_do = bool(self.company.reader_id)
+        found = await patiently(
+            lambda: find(locator, self._plan, self._located, relays_do=relays_do, side_files=out),
+            self.options.wait_s,
+            self._waiting,
+        )
+        self.manifest = manifest = found.manifest
         self.state.planned(len(manifest.layout.layers))
-        if not ways.ways and not (self.company.reader_id and located.sources):
-            raise NoSourceError(
-                f"no source of {self.key} can be reached from here: "
-                + ("; ".join(ways.explain()) or "none is registered"),
-                hint="start one with mx serve, or name one with --from peer=HOST:PORT",
-            )
         self._delivery = self._new_delivery(manifest, strong=self.options.strong)
-        if self.options.out is not None:
-            self._delivery.side_files = await self._locator.side_files(manifest, located)
+        self._delivery.side_files = found.side_files
         with trace.span("pull.read", nbytes=manifest.layout.payload_nbytes) as span:
-            report = await self._read(manifest, ways)
+            report = await self._read(found)
             span.set(retries=report.retries, paths=len(report.paths))
         return report
+
+    def _located(self, located: Located, ways: Plan) -> None:
+        self.key = located.key
+        self.company.sources = located.sources
+        self._links.begin(ways.chosen)
+
+    def _waiting(self) -> None:
+        self.phase = "waiting for a source"
 
     def _new_delivery(self, manifest: Manifest, *, strong: bool) -> Delivery:
         return Delivery(
@@ -172,9 +168,10 @@ class Puller:
             on_error=self.broken,
         )
 
-    async def _read(self, manifest: Manifest, ways: Plan) -> PullReport:
+    async def _read(self, found: Found) -> PullReport:
         """Attach, or read over all ways that go together and others when those are lost, until
         the pull has ended. Raises what it failed with."""
+        manifest, ways = found.manifest, found.ways
         self._several = len(ways.chosen) > 1
         nbytes = manifest.layout.arena_nbytes
         self._crew = crew = Crew(
@@ -202,6 +199,18 @@ class Puller:
         else:
             seconds = manifest.layout.payload_nbytes / (ways.gb_per_s * 1e9)
             self.company.expect(seconds, self._swarm)
+        assert self._locator is not None
+        self._seeker = Seeker(
+            self._locator,
+            found.located,
+            crew,
+            self._plan,
+            wait_s=self.options.wait_s,
+            on_sources=self.company.met,
+            on_wait=self._waiting,
+            came=lambda: self.progress().bytes_done,
+            causes=self._causes,
+        )
         await crew.run(lambda: self._ended, lambda: self._engine)
         if self._engine is None:
             raise nobody(str(self.key), self._causes)
@@ -246,22 +255,10 @@ class Puller:
         assert self.arena is not None
         if link.gated:
             self._swarm(gated=True, by=link.way.source.source_id)
-        now_s = time.monotonic()
-        self.state.first_read_s = self.state.first_read_s or now_s
-        endpoint = link.way.source.endpoint
+        self.state.first_read_s = self.state.first_read_s or time.monotonic()
         link.session.adopt(self.arena.view)
-        lane = Lane(
-            link.way.transport,
-            endpoint,
-            link.session,
-            link.lease,
-            now_s,
-            rail=str(link.way.rail or ""),
-            source=link.way.source.source_id,
-            bytes_per_s=link.way.gb_per_s * 1e9,
-        )
         self.phase = "reading"
-        return self._engine.add_lane(lane)
+        return self._engine.add_lane(link.lane(time.monotonic()))
 
     def _swarm(self, *, gated: bool = False, by: str = "") -> None:
         engine, crew, arena = self._engine, self._crew, self.arena
@@ -369,6 +366,8 @@ class Puller:
 
     async def _release_network(self) -> None:
         self.company.reading_ended()
+        if self._seeker is not None:
+            await self._seeker.close()
         if self._crew is not None:
             await self._crew.close()
         if self._engine is not None:

@@ -300,8 +300,11 @@ class CoordinatorClient:
                 f"the coordinator at {self.remote.address} answered nonsense: {error.message}"
             ) from error
 
-    async def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolution:
-        """What NAME or NAME@IDENTITY means, and who serves it.
+    async def resolve(
+        self, name: str, revision: str = "", variant: str = "", *, documents: bool = True
+    ) -> Resolution:
+        """What NAME or NAME@IDENTITY means, and who serves it; `documents` says whether those of
+        the manifest are wanted.
 
         Raises UnknownModelError; ConfigError for what can't be a name.
         """
@@ -309,7 +312,7 @@ class CoordinatorClient:
             ModelKey(name.partition("@")[0], revision or "main", variant or "checkpoint")
         )
         request = pb.ResolveRequest(
-            name=name, revision=revision, variant=variant, inline_documents=True
+            name=name, revision=revision, variant=variant, inline_documents=documents
         )
         with self._reading():
             answer = await self._stub.Resolve(request, timeout=self._timeout_s)

@@ -12,12 +12,14 @@ from mx.core.paths import Medium, Rail
 from mx.core.planner import Plan, Spare, Way
 from mx.errors import (
     ConfigError,
+    DigestError,
     LocalError,
     MxError,
     PathError,
     PathSlowError,
     PeerLostError,
     PeerTimeoutError,
+    StaleGenerationError,
 )
 from mx.puller.crew import Crew
 from mx.puller.engine import Engine
@@ -188,3 +190,82 @@ def test_what_no_other_way_would_mend_is_raised() -> None:
         assert "certificate" in str(error)
     else:
         raise AssertionError("it was swallowed")
+
+
+# -- those that are found later -------------------------------------------------------------------
+
+LATER = way(source("later"), "tcp", 0)
+
+
+def test_a_source_that_comes_later_is_there_when_the_first_is_lost() -> None:
+    stage = Stage()
+    stage.play(
+        lambda: stage.crew.add_candidates([LATER]),
+        lambda: stage.crew.lane_lost(0, PeerTimeoutError("stopped")),
+        lambda: stage.crew.lane_lost(1, PeerTimeoutError("stopped")),
+        lambda: stage.crew.lane_lost(2, PeerTimeoutError("stopped")),
+        stage.end,
+    )
+    assert stage.opened == [TCP0, TCP1, OTHER, LATER]
+    assert stage.no_more == 0
+
+
+def test_who_hopes_is_not_told_that_no_more_come() -> None:
+    stage = Stage()
+    hoping = [True]
+    stage.crew.hoping = lambda: hoping[0]
+    lost = [lambda n=n: stage.crew.lane_lost(n, PeerTimeoutError("stopped")) for n in range(3)]
+    stage.play(
+        *lost,
+        lambda: stage.crew.add_candidates([LATER]),
+        lambda: hoping.__setitem__(0, False),
+        lambda: stage.crew.lane_lost(3, PeerTimeoutError("stopped")),
+    )
+    assert stage.opened == [TCP0, TCP1, OTHER, LATER]
+    assert stage.no_more == 1
+
+
+def test_a_source_that_was_lost_is_tried_again_only_if_there_is_nobody_else() -> None:
+    stage = Stage()
+    stage.crew.hoping = lambda: True
+    again = [stage.crew.add_candidates] * 2
+    stage.play(
+        lambda: stage.crew.lane_lost(0, PeerTimeoutError("stopped")),
+        lambda: stage.crew.lane_lost(1, PeerTimeoutError("stopped")),
+        lambda: again[0]([TCP0, TCP1]),  # the other is being read from
+        lambda: stage.crew.lane_lost(2, PeerTimeoutError("stopped")),
+        lambda: again[1]([TCP0, TCP1]),
+        stage.end,
+    )
+    assert stage.opened == [TCP0, TCP1, OTHER, TCP0, TCP1]
+
+
+@pytest.mark.parametrize("error", [DigestError("wrong"), StaleGenerationError("changed")])
+def test_a_source_that_lied_or_changed_never_comes_back(error: MxError) -> None:
+    stage = Stage()
+    stage.crew.hoping = lambda: True
+    stage.play(
+        lambda: stage.crew.lane_lost(0, error),
+        lambda: stage.crew.lane_lost(1, error),
+        lambda: stage.crew.lane_lost(2, PeerTimeoutError("stopped")),
+        lambda: stage.crew.add_candidates([TCP0, TCP1]),
+        lambda: stage.crew.add_candidates([LATER]),
+        stage.end,
+    )
+    assert stage.opened == [TCP0, TCP1, OTHER, LATER]
+
+
+def test_in_a_swarm_later_ones_wait_until_there_is_none() -> None:
+    stage = Stage()
+    stage.crew.expecting = lambda: True
+    stage.play(
+        stage.crew.gate,
+        lambda: stage.crew.add_candidates([LATER]),
+        lambda: stage.crew.lane_lost(0, PeerTimeoutError("stopped")),
+        lambda: stage.crew.lane_lost(1, PeerTimeoutError("stopped")),
+        stage.crew.ungate,
+        stage.end,
+    )
+    assert stage.opened[:2] == [TCP0, TCP1]
+    assert stage.opened[2:] == [OTHER]  # LATER is as good, and behind it
+    assert stage.no_more == 0
