@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mx.puller.locate import Locator
 from mx.puller.options import PullOptions
 from mx.wire.channel import dial
 from mx.wire.server import Service, listen
-from mx.wire.v1 import common_pb2, peer_pb2
+from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.integration.conftest import Run, error_of, free_port, serve
 from tests.integration.lying import held_model, offering
 from tests.records import make_documents, make_record
@@ -171,18 +171,12 @@ def test_into_may_be_any_writable_buffer_and_nothing_else(
 # -- sources that answer nonsense -----------------------------------------------------------------
 
 
-class OddPeer:
+class OddPeer(peer_pb2_grpc.PeerServicer):
     """Answers `Open` with the events it was made with, then stays silent."""
 
     def __init__(self, *events: peer_pb2.OpenEvent, forever: peer_pb2.OpenEvent | None = None):
         self._events = events
         self._forever = forever
-
-    async def Describe(self, request: Any, context: Any) -> Any:
-        return peer_pb2.DescribeResponse()
-
-    async def Table(self, request: Any, context: Any) -> AsyncIterator[common_pb2.TableRows]:
-        yield common_pb2.TableRows()
 
     async def Open(self, requests: Any, context: Any) -> None:
         for event in self._events:
