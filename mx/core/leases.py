@@ -19,13 +19,20 @@ class ReaderLease:
 
 
 class LeaseBook:
-    """All leases of one process. Pure: `now_s` is a monotonic time that the caller gives."""
+    """All leases of one process. Pure: `now_s` is a monotonic time that the caller gives.
+
+    A lease that its reader gave back (`close`) is over. One whose reader was cut off (`lose`) is
+    not: that reader may believe what it reads until the lease's end, so it is *out* until then,
+    though nothing new is granted on it.
+    """
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._leases: dict[str, ReaderLease] = {}
+        self._lost: dict[str, ReaderLease] = {}
 
     def __len__(self) -> int:
+        """Those that run."""
         return len(self._leases)
 
     def open(
@@ -48,14 +55,31 @@ class LeaseBook:
         return True
 
     def close(self, grant_id: str) -> bool:
+        """Its reader believes nothing any more that it reads. False: it had ended before."""
+        self._lost.pop(grant_id, None)
         return self._leases.pop(grant_id, None) is not None
 
+    def lose(self, grant_id: str) -> None:
+        """Its reader is not heard any more, or not listened to: it runs out by itself."""
+        lease = self._leases.pop(grant_id, None)
+        if lease is not None:
+            self._lost[grant_id] = lease
+
     def expire(self, now_s: float) -> list[ReaderLease]:
-        """Take out and return every lease that has ended."""
+        """Take out every lease that has ended; returns those of them that ran until now."""
         ended = [lease for lease in self._leases.values() if lease.ends_at_s <= now_s]
         for lease in ended:
             del self._leases[lease.grant_id]
+        self._lost = {i: lease for i, lease in self._lost.items() if lease.ends_at_s > now_s}
         return ended
 
     def of_source(self, source_id: str) -> list[ReaderLease]:
+        """Those that run."""
         return [lease for lease in self._leases.values() if lease.source_id == source_id]
+
+    def out(self, source_id: str, now_s: float) -> bool:
+        """May anybody still believe what is read of this source's memory?"""
+        return any(
+            lease.source_id == source_id and lease.ends_at_s > now_s
+            for lease in (*self._leases.values(), *self._lost.values())
+        )

@@ -2,14 +2,17 @@
 
 The first message opens, each further one renews. The reader counts the lease from when it sent
 the request that was answered, the source from when it answered, so that the reader's ends first.
+It ends with a half-close, which tells the source that nothing is believed any more that is read;
+a source that hears no such thing has to wait until the lease runs out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,8 @@ from mx.wire.v1 import peer_pb2
 
 #: A source may promise more, but is asked this often whether it is still there.
 _MAX_LEASE_S = 60.0
+#: How long the source may take to hear that a lease is given back.
+_FAREWELL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,9 @@ class Lease:
         self._on_lost = on_lost
         self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._farewell: asyncio.Task[None] | None = None
+        self._renewed: asyncio.Future[float] | None = None  # for the answer to a renewal
         self._valid_until_s = 0.0
         self._lease_s = 0.0
         self._error: MxError | None = None
@@ -87,8 +95,9 @@ class Lease:
             event = await self._ask(request, timeout_s)
             if event.WhichOneof("event") == "stale":
                 raise StaleGenerationError(
-                    f"{self.peer} holds generation {event.stale.generation} by now",
+                    f"{self.peer} was updated: it holds generation {event.stale.generation} by now",
                     peer=self.peer,
+                    hint="start the pull again, for the new weights",
                 )
             if event.WhichOneof("event") != "granted":
                 raise PeerProtocolError(f"{self.peer} answered without a grant", peer=self.peer)
@@ -99,6 +108,7 @@ class Lease:
         granted = event.granted
         self._valid_until_s = sent_at_s + self._lease_s
         self._renewer = asyncio.create_task(self._renew(), name="mx-lease")
+        self._listener = asyncio.create_task(self._listen(), name="mx-lease-events")
         return Granted(
             granted.grant_id,
             granted.generation,
@@ -117,15 +127,17 @@ class Lease:
         return None
 
     async def _ask(self, request: peer_pb2.OpenRequest, timeout_s: float) -> Any:
-        """Write one message, read one event. Raises SourceError."""
+        """Write the first message, read the first event. Raises SourceError."""
+        async with self._talking(timeout_s):
+            await self._call.write(request)
+            return await self._next()
+
+    @contextlib.asynccontextmanager
+    async def _talking(self, timeout_s: float) -> AsyncIterator[None]:
+        """What goes wrong in it is raised as a SourceError."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._call.write(request)
-                while True:
-                    event = await self._next()
-                    # Draining tells that no new grants are given: what runs may finish.
-                    if event.WhichOneof("event") != "draining":
-                        return event
+                yield
         except TimeoutError:
             raise PeerTimeoutError(
                 f"{self.peer} stopped answering (stopped, overloaded or cut off)",
@@ -144,20 +156,47 @@ class Lease:
             raise await self._ending()
         return event
 
+    async def _listen(self) -> None:
+        """To the stream's end: what the source says is heard at once, not at the next renewal."""
+        try:
+            while True:
+                event = await self._next()
+                match event.WhichOneof("event"):
+                    case "renewed":
+                        lease_s = self._believed_s(event.renewed.lease_s)
+                        if self._renewed is not None and not self._renewed.done():
+                            self._renewed.set_result(lease_s)
+                    case "draining":
+                        pass  # no new grants are given: what runs may finish
+                    case "stale":  # go on listening: it waits to hear that this was heard
+                        self._lose(
+                            StaleGenerationError(
+                                f"{self.peer} was updated: its weights of generation "
+                                f"{self._source.generation} are no longer to be read",
+                                peer=self.peer,
+                            )
+                        )
+                    case _:
+                        raise PeerProtocolError(
+                            f"{self.peer} says what makes no sense within a lease", peer=self.peer
+                        )
+        except grpc.aio.AioRpcError as error:
+            self._lose(translate(error, who=self._remote))
+        except MxError as error:
+            self._lose(error)
+
     async def _renew(self) -> None:
         """Until the lease is lost. A renewal that is not answered is the sign of a stopped
         process."""
         request = peer_pb2.OpenRequest(source_id=self._source.source_id)
         try:
-            while True:
+            while self._error is None:
                 await asyncio.sleep(self._lease_s / 4)
                 sent_at_s = time.monotonic()
-                event = await self._ask(request, self._lease_s * 0.4)
-                if event.WhichOneof("event") != "renewed":
-                    raise StaleGenerationError(
-                        f"{self.peer} changed its memory during the pull", peer=self.peer
-                    )
-                self._lease_s = self._believed_s(event.renewed.lease_s)
+                self._renewed = asyncio.get_running_loop().create_future()
+                async with self._talking(self._lease_s * 0.4):
+                    await self._call.write(request)
+                    self._lease_s = await self._renewed
                 self._valid_until_s = sent_at_s + self._lease_s
         except MxError as error:
             self._lose(error)
@@ -181,14 +220,31 @@ class Lease:
             self._error = error
             self._on_lost(error)
 
-    async def close(self) -> None:
-        """End the stream; the source withdraws the grant. Idempotent. What is read from now on
-        is not believed."""
+    def end(self) -> None:
+        """Begin to give the lease back: what is read from now on is not believed. Idempotent."""
+        if self._farewell is not None:
+            return
+        heard = self._error is None or isinstance(self._error, StaleGenerationError)
         self._error = self._error or ClosedError(f"the lease on {self.peer} was given back")
+        self._farewell = asyncio.create_task(self._say_farewell(heard), name="mx-lease-end")
+
+    async def _say_farewell(self, heard: bool) -> None:
         if self._renewer is not None:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)
-            self._renewer = None
-        if self._call is not None:
-            call, self._call = self._call, None
-            call.cancel()
+        if self._call is None:
+            return
+        if self._listener is not None:
+            with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                async with asyncio.timeout(_FAREWELL_S if heard else 0):
+                    await self._call.done_writing()
+                    await asyncio.shield(self._listener)
+        self._call.cancel()
+        if self._listener is not None:
+            await asyncio.gather(self._listener, return_exceptions=True)
+
+    async def close(self) -> None:
+        """`end`, and wait for it. The source withdraws the grant."""
+        self.end()
+        assert self._farewell is not None
+        await asyncio.shield(self._farewell)

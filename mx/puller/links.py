@@ -248,7 +248,7 @@ class Links:
     async def _leave(self, lease: Lease) -> None:
         self._users[lease] -= 1
         if self._users[lease] <= 0:
-            await lease.close()  # now: a source that drains would wait for it
+            lease.end()  # now: a source that drains would wait for it
 
     async def attach(self, link: Link, nbytes: int) -> Span:
         """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
@@ -283,7 +283,6 @@ class Links:
             self._device.close()
         leases, self._leases = self._leases, []
         channels, self._channels = self._channels, {}
-        for lease in leases:
-            await lease.close()
+        await asyncio.gather(*(lease.close() for lease in leases))
         for channel in channels.values():
             await channel.close(None)

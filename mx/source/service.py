@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 #: Events that one reader may leave unread before its renewals have to wait.
 _MAX_EVENTS = 16
+#: How many of those that were replaced are remembered.
+_MAX_GONE = 64
 
 
 class Mingler(Protocol):
@@ -51,6 +53,10 @@ class Served:
     mingler: Mingler
     #: Earlier ones, that readers have grants of.
     retired: list[Exposure] = field(default_factory=list)
+    #: The generation that has taken this one's place; 0: none has.
+    newer: int = 0
+    #: Are running reads over too?
+    cut: bool = False
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -78,6 +84,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self._clock = clock
         self._grace_s = 0.0
         self._queues: dict[str, asyncio.Queue[peer_pb2.OpenEvent]] = {}
+        #: Source id -> the generation that has taken its place, of some that are gone.
+        self._gone: dict[str, int] = {}
 
     # -- rpcs ---------------------------------------------------------------------------------
 
@@ -88,7 +96,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             sources=[
                 codec.source_to_wire(self._record_of(served))
                 for served in self.models.values()
-                if request.name in ("", served.held.key.name)
+                if request.name in ("", served.held.key.name) and not served.newer
             ]
         )
 
@@ -108,13 +116,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         request = await anext(request_iterator, None)
         if request is None:
             return
+        newer = self._newer(request)
+        if newer:
+            await context.write(peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=newer)))
+            return
         served = self._find(request)
         held = served.held
-        if request.generation != held.generation:
-            await context.write(
-                peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=held.generation))
-            )
-            return
         reader = codec.place_from_wire(request.place)
         grant_id = secrets.token_hex(16)
         queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue(_MAX_EVENTS)
@@ -150,7 +157,10 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             while True:
                 async with asyncio.timeout(self.leases.lease_s * 2):
                     if await anext(request_iterator, None) is None:
+                        self.leases.close(grant_id)  # it was given back
                         return
+                    if served.cut:
+                        continue
                     if not self.leases.renew(grant_id, self._clock()):
                         return
                     renewed = peer_pb2.Renewed(
@@ -161,7 +171,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             log.info("reader %s did not renew its lease; withdrawn", reader.hostname)
         finally:
             self._queues.pop(grant_id, None)
-            self.leases.close(grant_id)
+            self.leases.lose(grant_id)
             if counted:
                 served.mingler.closed(reader_id)
             for exposure in served.all_exposures():
@@ -177,7 +187,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         if first is None or first.WhichOneof("message") != "hello":
             raise PeerProtocolError("a talk begins with a hello")
         served = self.models.get(first.hello.source_id)
-        if served is None or self.state is not SourceState.SERVING:
+        if served is None or served.newer or self.state is not SourceState.SERVING:
             raise PeerRefusedError("this process serves no such source")
         record = codec.source_from_wire(first.hello.own)
         if record.ref != served.held.manifest.ref:
@@ -202,9 +212,44 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.state = SourceState.DRAINING
         self._grace_s = grace_s
         event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
-        for queue in self._queues.values():
-            with contextlib.suppress(asyncio.QueueFull):  # who does not read is not told
-                queue.put_nowait(event)
+        self._tell(self._queues, event)
+
+    def supersede(self, source_id: str, generation: int, grace_s: float) -> None:
+        """Another source of this process has taken this one's place: no new grants; those that
+        read are told that they may finish within `grace_s`."""
+        self.models[source_id].newer = generation
+        event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
+        self._tell([lease.grant_id for lease in self.leases.of_source(source_id)], event)
+
+    def cut(self, source_id: str) -> None:
+        """What is read of a superseded source from now on is not to be believed."""
+        served = self.models[source_id]
+        served.cut = True
+        event = peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=served.newer))
+        self._tell([lease.grant_id for lease in self.leases.of_source(source_id)], event)
+        for exposure in served.all_exposures():
+            exposure.set_generation(served.newer)
+        served.mingler.end()
+
+    def out(self, source_id: str) -> bool:
+        """May a reader still believe what it reads of this source?"""
+        return self.leases.out(source_id, self._clock())
+
+    def remove(self, source_id: str) -> Served | None:
+        """Whoever asks for it later is told what has taken its place, if anything has."""
+        served = self.models.pop(source_id, None)
+        if served is not None and served.newer:
+            self._gone[source_id] = served.newer
+            while len(self._gone) > _MAX_GONE:
+                del self._gone[next(iter(self._gone))]
+        return served
+
+    def _tell(self, grant_ids: Iterable[str], event: peer_pb2.OpenEvent) -> None:
+        for grant_id in grant_ids:
+            queue = self._queues.get(grant_id)
+            if queue is not None:
+                with contextlib.suppress(asyncio.QueueFull):  # who does not read is not told
+                    queue.put_nowait(event)
 
     async def expire_leases(self, interval_s: float = 0.5) -> None:
         """For ever: withdraw the tickets of leases that have ended."""
@@ -227,6 +272,15 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     async def _pump(queue: asyncio.Queue[peer_pb2.OpenEvent], context: Any) -> None:
         while True:
             await context.write(await queue.get())
+
+    def _newer(self, request: peer_pb2.OpenRequest) -> int:
+        """The generation that has taken the place of the one asked for; 0: that is the one."""
+        served = self.models.get(request.source_id)
+        if served is None:
+            return self._gone.get(request.source_id, 0)
+        if request.generation != served.held.generation:
+            return served.newer or served.held.generation
+        return served.newer
 
     def _find(self, request: peer_pb2.OpenRequest) -> Served:
         served = self.models.get(request.source_id)

@@ -60,3 +60,29 @@ def test_the_readers_clock_ends_first(steps: list[tuple[float, bool]], lease_s: 
             return
         if renews and book.renew("g", now_s):
             reader_until_s = sent_s + lease_s
+
+
+def test_a_lease_that_was_given_back_is_over_and_a_lost_one_runs_out() -> None:
+    book = LeaseBook(2.0)
+    for grant_id in ("back", "lost", "silent"):
+        book.open(grant_id, "s", 1, "host", now_s=0.0)
+    book.open("other", "t", 1, "host", now_s=0.0)
+    book.lose("lost")
+    assert len(book) == 3
+    assert not book.renew("lost", 0.1)
+    book.close("back")
+    book.close("silent")
+    assert book.out("s", 2.4)  # whoever was cut off may still believe what it reads
+    assert not book.out("s", 2.0 + MARGIN_S)
+    assert {lease.grant_id for lease in book.expire(2.0 + MARGIN_S)} == {"other"}
+    assert not book.out("s", 0.0)
+
+
+def test_a_lost_lease_may_yet_be_given_back() -> None:
+    book = LeaseBook(2.0)
+    book.open("g", "s", 1, "host", now_s=0.0)
+    book.lose("g")
+    book.lose("never there")
+    assert book.out("s", 0.5)
+    assert not book.close("g")
+    assert not book.out("s", 0.5)
