@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from mx import codec
+from mx.coordinator.paging import ANSWER_BYTES, pages_of
+from mx.coordinator.pulls import PullsServicer
 from mx.coordinator.state import StateStore
 from mx.coordinator.watchers import INTERVAL_S, Watcher
 from mx.core.membership import Change, ChangeKind, Listed
@@ -18,8 +20,6 @@ MAX_WATCHERS = 4096
 REGISTER_TIMEOUT_S = 60.0
 _MAX_RESOLVED = 256
 _MAX_MISSING = 4096
-#: Answers with many sources stay well below the default message limit of 4 MiB.
-_ANSWER_BYTES = 2 << 20
 #: A manifest this small is sent along with the answer to Resolve; each document is one page.
 _INLINE_BYTES = 1 << 20
 
@@ -31,10 +31,11 @@ _EVENT_KINDS = {
 }
 
 
-class CoordinatorServicer:
+class CoordinatorServicer(PullsServicer):
     """Give it to `mx.wire.server.listen`; `stop` ends the watches."""
 
     def __init__(self, state: StateStore) -> None:
+        super().__init__(state.now)
         self._state = state
         self._watchers: set[Watcher] = set()
         self._stopping = False
@@ -155,7 +156,7 @@ class CoordinatorServicer:
         for listed in found.sources[:_MAX_RESOLVED]:
             source = _source(listed)
             nbytes += source.ByteSize()
-            if nbytes > _ANSWER_BYTES and response.sources:
+            if nbytes > ANSWER_BYTES and response.sources:
                 break
             response.sources.append(source)
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:
@@ -179,7 +180,7 @@ class CoordinatorServicer:
             )
             for model in await self._state.models()
         ]
-        for page in _pages(models):
+        for page in pages_of(models):
             yield pb.ListModelsResponse(models=page)
 
     async def ListSources(
@@ -196,7 +197,7 @@ class CoordinatorServicer:
             )
             for listed in await self._state.sources(request.name)
         ]
-        for page in _pages(statuses):
+        for page in pages_of(statuses):
             yield pb.ListSourcesResponse(sources=page, coordinator_epoch=self._state.epoch)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
@@ -240,17 +241,3 @@ def _event(change: Change) -> pb.WatchEvent:
         source=codec.source_to_wire(change.record, row_count=0),
         reason=change.reason,
     )
-
-
-def _pages(messages: Iterable[Any]) -> Iterable[list[Any]]:
-    """At least one page, so that an empty list still answers."""
-    page: list[Any] = []
-    nbytes = 0
-    for message in messages:
-        size = message.ByteSize()
-        if page and nbytes + size > _ANSWER_BYTES:
-            yield page
-            page, nbytes = [], 0
-        page.append(message)
-        nbytes += size
-    yield page

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 
 from mx import codec
+from mx.core.pulls import PullStatus
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     CoordinatorError,
@@ -21,8 +21,10 @@ from mx.errors import (
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, dial, translating
+from mx.wire.progress import Tell, pull_from_wire, telling
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.watching import WatchKind, WatchUpdate, watch_kind
 
 _UPLOAD_TIMEOUT_S = 60.0  # a manifest of many tensors takes longer than a question
 _FIRST_BACKOFF_S = 0.2
@@ -69,23 +71,6 @@ class SourceStatus:
     lease_left_s: float
     readers: int
     gb_per_s: float
-
-
-class WatchKind(enum.Enum):
-    UP = pb.WatchEvent.KIND_SOURCE_UP
-    CHANGED = pb.WatchEvent.KIND_SOURCE_CHANGED
-    LAYERS = pb.WatchEvent.KIND_LAYERS
-    GONE = pb.WatchEvent.KIND_SOURCE_GONE
-    SNAPSHOT_END = pb.WatchEvent.KIND_SNAPSHOT_END
-
-
-@dataclass(frozen=True, slots=True)
-class WatchUpdate:
-    """`record` is None for SNAPSHOT_END only; `reason` says why a source is GONE."""
-
-    kind: WatchKind
-    record: SourceRecord | None = None
-    reason: str = ""
 
 
 class CoordinatorClient:
@@ -338,7 +323,7 @@ class CoordinatorClient:
         try:
             with self._reading():
                 async for event in stream:
-                    kind = _watch_kind(event.kind)
+                    kind = watch_kind(event.kind)
                     record = None
                     if kind is not WatchKind.SNAPSHOT_END:
                         record = codec.source_from_wire(event.source)
@@ -378,15 +363,23 @@ class CoordinatorClient:
                 for status in page.sources
             ]
 
+    async def list_pulls(self, name: str = "") -> list[PullStatus]:
+        """The pulls that tell how far they are: all, or those of one model name."""
+        with self._reading():
+            return [
+                pull_from_wire(pull)
+                async for page in self._stub.ListPulls(
+                    pb.ListPullsRequest(name=name), timeout=self._timeout_s
+                )
+                for pull in page.pulls
+            ]
+
+    def telling(self) -> AbstractAsyncContextManager[Tell]:
+        """Tell how far a pull is; see `mx.wire.progress.telling`."""
+        return telling(self._stub, self.remote, self._timeout_s)
+
     async def fetch(
         self, refs: Sequence[tuple[bytes, int]], *, timeout_s: float = 30.0
     ) -> dict[bytes, bytes]:
         """Documents by (digest, nbytes); see `mx.wire.documents.fetch`."""
         return await wire_documents.fetch(self._channel, refs, who=self.remote, timeout_s=timeout_s)
-
-
-def _watch_kind(value: int) -> WatchKind:
-    try:
-        return WatchKind(value)
-    except ValueError:
-        raise PeerProtocolError(f"watch event of kind {value}") from None

@@ -24,8 +24,9 @@ from mx.errors import (
 )
 from mx.transport import TlsFiles
 from mx.wire.channel import dial
-from mx.wire.client import CoordinatorClient, WatchKind
+from mx.wire.client import CoordinatorClient
 from mx.wire.server import listen
+from mx.wire.watching import WatchKind
 from tests.daemon import daemon, ended, python, terminate
 from tests.records import by_digest, make_documents, make_record
 
@@ -37,6 +38,7 @@ SECRET = b"s" * 32
 _REGISTRANT = """
 import asyncio, sys
 from mx.wire.client import CoordinatorClient
+from mx.wire.watching import WatchKind
 from tests.records import by_digest, make_documents, make_record
 
 async def main():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -19,20 +20,23 @@ from mx.coordinator.daemon import Coordinator
 from mx.coordinator.state import MemoryState, open_state
 from mx.core.digest import document_digest
 from mx.core.membership import Limits
-from mx.core.types import SourceState
+from mx.core.pulls import PullPhase, PullStatus
+from mx.core.types import ModelKey, SourceState
 from mx.errors import (
     CapacityError,
     ConfigError,
     CoordinatorError,
     MxError,
+    NotAllowedError,
     PeerProtocolError,
     StaleGenerationError,
     UnknownModelError,
     UnknownSourceError,
 )
 from mx.wire import documents as wire_documents
-from mx.wire.client import CoordinatorClient, WatchKind, WatchUpdate
+from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.watching import WatchKind, WatchUpdate
 from tests.records import by_digest, make_documents, make_record, scattered_rows
 
 pytestmark = pytest.mark.integration
@@ -350,3 +354,71 @@ async def test_a_coordinator_that_answers_nonsense_is_an_error(answer: bytes) ->
     finally:
         await client.close()
         await server.stop(None)
+
+
+# -- pulls ------------------------------------------------------------------------------------
+
+
+def a_pull(number: int = 1, **changes: Any) -> PullStatus:
+    fields: dict[str, Any] = {
+        "pull_id": str(uuid.UUID(int=number)),
+        "model": ModelKey("llama", "main", "checkpoint"),
+        "host": "host",
+        "pid": 1,
+        "phase": PullPhase.RUNNING,
+        "layers": 4,
+        "ready": 0b1,
+        "nbytes": 100,
+        "done_bytes": 10,
+        "seconds": 1.0,
+    }
+    return PullStatus(**(fields | changes))
+
+
+async def test_a_pull_that_tells_how_far_it_is_can_be_seen() -> None:
+    async with coordinator() as client:
+        assert await client.list_pulls() == []
+        async with client.telling() as tell:
+            await tell(a_pull())
+            await tell(a_pull(done_bytes=50, ready=0b11))
+            while [pull.done_bytes for pull in await client.list_pulls()] != [50]:
+                await asyncio.sleep(0.01)
+            assert await client.list_pulls("other") == []
+            await tell(a_pull(done_bytes=100, ready=0b1111, phase=PullPhase.COMPLETE))
+        (seen,) = await client.list_pulls("llama")
+        assert seen.phase is PullPhase.COMPLETE and seen.layers_ready == 4
+
+
+async def test_a_pull_that_is_cut_off_has_failed() -> None:
+    async with coordinator() as client:
+        with pytest.raises(KeyError):
+            async with client.telling() as tell:
+                await tell(a_pull())
+                while not await client.list_pulls():
+                    await asyncio.sleep(0.01)
+                raise KeyError
+        while (await client.list_pulls())[0].phase is not PullPhase.FAILED:
+            await asyncio.sleep(0.01)
+
+
+async def test_who_tells_nonsense_or_of_anothers_pull_is_refused() -> None:
+    async with coordinator() as client:
+        async with client.telling() as tell:
+            await tell(a_pull())
+            while not await client.list_pulls():
+                await asyncio.sleep(0.01)
+            with pytest.raises(NotAllowedError):
+                async with client.telling() as tell_too:
+                    await tell_too(a_pull())
+            with pytest.raises((CoordinatorError, PeerProtocolError)):
+                async with client.telling() as tell_nonsense:
+                    await tell_nonsense(a_pull(2, done_bytes=101))
+        assert len(await client.list_pulls()) == 1
+
+
+async def test_many_pulls_come_in_pages() -> None:
+    async with coordinator() as client, client.telling() as tell:
+        for number in range(400):
+            await tell(a_pull(number, layers=1 << 16, ready=(1 << (1 << 16)) - 1))
+        while len(await client.list_pulls()) < 400:
+            await asyncio.sleep(0.01)

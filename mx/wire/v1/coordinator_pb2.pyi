@@ -242,3 +242,65 @@ class ListSourcesResponse(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[SourceStatus]
     coordinator_epoch: str
     def __init__(self, sources: _Optional[_Iterable[_Union[SourceStatus, _Mapping]]] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
+
+class PullProgress(_message.Message):
+    __slots__ = ("pull_id", "model", "host", "pid", "phase", "layers", "ready", "nbytes", "done_bytes", "seconds", "sources", "retries", "gb_per_s")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[PullProgress.Phase]
+        PHASE_RUNNING: _ClassVar[PullProgress.Phase]
+        PHASE_COMPLETE: _ClassVar[PullProgress.Phase]
+        PHASE_FAILED: _ClassVar[PullProgress.Phase]
+    PHASE_UNSPECIFIED: PullProgress.Phase
+    PHASE_RUNNING: PullProgress.Phase
+    PHASE_COMPLETE: PullProgress.Phase
+    PHASE_FAILED: PullProgress.Phase
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DONE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    pull_id: str
+    model: _common_pb2.ModelKey
+    host: str
+    pid: int
+    phase: PullProgress.Phase
+    layers: int
+    ready: bytes
+    nbytes: int
+    done_bytes: int
+    seconds: float
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    retries: int
+    gb_per_s: float
+    def __init__(self, pull_id: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[PullProgress.Phase, str]] = ..., layers: _Optional[int] = ..., ready: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., done_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., retries: _Optional[int] = ..., gb_per_s: _Optional[float] = ...) -> None: ...
+
+class ProgressRequest(_message.Message):
+    __slots__ = ("pull",)
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    pull: PullProgress
+    def __init__(self, pull: _Optional[_Union[PullProgress, _Mapping]] = ...) -> None: ...
+
+class ProgressResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPullsRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListPullsResponse(_message.Message):
+    __slots__ = ("pulls",)
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    pulls: _containers.RepeatedCompositeFieldContainer[PullProgress]
+    def __init__(self, pulls: _Optional[_Iterable[_Union[PullProgress, _Mapping]]] = ...) -> None: ...

@@ -80,6 +80,16 @@ class CoordinatorStub(object):
                 request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.FromString,
                 _registered_method=True)
+        self.Progress = channel.stream_unary(
+                '/mx.wire.v1.Coordinator/Progress',
+                request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ProgressRequest.SerializeToString,
+                response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ProgressResponse.FromString,
+                _registered_method=True)
+        self.ListPulls = channel.unary_stream(
+                '/mx.wire.v1.Coordinator/ListPulls',
+                request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsRequest.SerializeToString,
+                response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -145,6 +155,20 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Progress(self, request_iterator, context):
+        """For people to look at: each message says how far a pull is, at most once a second. The end of
+        the stream is the end of the pull, which is forgotten soon after, or if nothing more comes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPulls(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -192,6 +216,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListSources,
                     request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.SerializeToString,
+            ),
+            'Progress': grpc.stream_unary_rpc_method_handler(
+                    servicer.Progress,
+                    request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ProgressRequest.FromString,
+                    response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ProgressResponse.SerializeToString,
+            ),
+            'ListPulls': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListPulls,
+                    request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsRequest.FromString,
+                    response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -438,6 +472,60 @@ class Coordinator(object):
             '/mx.wire.v1.Coordinator/ListSources',
             mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.SerializeToString,
             mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Progress(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/mx.wire.v1.Coordinator/Progress',
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ProgressRequest.SerializeToString,
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPulls(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mx.wire.v1.Coordinator/ListPulls',
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsRequest.SerializeToString,
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,48 +20,54 @@ class DescribeResponse(_message.Message):
     def __init__(self, sources: _Optional[_Iterable[_Union[_coordinator_pb2.Source, _Mapping]]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id")
+    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id", "read_bytes")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     READER_ID_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     identity: bytes
     generation: int
     transports: _containers.RepeatedScalarFieldContainer[str]
     place: str
     reader_id: str
-    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ...) -> None: ...
+    read_bytes: int
+    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
-    __slots__ = ("granted", "renewed", "draining", "stale")
+    __slots__ = ("granted", "renewed", "draining", "stale", "busy")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     granted: Granted
     renewed: Renewed
     draining: Draining
     stale: Stale
-    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ...) -> None: ...
+    busy: Busy
+    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
-    __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes", "gated")
+    __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes", "gated", "max_bytes_per_s")
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     REGION_NBYTES_FIELD_NUMBER: _ClassVar[int]
     GATED_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     grant_id: str
     lease_s: float
     generation: int
     tickets: _containers.RepeatedCompositeFieldContainer[Ticket]
     region_nbytes: _containers.RepeatedScalarFieldContainer[int]
     gated: bool
-    def __init__(self, grant_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., region_nbytes: _Optional[_Iterable[int]] = ..., gated: bool = ...) -> None: ...
+    max_bytes_per_s: float
+    def __init__(self, grant_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., region_nbytes: _Optional[_Iterable[int]] = ..., gated: bool = ..., max_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transport", "ticket")
@@ -72,12 +78,20 @@ class Ticket(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Renewed(_message.Message):
-    __slots__ = ("lease_s", "generation")
+    __slots__ = ("lease_s", "generation", "max_bytes_per_s")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     generation: int
-    def __init__(self, lease_s: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
+    max_bytes_per_s: float
+    def __init__(self, lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., max_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class Busy(_message.Message):
+    __slots__ = ("retry_after_s",)
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    retry_after_s: float
+    def __init__(self, retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("grace_s",)

@@ -1,0 +1,100 @@
+"""Pulls that tell how far they are: what `mx top` shows. Pure; `now` is an argument.
+
+Nothing depends on it: what is not told again in time is forgotten, and so is what has ended, a
+little later, so that a short pull can be seen at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+from mx.core.types import ModelKey
+from mx.errors import CapacityError, NotAllowedError
+
+#: A pull tells at most once a second; who was not heard of for so long is forgotten.
+EXPIRE_S = 5.0
+#: How long a pull that has ended can still be seen.
+ENDED_S = 3.0
+MAX_PULLS = 4096
+
+
+class PullPhase(enum.Enum):
+    RUNNING = "running"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PullStatus:
+    """How far a pull is. `ready` is a bit set: bit i is layer i. `sources` are the HOST:PORT that
+    it reads from now, `seconds` since it began, `gb_per_s` its rate lately."""
+
+    pull_id: str
+    model: ModelKey
+    host: str
+    pid: int
+    phase: PullPhase
+    layers: int
+    ready: int
+    nbytes: int
+    done_bytes: int
+    seconds: float
+    sources: tuple[str, ...] = ()
+    retries: int = 0
+    gb_per_s: float = 0.0
+
+    @property
+    def layers_ready(self) -> int:
+        return self.ready.bit_count()
+
+
+@dataclass(slots=True)
+class _Told:
+    teller: object
+    status: PullStatus
+    until_s: float
+
+
+class PullBoard:
+    """The pulls there are. A `teller` is whoever tells of one: others can't, as long as it does."""
+
+    def __init__(self, limit: int = MAX_PULLS) -> None:
+        self._limit = limit
+        self._told: dict[str, _Told] = {}
+        self._due_s = math.inf
+
+    def tell(self, now: float, teller: object, status: PullStatus) -> None:
+        """Raises NotAllowedError where somebody else tells of that pull, CapacityError where
+        there are too many."""
+        self.tick(now)
+        known = self._told.get(status.pull_id)
+        if known is not None and known.teller is not teller:
+            raise NotAllowedError(f"somebody else tells of pull {status.pull_id}")
+        if known is None and len(self._told) >= self._limit:
+            raise CapacityError(f"the coordinator shows {self._limit} pulls, its limit")
+        until_s = now + EXPIRE_S
+        self._told[status.pull_id] = _Told(teller, status, until_s)
+        self._due_s = min(self._due_s, until_s)
+
+    def end(self, now: float, teller: object) -> None:
+        """Nothing more comes from this one; what had not ended, failed."""
+        for told in self._told.values():
+            if told.teller is teller:
+                if told.status.phase is PullPhase.RUNNING:
+                    told.status = replace(told.status, phase=PullPhase.FAILED)
+                told.until_s = now + ENDED_S
+                self._due_s = min(self._due_s, told.until_s)
+
+    def tick(self, now: float) -> None:
+        """Forget what is due. Cheap while nothing is."""
+        if now < self._due_s:
+            return
+        self._told = {i: told for i, told in self._told.items() if told.until_s > now}
+        self._due_s = min((told.until_s for told in self._told.values()), default=math.inf)
+
+    def pulls(self, now: float, name: str = "") -> list[PullStatus]:
+        """All, or those of one model name, the oldest first."""
+        self.tick(now)
+        return [told.status for told in self._told.values() if name in ("", told.status.model.name)]

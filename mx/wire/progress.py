@@ -1,0 +1,119 @@
+"""`mx.core.pulls` <-> protobuf, checked as `mx.codec` does, and the stream that carries it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from mx.codec import key_from_wire, key_to_wire, source_id_from_wire
+from mx.core.pulls import PullPhase, PullStatus
+from mx.errors import ConfigError, CoordinatorError, PeerProtocolError
+from mx.wire.address import split_address
+from mx.wire.channel import Remote, translating
+from mx.wire.rpc import Stub
+from mx.wire.v1 import coordinator_pb2 as pb
+
+#: Says how far a pull is.
+Tell = Callable[[PullStatus], Awaitable[None]]
+
+MAX_LAYERS = 1 << 16
+MAX_SOURCES = 16
+_MAX_HOST_CHARS = 256
+_U64 = 1 << 64
+
+_PHASES = {
+    PullPhase.RUNNING: pb.PullProgress.PHASE_RUNNING,
+    PullPhase.COMPLETE: pb.PullProgress.PHASE_COMPLETE,
+    PullPhase.FAILED: pb.PullProgress.PHASE_FAILED,
+}
+
+
+def pull_to_wire(status: PullStatus) -> pb.PullProgress:
+    """The message; sources and layers beyond what a coordinator takes are left out."""
+    ready = status.ready & ((1 << MAX_LAYERS) - 1)
+    return pb.PullProgress(
+        pull_id=status.pull_id,
+        model=key_to_wire(status.model),
+        host=status.host[:_MAX_HOST_CHARS],
+        pid=status.pid,
+        phase=_PHASES[status.phase],
+        layers=min(status.layers, MAX_LAYERS),
+        ready=ready.to_bytes((ready.bit_length() + 7) // 8, "little"),
+        nbytes=status.nbytes,
+        done_bytes=status.done_bytes,
+        seconds=status.seconds,
+        sources=status.sources[:MAX_SOURCES],
+        retries=status.retries,
+        gb_per_s=status.gb_per_s,
+    )
+
+
+def pull_from_wire(message: pb.PullProgress) -> PullStatus:
+    """Raises PeerProtocolError for what no pull would tell."""
+    phase = next((p for p, number in _PHASES.items() if number == message.phase), None)
+    if phase is None:
+        raise PeerProtocolError(f"a pull's phase {message.phase}")
+    if message.layers > MAX_LAYERS or len(message.ready) > MAX_LAYERS // 8:
+        raise PeerProtocolError(f"a pull of more than {MAX_LAYERS} layers")
+    ready = int.from_bytes(message.ready, "little")
+    if ready.bit_length() > message.layers:
+        raise PeerProtocolError(f"layer {ready.bit_length() - 1} of {message.layers} is ready")
+    if message.done_bytes > message.nbytes:
+        raise PeerProtocolError(f"{message.done_bytes} of {message.nbytes} bytes have come")
+    for rate in (message.seconds, message.gb_per_s):
+        if not 0 <= rate < math.inf:  # NaN is not either
+            raise PeerProtocolError(f"{rate} is no time or rate")
+    if len(message.host) > _MAX_HOST_CHARS or not (message.host or "-").isprintable():
+        raise PeerProtocolError("that is no host's name")
+    if len(message.sources) > MAX_SOURCES:
+        raise PeerProtocolError(f"more than {MAX_SOURCES} sources")
+    for source in message.sources:
+        try:
+            split_address(source)
+        except ConfigError as error:
+            raise PeerProtocolError(f"a source of a pull: {error.message}") from None
+    return PullStatus(
+        pull_id=source_id_from_wire(message.pull_id),
+        model=key_from_wire(message.model),
+        host=message.host,
+        pid=message.pid,
+        phase=phase,
+        layers=message.layers,
+        ready=ready,
+        nbytes=message.nbytes,
+        done_bytes=message.done_bytes,
+        seconds=message.seconds,
+        sources=tuple(message.sources),
+        retries=message.retries,
+        gb_per_s=message.gb_per_s,
+    )
+
+
+@asynccontextmanager
+async def telling(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator[Tell]:
+    """Tell a coordinator how far a pull is: call what this yields, at most once a second. The end
+    of the block is the pull's. Raises CoordinatorError where it does not hear or answer, and what
+    it refuses with."""
+    call = stub.Progress()
+    deaf = CoordinatorError(f"the coordinator at {remote.address} hears of no progress")
+
+    async def tell(status: PullStatus) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await call.write(pb.ProgressRequest(pull=pull_to_wire(status)))
+        except asyncio.InvalidStateError:  # it has ended the stream
+            await call
+            raise deaf from None
+
+    try:
+        with translating(remote):
+            yield tell
+            async with asyncio.timeout(timeout_s):
+                await call.done_writing()
+                await call
+    except TimeoutError:
+        raise deaf from None
+    finally:
+        call.cancel()

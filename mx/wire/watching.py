@@ -1,0 +1,34 @@
+"""What a watch of the coordinator tells."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from mx.core.types import SourceRecord
+from mx.errors import PeerProtocolError
+from mx.wire.v1 import coordinator_pb2 as pb
+
+
+class WatchKind(enum.Enum):
+    UP = pb.WatchEvent.KIND_SOURCE_UP
+    CHANGED = pb.WatchEvent.KIND_SOURCE_CHANGED
+    LAYERS = pb.WatchEvent.KIND_LAYERS
+    GONE = pb.WatchEvent.KIND_SOURCE_GONE
+    SNAPSHOT_END = pb.WatchEvent.KIND_SNAPSHOT_END
+
+
+@dataclass(frozen=True, slots=True)
+class WatchUpdate:
+    """`record` is None for SNAPSHOT_END only; `reason` says why a source is GONE."""
+
+    kind: WatchKind
+    record: SourceRecord | None = None
+    reason: str = ""
+
+
+def watch_kind(value: int) -> WatchKind:
+    try:
+        return WatchKind(value)
+    except ValueError:
+        raise PeerProtocolError(f"watch event of kind {value}") from None
