@@ -11,6 +11,8 @@ from mx.core.types import SourceRecord, SourceState
 
 #: A path that would add less than this part of the best one's bandwidth is not worth its cost.
 WORTH = 0.05
+#: Sources that one pull reads from at a time, by itself; in a swarm there are more.
+MOST_SOURCES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,9 @@ def plan(
     """Rank every (source, transport, rail) that reaches, and choose those to be used at once.
 
     Serving sources before draining ones, then attach, then by bandwidth; equal ones by source id,
-    transport and rail, so that the same input gives the same plan. The best way's source is the
-    pull's; of the other ways to it those are chosen too that go through something else, and add
-    enough to be worth it.
+    transport and rail, so that the same input gives the same plan. Beside the best way those are
+    chosen that go through something else, and add enough to be worth it: others to its source,
+    and, over the network, some to sources on other hosts.
     """
     ways: list[Way] = []
     rejected: list[Rejected] = []
@@ -184,15 +186,34 @@ def _rank(way: Way) -> tuple[object, ...]:
     )
 
 
+def _why_not_another_source(way: Way, chosen: Sequence[Way]) -> str | None:
+    """A second source is of use where what limits is its own way to the network."""
+    best = chosen[0]
+    network = way.medium is best.medium is Medium.NETWORK and not best.attach
+    if not network or any(_host(other.source) == _host(way.source) for other in chosen):
+        nearer = "nearer" if best.gb_per_s > way.gb_per_s else "as near"
+        return f"{best.source.endpoint} is {nearer}"
+    if len({other.source.source_id for other in chosen}) >= MOST_SOURCES:
+        return f"{MOST_SOURCES} sources are enough"
+    if way.source.state is not SourceState.SERVING:
+        return f"{way.source.endpoint} is draining"
+    return None
+
+
+def _host(source: SourceRecord) -> tuple[str, int]:
+    return (source.place.boot_id, source.place.net_namespace)
+
+
 def why_not(way: Way, chosen: Sequence[Way]) -> str | None:
     """Why a way is not used beside those that are, the best of them first; None if it is."""
     if not chosen:
         return None
     best = chosen[0]
-    if way.source.source_id != best.source.source_id:
-        nearer = "nearer" if best.gb_per_s > way.gb_per_s else "as near"
-        return f"{best.source.endpoint} is {nearer}"
-    if best.attach:
+    if way.source.source_id not in {other.source.source_id for other in chosen}:
+        reason = _why_not_another_source(way, chosen)
+        if reason is not None:
+            return reason
+    elif best.attach:
         return f"{best.label} attaches: there is nothing to move"
     for other in chosen:
         if other.bottleneck == way.bottleneck:

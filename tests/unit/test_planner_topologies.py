@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mx import registry
 from mx.core.paths import Medium, Path, rails
-from mx.core.planner import Plan, plan
+from mx.core.planner import MOST_SOURCES, Plan, plan
 from mx.core.topology import Place
 from mx.core.types import CHUNK_BYTES, SourceRecord, SourceState
 from mx.puller.links import path_or_reason
@@ -181,7 +181,12 @@ def test_shares_are_all_of_the_bytes_each_in_its_bandwidths_part(
 def test_what_is_used_at_once_shares_nothing(given_: Input, options: Options) -> None:
     here, sources = given_
     found = make(here, sources, **options)
-    assert len({way.source.source_id for way in found.chosen}) <= 1
+    places = {way.source.source_id: way.source.place for way in found.chosen}
+    if len(places) > 1:
+        assert len(places) <= MOST_SOURCES
+        assert all(way.medium is Medium.NETWORK for way in found.chosen)
+        hosts = {(place.boot_id, place.net_namespace) for place in places.values()}
+        assert len(hosts) == len(places)
     assert len({way.bottleneck for way in found.chosen}) == len(found.chosen)
     assert len(found.chosen) == 1 or not any(way.attach for way in found.chosen)
     serving = [w for w in found.ways if w.source.state is SourceState.SERVING]
