@@ -1,0 +1,297 @@
+"""`--wait`: nobody is there yet, or any more, and the pull goes on when somebody is."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks.checkpoints import llama_shapes, write_checkpoint
+from mx import api
+from mx.cli.outcome import EXIT_INTERRUPTED
+from mx.errors import (
+    EXIT_INCOMPLETE,
+    EXIT_NO_SOURCE,
+    EXIT_OK,
+    ConfigError,
+    CoordinatorError,
+    IncompleteError,
+    UnknownModelError,
+)
+from mx.testing.hosts import Hosts, Link
+from tests.integration.conftest import (
+    HostCommand,
+    Run,
+    RunIn,
+    error_of,
+    free_port,
+    serve,
+    start_coordinator,
+)
+from tests.integration.test_main_job import same
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+NEAR, FAR = "near", "far"
+SMALL_CHUNKS = ("--chunk-bytes", "1MiB")
+
+
+# -- at the start ---------------------------------------------------------------------------------
+
+
+def test_a_pull_that_is_there_first(run: Run, checkpoint: Path) -> None:
+    """Before the coordinator, and before the source."""
+    address = f"127.0.0.1:{free_port()}"
+    with api.pull("m", coordinator=address, wait_s=50) as pull:
+        time.sleep(0.5)
+        assert pull.progress().phase == "waiting for a source"
+        start_coordinator(run, port=int(address.rpartition(":")[2]))
+        time.sleep(0.5)
+        serve(run, checkpoint, "m", address)
+        assert pull.wait(30).layers == 10
+        assert same(pull.state_dict(), load_file(checkpoint))
+
+
+def test_a_named_peer_that_is_not_there_yet(run: Run, checkpoint: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with api.pull("m", source=f"peer={address}", wait_s=50, attach=False) as pull:
+        time.sleep(0.5)
+        run(
+            "serve", str(checkpoint), "--model", "m", "--listen", address,
+            "--coordinator", start_coordinator(run)[0],
+        )  # fmt: skip
+        assert pull.wait(30).layers == 10
+
+
+def test_a_wait_in_vain_says_what_was_lacking(run: Run, coordinator: str) -> None:
+    with api.pull("m", coordinator=coordinator, wait_s=0.5) as pull:
+        error = error_of(pull)
+    assert isinstance(error, UnknownModelError)
+    assert error.exit_code == EXIT_NO_SOURCE
+    assert "(waited 500 ms)" in str(error)
+    nobody = f"127.0.0.1:{free_port()}"
+    with api.pull("m", coordinator=nobody, wait_s=0.5) as pull:
+        error = error_of(pull)
+    assert type(error) is CoordinatorError
+    assert "(waited 500 ms)" in str(error)
+    command = run("pull", "m", "--coordinator", coordinator, "--wait", "0.5", "--json")
+    assert command.wait() == EXIT_NO_SOURCE
+    assert "(waited 500 ms)" in command.err
+
+
+def test_what_no_waiting_would_mend_is_told_at_once(coordinator: str) -> None:
+    with api.pull("m@nothing", coordinator=coordinator, wait_s=600) as pull:
+        assert isinstance(error_of(pull), ConfigError)
+    with pytest.raises(ConfigError):
+        api.pull("m", coordinator=coordinator, wait_s=-1)
+    with pytest.raises(ConfigError):
+        api.pull("m", coordinator=coordinator, wait_s=float("nan"))
+
+
+def test_closing_a_pull_that_waits(coordinator: str) -> None:
+    with api.pull("m", coordinator=coordinator, wait_s=600) as pull:
+        time.sleep(0.3)
+    assert pull.report is None
+
+
+def test_ctrl_c_at_a_pull_that_waits(run: Run, coordinator: str) -> None:
+    command = run("pull", "m", "--coordinator", coordinator, "--wait", "600")
+    time.sleep(3)  # it says nothing that one could wait for
+    command.signal(signal.SIGINT)
+    assert command.wait() == EXIT_INTERRUPTED
+    assert "Traceback" not in command.err
+
+
+# -- in the middle, between two hosts -------------------------------------------------------------
+
+
+@dataclass
+class Net:
+    """A source in NEAR, coordinator and target in FAR, a second or so between them."""
+
+    hosts: Hosts
+    link: Link
+    run_in: RunIn
+    weights: Path
+    nbytes: int
+
+    @property
+    def coordinator(self) -> str:
+        return f"{self.link.address(FAR)}:7600"
+
+    def start_coordinator(self) -> HostCommand:
+        command = self.run_in(
+            FAR, "--listen", self.coordinator, "--insecure", "--json", daemon=True
+        )
+        command.json()
+        return command
+
+    def serve(self, port: int, *more: str) -> HostCommand:
+        command = self.run_in(
+            NEAR, "serve", str(self.weights), "--model", "m", "--json", "--insecure",
+            "--coordinator", self.coordinator, "--listen", f"{self.link.address(NEAR)}:{port}",
+            *(more or SMALL_CHUNKS),
+        )  # fmt: skip
+        command.json()
+        return command
+
+    def pull(self, *more: str) -> HostCommand:
+        return self.run_in(
+            FAR, "pull", "m", "--json", "--insecure", "--coordinator", self.coordinator,
+            "--transport", "tcp", *more,
+        )  # fmt: skip
+
+    def sent_nbytes(self) -> int:
+        return self.hosts.sent_nbytes(self.link, NEAR)
+
+    def until_sent(self, pull: HostCommand, part: float) -> None:
+        enough = self.sent_nbytes() + part * self.nbytes
+        pull.until(lambda: self.sent_nbytes() > enough, f"{part:.0%} of the model")
+
+
+@pytest.fixture
+def net(hosts: Hosts, run_in: RunIn, tmp_path: Path) -> Net:
+    weights = tmp_path / "model.safetensors"
+    nbytes = write_checkpoint(weights, llama_shapes(8, 384, 1024, 2048))
+    link = hosts.link(NEAR, FAR, mbit_per_s=100)
+    return Net(hosts, link, run_in, weights, nbytes)
+
+
+def kill(command: HostCommand) -> None:
+    command.signal(signal.SIGKILL)
+    command.wait()
+
+
+@pytest.mark.parametrize(("port", "named"), [(7701, False), (7702, False), (7701, True)])
+def test_the_only_source_is_killed_and_started_again(
+    net: Net, tmp_path: Path, port: int, named: bool
+) -> None:
+    net.start_coordinator()
+    source = net.serve(7701)
+    where = f"peer={net.link.address(NEAR)}:7701" if named else "peer"
+    before = net.sent_nbytes()
+    pull = net.pull("--wait", "60", "--out", str(tmp_path / "out"), "--from", where)
+    net.until_sent(pull, 0.6)
+    kill(source)
+    time.sleep(0.5)
+    net.serve(port)
+    report = pull.json()
+    assert pull.wait() == EXIT_OK
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), load_file(net.weights))
+    assert sum(path["bytes"] for path in report["paths"]) == net.nbytes
+    assert len(report["paths"]) >= 2
+    assert report["retries"] > 0
+    # What had come is not read again; what was on its way is.
+    assert net.sent_nbytes() - before < 1.4 * net.nbytes
+
+
+def test_the_only_source_is_stopped_and_another_comes(net: Net) -> None:
+    net.start_coordinator()
+    source = net.serve(7701)
+    pull = net.pull("--wait", "60")
+    net.until_sent(pull, 0.3)
+    source.signal(signal.SIGSTOP)
+    net.serve(7702)
+    report = pull.json()
+    assert {path["source"].rpartition(":")[2] for path in report["paths"]} == {"7701", "7702"}
+
+
+def test_a_source_that_comes_during_a_pull_takes_over(net: Net) -> None:
+    """No wait is asked for: it is found beside the one that is being read."""
+    net.start_coordinator()
+    source = net.serve(7701)
+    net.hosts.throttle(net.link, 10, NEAR)
+    pull = net.pull()
+    net.until_sent(pull, 0.1)
+    net.serve(7702)
+    net.until_sent(pull, 0.15)
+    kill(source)
+    net.hosts.throttle(net.link, 100, NEAR)
+    report = pull.json()
+    assert {path["source"].rpartition(":")[2] for path in report["paths"]} == {"7701", "7702"}
+
+
+def test_a_source_that_was_stopped_goes_on(net: Net) -> None:
+    net.start_coordinator()
+    source = net.serve(7701)
+    pull = net.pull("--wait", "60", "--stall-timeout-s", "1")
+    net.until_sent(pull, 0.5)
+    source.signal(signal.SIGSTOP)
+    time.sleep(6)  # longer than anybody waits for a stopped source
+    assert pull.process.poll() is None
+    source.signal(signal.SIGCONT)
+    assert pull.json()["bytes"] == net.nbytes
+
+
+def test_everybody_else_is_killed_and_comes_back(net: Net) -> None:
+    """The coordinator remembers nothing of before."""
+    coordinator = net.start_coordinator()
+    source = net.serve(7701)
+    pull = net.pull("--wait", "60")
+    net.until_sent(pull, 0.5)
+    kill(coordinator)
+    kill(source)
+    time.sleep(1)
+    net.start_coordinator()
+    net.serve(7702)
+    assert pull.json()["bytes"] == net.nbytes
+    assert pull.wait() == EXIT_OK
+
+
+def test_a_wait_in_vain_says_how_far_it_came(net: Net) -> None:
+    net.start_coordinator()
+    source = net.serve(7701)
+    pull = net.pull("--wait", "2")
+    net.until_sent(pull, 0.5)
+    kill(source)
+    assert pull.wait(30) == EXIT_INCOMPLETE
+    assert "of 10 layers" in pull.err
+    assert "nobody else came within 2 s" in pull.err
+    assert "Traceback" not in pull.err
+
+
+@pytest.mark.parametrize("difference", ["weights", "chunks"])
+def test_a_source_of_something_else_is_not_read_from(net: Net, difference: str) -> None:
+    coordinator = net.start_coordinator()
+    source = net.serve(7701)
+    pull = net.pull("--wait", "12")
+    net.until_sent(pull, 0.5)
+    kill(source)
+    kill(coordinator)  # who would remember what the name stands for
+    net.start_coordinator()
+    if difference == "weights":
+        write_checkpoint(net.weights, llama_shapes(8, 384, 1024, 2048), seed=1)
+        net.serve(7702)
+    else:
+        net.serve(7702, "--chunk-bytes", "2MiB")
+    assert pull.wait(60) == EXIT_INCOMPLETE
+    assert "nobody else came" in pull.err
+
+
+def test_ctrl_c_in_the_middle_of_a_wait(net: Net) -> None:
+    net.start_coordinator()
+    source = net.serve(7701)
+    pull = net.pull("--wait", "600")
+    net.until_sent(pull, 0.5)
+    kill(source)
+    time.sleep(2)
+    assert pull.process.poll() is None
+    pull.signal(signal.SIGINT)
+    assert pull.wait() == EXIT_INTERRUPTED
+    assert "Traceback" not in pull.err
+
+
+def test_without_a_wait_the_end_comes_at_once(
+    run: Run, coordinator: str, large_checkpoint: Path
+) -> None:
+    source = serve(run, large_checkpoint, "m", coordinator, *SMALL_CHUNKS)
+    with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
+        next(pull.layers())
+        source.signal(signal.SIGKILL)
+        error = error_of(pull)
+    assert isinstance(error, IncompleteError)
+    assert "nobody else" not in str(error)
