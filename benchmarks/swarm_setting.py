@@ -111,4 +111,4 @@ class RarestFirst(Receiver):
             return None
         self.rng.shuffle(chunks)
         chunk = min(chunks, key=lambda c: sum(p.have >> c & 1 for _, p in peers))
-        return min((p.used_s, n) for n, p in able.items() if p.have >> chunk & 1)[1], chunk
+        return min((p.cost, n) for n, p in able.items() if p.have >> chunk & 1)[1], chunk

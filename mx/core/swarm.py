@@ -1,7 +1,8 @@
 """The receiving side of a swarm: which neighbour is asked for which chunk next. Events in, asks
 out; no IO, no clock.
 
-A receiver wants its lowest missing chunk first and asks the least-used neighbour known to hold it.
+A receiver wants its lowest missing chunk first, and of those that hold it asks the one that has
+the least to give to others, for its pace.
 An origin offers chunks of its own accord (`mx.core.swarm_source.Seeder`): what it offers comes
 before everything else. A neighbour without room says "busy" and, when it has room, "room". A
 chunk is asked of one neighbour; of another when it is late: instead of the first, or near the end
@@ -88,12 +89,17 @@ def members(chunks: int) -> Iterator[int]:
 class _Peer:
     have: int
     asked: dict[int, float] = field(default_factory=dict)  # chunk -> when
-    used_s: float = 0.0  # how long it was busy with what it gave us
     seconds: float = 0.0  # per chunk, averaged over the latest
     seen: int = 0
     busy_until_s: float = 0.0
     shunned: bool = False
     bad: int = 0  # chunks that failed; not asked for again while anything else can be
+
+    @property
+    def cost(self) -> float:
+        """What asking it costs others: whoever holds much can give much. Whoever has given nothing
+        so far comes first."""
+        return self.seconds * (1 + self.have.bit_count())
 
 
 class Receiver:
@@ -215,7 +221,6 @@ class Receiver:
             if other != peer:
                 commands.append(Cancel(other, chunk))
                 continue
-            state.used_s += seconds
             state.seen += 1
             kept = _KEPT if state.seen > 1 else 0.0
             state.seconds = kept * state.seconds + (1 - kept) * seconds
@@ -258,10 +263,10 @@ class Receiver:
         return commands
 
     def _pick(self, now_s: float) -> tuple[int, int] | None:
-        """The least-used holder of the lowest wanted chunk that may be asked for, and it."""
+        """The cheapest holder of the lowest wanted chunk that may be asked for, and it."""
         wanted = self._wanted
         lowest = 0  # of the best, as a bit
-        used_s = 0.0
+        cost = 0.0
         found = -1
         for number, peer in self._peers.items():
             if peer.asked or peer.busy_until_s > now_s:
@@ -270,9 +275,8 @@ class Receiver:
             if not there or peer.shunned:
                 continue
             low = there & -there
-            use_s = peer.used_s + peer.seconds
-            if found < 0 or low < lowest or (low == lowest and use_s < used_s):
-                found, lowest, used_s = number, low, use_s
+            if found < 0 or low < lowest or (low == lowest and peer.cost < cost):
+                found, lowest, cost = number, low, peer.cost
         if found < 0:
             return None if self._asks else self._last_resort(now_s)
         return found, lowest.bit_length() - 1
@@ -285,7 +289,7 @@ class Receiver:
             if not peer.shunned and number not in late:
                 there &= ~peer.have
         able = [
-            (chunks & -chunks, peer.used_s, number)
+            (chunks & -chunks, peer.cost, number)
             for number, peer in self._peers.items()
             if (chunks := peer.have & there) and not peer.asked and peer.busy_until_s <= now_s
         ]
@@ -342,7 +346,7 @@ class Receiver:
     def _again(self, late: int, chunk: int, now_s: float) -> list[Command]:
         """Ask another for a late chunk, if there is one; if not, for other chunks at least."""
         able = [
-            (peer.shunned, peer.used_s, number)
+            (peer.shunned, peer.cost, number)
             for number, peer in self._peers.items()
             if peer.have >> chunk & 1 and not peer.asked and peer.busy_until_s <= now_s
         ]

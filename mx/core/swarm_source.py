@@ -139,7 +139,8 @@ class _Reader:
     have: int  # by its own word
     sent: int = 0  # bit set of what it had from us
     offers: dict[int, float] = field(default_factory=dict)  # chunk -> when
-    turn: int = 0
+    missed: int = 0  # bit set of what it was late with, or failed to read
+    turn: int = 0  # when it was last offered anything
     seconds: float = 0.0  # from offer to done, averaged over the latest
 
 
@@ -174,7 +175,7 @@ class Seeder:
     def joined(self, reader: int, have: int, now_s: float) -> list[Offer]:
         """A reader with a stream open, which holds `have`."""
         given = self.gone(reader, now_s)  # it may have come back
-        self._readers[reader] = _Reader(have, turn=self._turn)
+        self._readers[reader] = _Reader(have)
         self._unsent &= ~have
         return given + self._hand_out(now_s)
 
@@ -230,6 +231,7 @@ class Seeder:
         if state is None or state.offers.pop(chunk, None) is None:
             return []
         self._open -= 1
+        state.missed |= 1 << chunk
         self._take_up(chunk)
         return self._hand_out(now_s)
 
@@ -241,6 +243,7 @@ class Seeder:
             late = [c for c, offered_s in state.offers.items() if now_s - offered_s > limit_s]
             for chunk in late if len(self._readers) > 1 else ():
                 state.seconds = max(state.seconds, now_s - state.offers.pop(chunk))
+                state.missed |= 1 << chunk
                 self._open -= 1
                 self.forced += self._take_up(chunk)
         return self._hand_out(now_s)
@@ -264,15 +267,21 @@ class Seeder:
             return given
         limit_s = SLOW_FACTOR * self._usual_s() or float("inf")
         while self._unsent and self._open < self._offers and self._readers:
-            chunk = (self._unsent & -self._unsent).bit_length() - 1
+            low = self._unsent & -self._unsent
+            chunk = low.bit_length() - 1
             number, state = min(
                 self._readers.items(),
-                key=lambda item: (item[1].seconds > limit_s, len(item[1].offers), item[1].turn),
+                key=lambda item: (
+                    item[1].missed & low,
+                    item[1].seconds > limit_s,
+                    len(item[1].offers),
+                    item[1].turn,
+                ),
             )
             self._turn += 1
             state.turn = self._turn
             state.offers[chunk] = now_s
             self._open += 1
-            self._unsent &= ~(1 << chunk)
+            self._unsent &= ~low
             given.append(Offer(number, chunk))
         return given

@@ -216,13 +216,22 @@ def test_who_stops_answering_holds_up_only_what_nobody_else_has(
 # -- one thing at a time ------------------------------------------------------------------------
 
 
-def test_the_lowest_chunk_first_from_whom_was_used_least() -> None:
+def test_the_lowest_chunk_first_from_whom_has_the_least_to_give() -> None:
     receiver = Receiver(8, width=1)
-    receiver.joined(1, bits(2, 3, 4))
+    receiver.joined(1, bits(2, 3, 4, 5))
     assert receiver.plan(0.0) == [Ask(1, 2)]
     receiver.joined(2, bits(0, 3, 4))
     assert receiver.landed(1, 2, 1.0) == [Ask(2, 0)]
-    assert receiver.landed(2, 0, 3.0) == [Ask(1, 3)]
+    assert receiver.landed(2, 0, 2.0) == [Ask(2, 3)]
+
+
+def test_of_two_that_hold_the_same_the_faster_one() -> None:
+    receiver = Receiver(8, width=1)
+    receiver.joined(1, bits(0, 2, 3))
+    assert receiver.plan(0.0) == [Ask(1, 0)]
+    receiver.joined(2, bits(1, 2, 3))
+    assert receiver.landed(1, 0, 1.0) == [Ask(2, 1)]
+    assert receiver.landed(2, 1, 3.0) == [Ask(1, 2)]
 
 
 def test_an_offer_comes_before_everything_else() -> None:
