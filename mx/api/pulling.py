@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
-from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, transports
+from mx.api.common import DEFAULT_VARIANT, NEWEST_REVISION, resolve_device, transports
 from mx.api.options import pull_options, writable_bytes
 from mx.api.relaying import Relay
 from mx.api.serving import Source, offer, source_options, start_source
@@ -316,7 +316,7 @@ def pull(
     model: str,
     *,
     source: str = "peer",
-    revision: str = DEFAULT_REVISION,
+    revision: str = NEWEST_REVISION,
     variant: str = DEFAULT_VARIANT,
     coordinator: str | None = None,
     device: str = "cpu",
@@ -329,7 +329,8 @@ def pull(
     wait_s: float | None = None,
     settings: config.Settings | None = None,
 ) -> Pull:
-    """Start pulling `model` (NAME, or NAME@IDENTITY to pin the weights); returns at once.
+    """Start pulling `model` (NAME, or NAME@IDENTITY to pin the weights); returns at once. Without
+    a `revision` NAME means its newest one, and a pin the weights in whichever revision.
 
     `source` is "peer" (whom the coordinator at `coordinator` knows), "peer=HOST:PORT" (one
     source, no coordinator), "disk=PATH", or "auto[=PATH]": peers first, then the disk. `out` is a

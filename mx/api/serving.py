@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mx import config, runtime, trace
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.types import Manifest, ModelKey
-from mx.errors import CoordinatorError
+from mx.errors import ClosedError, ConfigError, CoordinatorError
+from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.transport import Transport
@@ -32,13 +33,17 @@ class Source:
         held: HeldModel,
         coordinator_address: str,
         embedded: Coordinator | None,
+        settings: config.Settings | None = None,
     ) -> None:
+        """`settings` are those to hold new weights with; without them there is no `update`."""
         self._loop = loop
         self._server = server
         self._held = held
         self._embedded = embedded
+        self._settings = settings
+        self._closing = threading.Event()
         self._closed = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.coordinator_address = coordinator_address
         self.endpoint = server.endpoint
 
@@ -71,8 +76,58 @@ class Source:
         finished. Then `close`."""
         return self._loop.run(self._server.drain(grace_s))
 
+    def update(
+        self,
+        what: str | Path | Any,
+        *,
+        grace_s: float = 10.0,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> ModelKey:
+        """Serve new weights in place of these (what it can be, `serve` says), as a new revision.
+        Blocks until the old ones are out of memory; returns the new key, which is also `model`
+        from then on. Weights that are the same to the bit change nothing.
+
+        The new weights get memory of their own, so for a while there are both: nothing is ever
+        written where somebody may read. Once they are registered NAME means them, whoever reads
+        the old ones may finish within `grace_s` seconds, and is then cut off: such a pull goes on
+        from others that hold the old ones, or fails. None is ever given a mixture. What was
+        attached stays as it was.
+
+        Only who has bound the name may update it. Raises what `serve` raises, BindingError,
+        ConfigError for a pull that is held, and ClosedError; the old weights are served on then.
+        """
+        with self._lock:
+            settings = self._settings
+            if settings is None or self._held.borrowed:
+                raise ConfigError(
+                    f"{self.model} was pulled: its weights are its origin's to update"
+                )
+            if self._closed.is_set():
+                raise ClosedError(f"the source of {self.model} was closed")
+            held = hold(
+                what,
+                self.model,
+                self._held.device,
+                settings,
+                on_progress=on_progress,
+                cancelled=self._closing.is_set,
+            )
+            if held.manifest.ref.identity == self._held.manifest.ref.identity:
+                held.arena.release()
+            else:
+                self._loop.run(self._replace(held, grace_s))
+            return self.model
+
+    async def _replace(self, held: HeldModel, grace_s: float) -> None:
+        old = self._held
+        await self._server.replace(old.source_id, held)
+        self._held = held
+        await uncut(self._server.retire(old.source_id, grace_s, self._closing.is_set))
+
     def close(self) -> None:
-        """Deregister, cut what still reads, free the memory. Idempotent."""
+        """Deregister, cut what still reads, free the memory. Idempotent. An update that runs on
+        another thread is hurried."""
+        self._closing.set()
         with self._lock:
             if self._closed.is_set():
                 return
@@ -124,6 +179,35 @@ def source_options(settings: config.Settings) -> SourceOptions:
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
     )
+
+
+def hold(
+    what: str | Path | Any,
+    key: ModelKey,
+    device: str,
+    settings: config.Settings,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> HeldModel:
+    """A checkpoint, or a copy of a state dict's or a module's tensors, in memory of its own.
+    Raises as `serve` does where that can't be."""
+    if isinstance(what, str | Path):
+        with trace.span("serve.load", path=str(what)) as span:
+            held = hold_checkpoint(
+                Path(what),
+                key,
+                device=device,
+                chunk_nbytes=settings.chunk_bytes,
+                threads=2,
+                progress=on_progress,
+                cancelled=cancelled,
+            )
+            span.set(nbytes=held.manifest.layout.payload_nbytes)
+            return held
+    from mx.memory.torch_source import describe
+
+    return hold_tensors(*describe(what), key, device=device, chunk_nbytes=settings.chunk_bytes)
 
 
 async def _join_or_embed(
@@ -191,24 +275,7 @@ def serve(
             embedded = loop.run(
                 _join_or_embed(address, explicit=explicit, embed=embed, settings=settings)
             )
-            if isinstance(what, str | Path):
-                with trace.span("serve.load", path=str(what)) as span:
-                    held = hold_checkpoint(
-                        Path(what),
-                        key,
-                        device=where,
-                        chunk_nbytes=settings.chunk_bytes,
-                        threads=2,
-                        progress=on_progress,
-                        cancelled=cancelled,
-                    )
-                    span.set(nbytes=held.manifest.layout.payload_nbytes)
-            else:
-                from mx.memory.torch_source import describe
-
-                held = hold_tensors(
-                    *describe(what), key, device=where, chunk_nbytes=settings.chunk_bytes
-                )
+            held = hold(what, key, where, settings, on_progress=on_progress, cancelled=cancelled)
             loop.run(offer(server, held, address))
         except BaseException:
             loop.run(server.close())
@@ -220,7 +287,7 @@ def serve(
     except BaseException:
         runtime.release(loop)
         raise
-    return Source(loop, server, held, address, embedded)
+    return Source(loop, server, held, address, embedded, settings)
 
 
 async def start_source(options: SourceOptions, transports: Mapping[str, Transport]) -> SourceServer:

@@ -29,7 +29,9 @@ def pull(
             metavar="WHERE",
         ),
     ] = "peer",
-    revision: Annotated[str, typer.Option(help="The revision's label.", metavar="R")] = "main",
+    revision: Annotated[
+        str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
+    ] = "",
     variant: Annotated[
         str, typer.Option(help="Which of its variants.", metavar="V")
     ] = "checkpoint",

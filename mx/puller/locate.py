@@ -9,6 +9,7 @@ from typing import Protocol
 import grpc.aio
 
 from mx import codec
+from mx.core.bindings import MAIN, is_main, update_number
 from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import MxError, NoSourceError, PeerProtocolError, SourceError, UnknownModelError
 from mx.transport import TlsFiles
@@ -111,20 +112,23 @@ class Locator:
             response = await stub.Describe(
                 peer_pb2.DescribeRequest(name=name), timeout=where.connect_timeout_s
             )
-        wanted = ModelKey(name, where.revision, where.variant)
+        wanted = ModelKey(name, where.revision or MAIN, where.variant)
         records = [codec.source_from_wire(source) for source in response.sources]
         found = [
             _dialable(record, address)
             for record in records
-            if record.model == wanted and record.ref.identity.hex().startswith(pin.lower())
+            if (record.model.name, record.model.variant) == (name, where.variant)
+            and record.ref.identity.hex().startswith(pin.lower())
+            and _is_meant(record.model.revision, where.revision, pinned=bool(pin))
         ]
+        found.sort(key=lambda record: update_number(record.model.revision), reverse=True)
         if not found:
             held = ", ".join(str(record.model) for record in records) or "nothing of that name"
             raise UnknownModelError(
                 f"{address} does not hold {wanted}" + (f"@{pin}" if pin else ""),
                 hint=f"it holds {held}",
             )
-        return Located(wanted, found[0].ref, tuple(found[:1]))
+        return Located(found[0].model, found[0].ref, tuple(found[:1]))
 
     async def documents(self, located: Located) -> dict[bytes, bytes]:
         """The manifest's four documents: from the coordinator, else from any source."""
@@ -195,6 +199,11 @@ def _same(one: ManifestRef, other: ManifestRef) -> bool:
         other.layout,
         other.chunking,
     )
+
+
+def _is_meant(revision: str, wanted: str, *, pinned: bool) -> bool:
+    """As `mx.core.bindings.Bindings.find` sees it."""
+    return revision == wanted or (not wanted and (pinned or is_main(revision)))
 
 
 def _dialable(record: SourceRecord, address: str) -> SourceRecord:

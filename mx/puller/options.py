@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx.core.types import CHUNK_BYTES
+from mx.core.bindings import MAIN
+from mx.core.types import CHUNK_BYTES, ModelKey
 from mx.puller.relay import MakeRelay
 from mx.transport import TlsFiles
 
@@ -14,13 +15,14 @@ from mx.transport import TlsFiles
 class PullOptions:
     """Made by the API from its arguments and the settings.
 
-    `name` may be NAME@IDENTITY. One of `coordinator`, `peer` and `disk` says where to look;
+    `name` may be NAME@IDENTITY; without a `revision` it means "main", or the newest update of it.
+    One of `coordinator`, `peer` and `disk` says where to look;
     `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
     "cpu" or "cuda:UUID", `into` the caller's memory. With `relay` others may read what has come.
     """
 
     name: str
-    revision: str = "main"
+    revision: str = ""
     variant: str = "checkpoint"
     coordinator: str | None = None
     peer: str | None = None
@@ -44,3 +46,8 @@ class PullOptions:
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
     relay: MakeRelay | None = None
+
+    @property
+    def key(self) -> ModelKey:
+        """What is asked for, as far as that is known before anybody was."""
+        return ModelKey(self.name.partition("@")[0], self.revision or MAIN, self.variant)

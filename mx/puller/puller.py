@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mx import trace
 from mx.core.planner import Plan
-from mx.core.types import Manifest, ModelKey, SourceRecord
+from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
     ConfigError,
     LocalError,
@@ -55,7 +55,7 @@ class Puller:
         self.options = options
         self.state = state
         self.manifest: Manifest | None = None
-        self.key = ModelKey(options.name.partition("@")[0], options.revision, options.variant)
+        self.key = options.key
         self.arena: Arena | None = None
         self.phase = "resolving"
         self._transports = transports

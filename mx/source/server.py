@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mx import discovery, trace
-from mx.core.types import SourceRecord, SourceState
-from mx.errors import LocalError, MxError, NotAllowedError
+from mx.core.leases import MARGIN_S
+from mx.core.types import ModelKey, SourceRecord, SourceState
+from mx.errors import ConfigError, MxError
+from mx.runtime import uncut
+from mx.source.exposing import expose, withdraw
 from mx.source.model import HeldModel
 from mx.source.seeding import Seeding
 from mx.source.service import Mingler, PeerServicer, Served
-from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport, Unavailable
+from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport
 from mx.wire.address import join_address, split_address
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import DocumentsServicer
@@ -57,6 +60,7 @@ class SourceServer:
         self._listening: Listening | None = None
         self._client: CoordinatorClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: dict[str, asyncio.Task[None]] = {}  # source id -> what keeps it listed
         self._place = discovery.here()
         self._binding_secret = secrets.token_bytes(32)
         self.registered = False
@@ -109,27 +113,7 @@ class SourceServer:
             place=self._place,
             trusted_fabric=self.options.trusted_fabric,
         )
-        exposures: dict[str, Exposure] = {}
-        reasons: list[str] = []
-        for name, transport in sorted(self._transports.items()):
-            viable = transport.probe()
-            if isinstance(viable, Unavailable):
-                reasons.append(f"{name}: {viable.reason}")
-                continue
-            try:
-                exposure = transport.expose(held.regions(), options)
-            except MxError as error:
-                reasons.append(f"{name}: {error}")
-                # What nobody has allowed is no surprise.
-                level = logging.INFO if isinstance(error, NotAllowedError) else logging.WARNING
-                # As text: who keeps log records would keep the regions, by the error's traceback.
-                log.log(level, "%s is not offered: %s", name, str(error))
-                continue
-            exposure.set_generation(held.generation)
-            exposures[name] = exposure
-        if not exposures:
-            raise LocalError("no transport can offer the model: " + "; ".join(reasons))
-        return exposures
+        return expose(held, self._transports, options)
 
     async def register(self, coordinator: str) -> None:
         """Register every model and stay registered. Raises CoordinatorError if it is refused
@@ -141,24 +125,108 @@ class SourceServer:
             timeout_s=self.options.connect_timeout_s,
         )
         for served in self._servicer.models.values():
-            with trace.span("serve.register", model=str(served.held.key)):
-                await self._client.register(
-                    self._record(served),
-                    served.held.manifest.documents,
-                    binding_secret=self._binding_secret,
-                )
-            self._tasks.append(asyncio.create_task(self._keep_alive(served), name="mx-keep-alive"))
+            await self._list(self._client, served)
+            self._keep_listed(self._client, served)
         self.registered = True
 
-    async def _keep_alive(self, served: Served) -> None:
-        assert self._client is not None
-        await self._client.keep_alive(
+    async def _list(
+        self, client: CoordinatorClient, served: Served, *, replaces_revision: bool = False
+    ) -> ModelKey:
+        with trace.span("serve.register", model=str(served.held.key)):
+            listed = await client.register(
+                self._record(served),
+                served.held.manifest.documents,
+                binding_secret=self._binding_secret,
+                replaces_revision=replaces_revision,
+            )
+        return listed.model
+
+    def _keep_listed(self, client: CoordinatorClient, served: Served) -> None:
+        source_id = served.held.source_id
+        keeping = client.keep_alive(
             lambda: self._record(served),
             served.held.manifest.documents,
             binding_secret=self._binding_secret,
-            readers=lambda: len(self._servicer.leases.of_source(served.held.source_id)),
+            readers=lambda: len(self._servicer.leases.of_source(source_id)),
             on_state=self._on_registered,
         )
+        self._keeping[source_id] = asyncio.create_task(keeping, name="mx-keep-alive")
+
+    # -- new weights ----------------------------------------------------------------------------
+
+    async def replace(self, source_id: str, held: HeldModel) -> None:
+        """Serve `held`, of which the server takes care from now on, beside the source that it is
+        to take the place of: as a new revision, which its key says afterwards. Then `retire` that
+        source.
+
+        Raises ConfigError for a source that is not registered, LocalError, CoordinatorError, and
+        BindingError where the name is another's; `held` is released then, and nothing else has
+        changed.
+        """
+        client, old = self._client, self._servicer.models.get(source_id)
+        try:
+            if client is None or old is None:
+                raise ConfigError("only a source that is registered can be updated")
+            held.key, held.generation = old.held.key, old.held.generation + 1
+            await self.offer(held)
+            # Once more: only whoever has bound a name may update it, and a coordinator that has
+            # restarted does not know yet who that is.
+            await self._list(client, old)
+            new = self._servicer.models[held.source_id]
+            held.key = await self._list(client, new, replaces_revision=True)
+        except BaseException:
+            await uncut(self._take_back(held))
+            raise
+        self._keep_listed(client, new)
+
+    async def _take_back(self, held: HeldModel) -> None:
+        if held.source_id in self._servicer.models:
+            await self.retire(held.source_id, 0.0)
+        else:
+            held.arena.release()
+
+    async def retire(
+        self, source_id: str, grace_s: float, hurry: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Serve a source no more: no new grants; those that read may finish within `grace_s`
+        (until `hurry` says that there is no time for that) and are cut then. When none of them can
+        believe any more what it reads, the memory goes. False: some were cut."""
+        served = self._servicer.models.get(source_id)
+        if served is None:
+            return True
+        self._servicer.supersede(source_id, served.held.generation + 1, grace_s)
+        keeping = self._keeping.pop(source_id, None)
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        if self._client is not None:
+            await self._unlist(self._client, source_id)
+        leases = self._servicer.leases
+        await self._until(lambda: not leases.of_source(source_id) or hurry(), grace_s)
+        finished = not leases.of_source(source_id)
+        self._servicer.cut(source_id)
+        # Nothing is renewed any more, so each ends by then.
+        longest_s = leases.lease_s + MARGIN_S
+        await self._until(lambda: not self._servicer.out(source_id), longest_s)
+        if self._servicer.remove(source_id) is not None:
+            await self._free(served)
+        return finished
+
+    @staticmethod
+    async def _unlist(client: CoordinatorClient, source_id: str) -> None:
+        try:
+            await client.deregister(source_id)
+        except MxError as error:
+            log.info("not deregistered, the lease will end it: %s", error)
+
+    async def _free(self, served: Served) -> None:
+        served.mingler.end()
+        timeout_s = 2 * self.options.stall_timeout_s
+        await asyncio.to_thread(withdraw, served.all_exposures(), timeout_s)
+        if not served.held.borrowed:
+            served.held.arena.release()
+
+    # -------------------------------------------------------------------------------------------
 
     async def advertise(self) -> None:
         """Tell the coordinator which layers are held now. Raises CoordinatorError,
@@ -214,17 +282,16 @@ class SourceServer:
 
     async def close(self) -> None:
         """Deregister, stop listening, withdraw every ticket, drop the arenas. Idempotent."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._keeping.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._keeping.clear()
         if self._client is not None:
             client, self._client = self._client, None
-            for source_id in self._servicer.models:
-                try:
-                    await client.deregister(source_id)
-                except MxError as error:
-                    log.info("not deregistered, the lease will end it: %s", error)
+            for source_id in list(self._servicer.models):
+                await self._unlist(client, source_id)
             await client.close()
         self.registered = False
         for served in self._servicer.models.values():
@@ -232,15 +299,7 @@ class SourceServer:
         if self._listening is not None:
             listening, self._listening = self._listening, None
             await listening.stop(_LAST_WORDS_S)
-        models, self._servicer.models = self._servicer.models, {}
-        for served in models.values():
-            served.mingler.end()
-            await asyncio.to_thread(self._withdraw, served.all_exposures())
-            if not served.held.borrowed:
-                served.held.arena.release()
-
-    def _withdraw(self, exposures: Sequence[Exposure]) -> None:
-        for exposure in exposures:
-            exposure.close()
-        for exposure in exposures:
-            exposure.join(2 * self.options.stall_timeout_s)
+        for source_id in list(self._servicer.models):
+            gone = self._servicer.remove(source_id)
+            if gone is not None:
+                await self._free(gone)
