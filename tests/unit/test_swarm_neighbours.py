@@ -1,0 +1,231 @@
+"""Who talks to whom: never more than there are places, and everybody finds somebody."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mx.core.swarm_neighbours import MOST, PICKS, Neighbours
+
+NAMES = [f"peer-{number}" for number in range(12)]
+
+
+class Town:
+    """Peers that greet each other, with messages that arrive in their order between two, but
+    whenever they like otherwise."""
+
+    def __init__(self, rng: random.Random, *, most: int = MOST, picks: int = PICKS) -> None:
+        self.rng = rng
+        self.most = most
+        self.picks = picks
+        self.peers: dict[str, Neighbours] = {}
+        self.streams: dict[tuple[str, str], list[str]] = {}  # (from, to) -> messages
+        self.order: list[tuple[str, str]] = []  # those streams
+
+    def add(self, name: str) -> None:
+        self.peers[name] = Neighbours(name, most=self.most, picks=self.picks)
+
+    def say(self, sender: str, to: str, message: str) -> None:
+        if (sender, to) not in self.streams:
+            self.streams[sender, to] = []
+            self.order.append((sender, to))
+        self.streams[sender, to].append(message)
+
+    def listed(self, name: str) -> None:
+        self.greet(name, self.peers[name].listed(self.peers))
+
+    def greet(self, name: str, others: list[str]) -> None:
+        for other in others:
+            assert other != name
+            self.say(name, other, "hello")
+        self.check(name)
+
+    def check(self, name: str) -> None:
+        linked = self.peers[name].linked
+        assert len(linked) <= self.most
+        assert len(set(linked)) == len(linked)
+        assert name not in linked
+
+    def step(self) -> bool:
+        """Let one message arrive."""
+        if not self.streams:
+            return False
+        at = self.rng.randrange(len(self.order))
+        sender, name = self.order[at]
+        queue = self.streams[sender, name]
+        message = queue.pop(0)
+        if not queue:
+            del self.streams[sender, name]
+            self.order[at] = self.order[-1]
+            self.order.pop()
+        if name not in self.peers:
+            if message == "hello":
+                self.say(name, sender, "gone")
+            return True
+        peer = self.peers[name]
+        if message == "hello":
+            answer = peer.greeting(sender)
+            if answer.drop is not None:
+                assert answer.welcome
+                self.say(name, answer.drop, "gone")
+            self.say(name, sender, "welcome" if answer.welcome else "no")
+        elif message == "gone":
+            self.greet(name, peer.gone(sender))
+        else:
+            self.greet(name, peer.answered(sender, message == "welcome"))
+        self.check(name)
+        return True
+
+    def settle(self) -> None:
+        for _ in range(400 * max(1, len(self.peers))):
+            if not self.step():
+                return
+        pytest.fail("they never stop greeting")
+
+    def dies(self, name: str) -> None:
+        del self.peers[name]
+        for other in self.peers:
+            self.say(name, other, "gone")
+
+    def together(self) -> bool:
+        """Does a way lead from each to every other?"""
+        names = set(self.peers)
+        found = {min(names)}
+        edge = set(found)
+        while edge:
+            edge = {
+                other
+                for name in names
+                for other in self.peers[name].linked
+                if other in names and (name in edge) != (other in edge)
+            } - found
+            found |= edge
+        return found == names
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 4))
+def test_any_events_in_any_order(data: st.DataObject, most: int, picks: int) -> None:
+    """One peer's own view: it greets only those that are listed, not itself, nobody twice at a
+    time, and has no more neighbours than places, greetings under way included."""
+    own = Neighbours("self", most=most, picks=picks)
+    greeted: set[str] = set()
+
+    def greets(names: list[str]) -> None:
+        assert not greeted & set(names)
+        assert not set(names) & set(own.linked)
+        assert "self" not in names
+        greeted.update(names)
+
+    for _ in range(data.draw(st.integers(0, 60))):
+        peer = data.draw(st.sampled_from(NAMES))
+        match data.draw(st.integers(0, 4)):
+            case 0:
+                listed = data.draw(st.lists(st.sampled_from([*NAMES, "self"])))
+                greets(own.listed(listed))
+            case 1:
+                answer = own.greeting(peer)
+                if answer.welcome:
+                    greeted.discard(peer)
+                    assert peer in own.linked
+                assert answer.drop is None or answer.drop not in own.linked
+            case 2:
+                welcome = data.draw(st.booleans())
+                expected = peer in greeted and welcome
+                greeted.discard(peer)
+                greets(own.answered(peer, welcome))
+                assert not expected or peer in own.linked
+            case _:
+                greeted.discard(peer)
+                greets(own.gone(peer))
+                assert peer not in own.linked
+        assert len(own.linked) + len(greeted) <= most
+        if not picks:
+            assert not greeted
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 40), st.integers(0, 39), st.integers(0, 1000))
+def test_everybody_finds_somebody(count: int, joins_late: int, seed: int) -> None:
+    """However many join together and however many one by one."""
+    town = Town(random.Random(seed))
+    for number in range(count):
+        town.add(f"peer-{number}")
+        town.listed(f"peer-{number}")
+        if number < joins_late:
+            town.settle()
+    town.settle()
+    for _ in range(3):  # lists of later: who was refused asks again
+        for name in town.peers:
+            town.listed(name)
+        town.settle()
+    for name, peer in town.peers.items():
+        assert len(peer.linked) >= min(count - 1, PICKS - 1)
+        for other in peer.linked:
+            assert name in town.peers[other].linked, "one thinks they are neighbours, one doesn't"
+    assert town.together()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crowd_holds_together_when_a_fifth_of_it_dies(seed: int) -> None:
+    rng = random.Random(seed)
+    town = Town(rng)
+    for number in range(200):
+        town.add(f"peer-{number}")
+    for name in list(town.peers):
+        town.listed(name)
+    town.settle()
+    for name in rng.sample(sorted(town.peers), 40):
+        town.dies(name)
+    town.settle()
+    for name in list(town.peers):
+        town.listed(name)
+    town.settle()
+    assert town.together()
+    assert min(len(peer.linked) for peer in town.peers.values()) >= PICKS - 1
+
+
+def test_few_all_know_each_other() -> None:
+    town = Town(random.Random(0))
+    for number in range(MOST + 1):
+        town.add(f"peer-{number}")
+        town.listed(f"peer-{number}")
+        town.settle()
+    for name in list(town.peers):
+        town.listed(name)
+    town.settle()
+    assert min(len(peer.linked) for peer in town.peers.values()) >= PICKS
+    assert town.together()
+
+
+def test_one_that_greets_nobody_still_welcomes() -> None:
+    origin = Neighbours("origin", most=2, picks=0)
+    assert origin.listed(["a", "b", "c"]) == []
+    assert [origin.greeting(name).welcome for name in ("a", "b", "c")] == [True, True, False]
+    assert origin.gone("a") == []
+    assert origin.greeting("c").welcome
+
+
+def test_a_newcomer_takes_the_place_of_one_that_we_chose_beyond_our_share() -> None:
+    own = Neighbours("self", most=3, picks=1)
+    for name in own.listed(["a", "b", "c"]):
+        own.answered(name, welcome=True)
+    assert sorted(own.linked) == ["a", "b", "c"]
+    dropped = {own.greeting(name).drop for name in ("x", "y")}
+    assert dropped < {"a", "b", "c"}
+    assert len(dropped) == 2
+    assert own.greeting("z") == (False, None)
+    assert len(own.linked) == 3
+
+
+def test_two_that_greet_each_other_at_once_are_neighbours_once() -> None:
+    here, there = Neighbours("a"), Neighbours("b")
+    assert here.listed(["b"]) == ["b"]
+    assert there.listed(["a"]) == ["a"]
+    assert here.greeting("b").welcome
+    assert there.greeting("a").welcome
+    assert here.answered("b", welcome=True) == there.answered("a", welcome=True) == []
+    assert here.linked == ("b",)
+    assert there.linked == ("a",)
