@@ -24,18 +24,23 @@ from mx.core.types import SourceRecord
 from mx.errors import (
     ClosedError,
     MxError,
+    PeerBusyError,
     PeerLostError,
     PeerProtocolError,
     PeerRefusedError,
     PeerTimeoutError,
     StaleGenerationError,
 )
+from mx.puller.lanes import Lane
+from mx.puller.pacing import Pacer
 from mx.wire.channel import Remote, Role, translate
 from mx.wire.rpc import Malformed, Stub
 from mx.wire.v1 import peer_pb2
 
 #: A source may promise more, but is asked this often whether it is still there.
 _MAX_LEASE_S = 60.0
+#: Who is busy is asked again after this at the latest.
+_MAX_RETRY_S = 30.0
 #: How long the source may take to hear that a lease is given back.
 _FAREWELL_S = 0.5
 
@@ -47,6 +52,7 @@ class Granted:
     tickets: dict[str, bytes]
     region_nbytes: tuple[int, ...]
     gated: bool = False  # others read there too: ask before reading
+    pacer: Pacer | None = None  # how fast to read; None: as fast as it comes
 
 
 class Lease:
@@ -74,6 +80,8 @@ class Lease:
         self._valid_until_s = 0.0
         self._lease_s = 0.0
         self._error: MxError | None = None
+        self._pacer: Pacer | None = None
+        self.lanes: list[Lane] = []  # what is read on it, for the source to be told
 
     @property
     def peer(self) -> str:
@@ -99,9 +107,13 @@ class Lease:
                     peer=self.peer,
                     hint="start the pull again, for the new weights",
                 )
+            if event.WhichOneof("event") == "busy":
+                raise self._busy(event.busy.retry_after_s)
             if event.WhichOneof("event") != "granted":
                 raise PeerProtocolError(f"{self.peer} answered without a grant", peer=self.peer)
             self._lease_s = self._believed_s(event.granted.lease_s)
+            if event.granted.max_bytes_per_s:
+                self._pacer = Pacer(event.granted.max_bytes_per_s, self.peer)
         except BaseException:
             await self.close()
             raise
@@ -115,6 +127,7 @@ class Lease:
             {ticket.transport: ticket.ticket for ticket in granted.tickets},
             tuple(granted.region_nbytes),
             granted.gated,
+            self._pacer,
         )
 
     def check(self) -> MxError | None:
@@ -164,6 +177,8 @@ class Lease:
                 match event.WhichOneof("event"):
                     case "renewed":
                         lease_s = self._believed_s(event.renewed.lease_s)
+                        if self._pacer is not None:
+                            self._pacer.set_rate(event.renewed.max_bytes_per_s)
                         if self._renewed is not None and not self._renewed.done():
                             self._renewed.set_result(lease_s)
                     case "draining":
@@ -188,10 +203,10 @@ class Lease:
     async def _renew(self) -> None:
         """Until the lease is lost. A renewal that is not answered is the sign of a stopped
         process."""
-        request = peer_pb2.OpenRequest(source_id=self._source.source_id)
         try:
             while self._error is None:
                 await asyncio.sleep(self._lease_s / 4)
+                request = self._renewal()
                 sent_at_s = time.monotonic()
                 self._renewed = asyncio.get_running_loop().create_future()
                 async with self._talking(self._lease_s * 0.4):
@@ -200,6 +215,20 @@ class Lease:
                 self._valid_until_s = sent_at_s + self._lease_s
         except MxError as error:
             self._lose(error)
+
+    def _renewal(self) -> peer_pb2.OpenRequest:
+        read_nbytes = sum(lane.nbytes for lane in self.lanes)
+        return peer_pb2.OpenRequest(source_id=self._source.source_id, read_bytes=read_nbytes)
+
+    def _busy(self, retry_after_s: float) -> PeerBusyError:
+        if not 0 <= retry_after_s < math.inf:  # NaN is not either
+            retry_after_s = _MAX_RETRY_S
+        return PeerBusyError(
+            f"{self.peer} has as many readers as it admits",
+            peer=self.peer,
+            hint="--wait SECONDS waits longer for it, or for another source",
+            retry_after_s=min(retry_after_s, _MAX_RETRY_S),
+        )
 
     def _believed_s(self, lease_s: float) -> float:
         if not 0 < lease_s < math.inf:  # NaN is not either
@@ -234,11 +263,12 @@ class Lease:
             await asyncio.gather(self._renewer, return_exceptions=True)
         if self._call is None:
             return
-        if self._listener is not None:
-            with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                async with asyncio.timeout(_FAREWELL_S if heard else 0):
-                    await self._call.done_writing()
-                    await asyncio.shield(self._listener)
+        if self._listener is not None and heard:
+            # Waited for from outside: cutting what awaits a call of gRPC's cuts the call.
+            closing = asyncio.create_task(self._call.done_writing(), name="mx-lease-last")
+            await asyncio.wait((closing, self._listener), timeout=_FAREWELL_S)
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
         self._call.cancel()
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
