@@ -112,7 +112,7 @@ class Acquaintances:
         try:
             talk = await self._dial(record)
         except MxError as error:
-            log.info("%s could not be greeted: %s", record.endpoint, error)
+            log.info("%s could not be greeted: %s", record.endpoint, str(error))
             self._forget(source_id, neighbours)
             return
         self._greeting[source_id] = talk
@@ -212,4 +212,4 @@ class Acquaintances:
 def complain(talk: Talk, error: MxError | None) -> None:
     """Say what a neighbour did wrong."""
     if error is not None:
-        log.warning("%s was left: %s", talk.peer, error)
+        log.warning("%s was left: %s", talk.peer, str(error))

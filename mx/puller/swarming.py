@@ -78,7 +78,7 @@ class Swarming:
         try:
             await self._host.start(key, self._manifest, arena, self.member)
         except MxError as error:
-            log.warning("others can't read here: %s", error)
+            log.warning("others can't read here: %s", str(error))
             self.member.go_alone()
             return
         self.member.acquaintances.met(sources)

@@ -87,7 +87,7 @@ class Seeding:
         try:
             error = await talk.listen(lambda message: self._heard(number, member, message))
             if error is not None:
-                log.warning("%s was left: %s", talk.peer, error)
+                log.warning("%s was left: %s", talk.peer, str(error))
         finally:
             del self._members[number]
             self._answers(self._gate.gone(number))
