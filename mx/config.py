@@ -14,12 +14,12 @@ import re
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mx.errors import ConfigError
-from mx.units import GIB, MIB, parse_bytes
+from mx.units import GIB, MIB, parse_bytes, parse_rate
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -91,6 +91,19 @@ def _chunk_size(value: object) -> int:
     if nbytes % MIB or not MIB <= nbytes <= GIB:
         raise wrong
     return nbytes
+
+
+def _rate(value: object) -> int:
+    wrong = ValueError("must be a rate of at least 1MB/s, like 500MB/s or 2Gbit/s, or 0 for none")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise wrong
+    try:
+        bytes_per_s = parse_rate(str(value))
+    except ValueError:
+        raise wrong from None
+    if bytes_per_s and not 10**6 <= bytes_per_s <= 10**15:
+        raise wrong
+    return bytes_per_s
 
 
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True}
@@ -170,6 +183,12 @@ class Settings:
     )
     wait_s: float = _setting(
         0.0, "how long a pull waits for a source when there is none", _number(0, 7 * 86400)
+    )
+    max_readers: int = _setting(
+        0, "how many may read from a source at a time (0: any number)", _count(0, 100_000)
+    )
+    max_bandwidth: int = _setting(
+        0, "what a source gives at most, in bytes per second over all readers (0: no limit)", _rate
     )
     drain_grace_s: float = _setting(
         10.0, "how long running reads may take to finish when a source stops", _number(0, 3600)
@@ -278,6 +297,20 @@ def load(
     settings = Settings(**values, origins=origins)  # type: ignore[arg-type]
     _check_tls(settings)
     return settings
+
+
+def given(settings: Settings, **arguments: object) -> Settings:
+    """The settings with those of a call's arguments that are not None in their place. Raises
+    ConfigError as `load` does."""
+    values: dict[str, Any] = {}
+    for name, raw in arguments.items():
+        if raw is not None:
+            try:
+                values[name] = _metadata(name)["read"](raw)
+            except ValueError as error:
+                raise ConfigError(f"{name} = {raw!r}: it {error}") from None
+    origins = {**settings.origins, **dict.fromkeys(values, "argument")}
+    return replace(settings, **values, origins=origins)
 
 
 def _unknown(origin: str, name: str, known: list[str]) -> ConfigError:

@@ -115,6 +115,16 @@ class PeerRefusedError(SourceError):
     exit_code = EXIT_NOT_ALLOWED
 
 
+class PeerBusyError(SourceError):
+    """The source has as many readers as it admits. It may be asked again after `retry_after_s`."""
+
+    def __init__(
+        self, message: str, *, peer: str = "", hint: str = "", retry_after_s: float = 0.5
+    ) -> None:
+        super().__init__(message, peer=peer, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
 class StaleGenerationError(SourceError):
     """The source's memory has changed since the read was planned."""
 

@@ -28,11 +28,13 @@ __all__ = [
     "ExposedRegion",
     "Exposure",
     "Grant",
+    "Limiter",
     "Medium",
     "Path",
     "Piece",
     "Rail",
     "Read",
+    "Sending",
     "Session",
     "Sink",
     "Span",
@@ -116,17 +118,31 @@ class ExposedRegion:
     memfd: int | None = None
 
 
+class Limiter(Protocol):
+    """How fast a process may send, over all its transports and readers. Thread-safe."""
+
+    @property
+    def slice_nbytes(self) -> int:
+        """What may be sent in one go, for readers to take turns: shared by a reader's streams."""
+
+    def delay_s(self, nbytes: int) -> float:
+        """Take this many bytes, a slice at most, of what may be sent; returns how many seconds to
+        wait before they are, holding no lock."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExposeOptions:
     """How to listen. `hosts` are the addresses for data endpoints (a port each is chosen);
     `place` is the process's, with its interfaces. `trusted_fabric`: whoever can reach those
-    addresses is trusted, as transports must be told that enforce no bounds."""
+    addresses is trusted, as transports must be told that enforce no bounds. `limiter`, if given,
+    is asked by a `Sending` exposure before it sends."""
 
     hosts: tuple[str, ...] = ("127.0.0.1",)
     tls: TlsFiles | None = None
     stall_timeout_s: float = 5.0
     place: Place = field(default_factory=Place)
     trusted_fabric: bool = False
+    limiter: Limiter | None = None
 
 
 @runtime_checkable
@@ -150,6 +166,15 @@ class Exposure(Protocol):
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is left behind; False if `timeout_s` passed first."""
+
+
+@runtime_checkable
+class Sending(Protocol):
+    """What an exposure is besides that sends the bytes itself, in place of letting readers fetch
+    them: it counts what it sends, and keeps to the options' limiter."""
+
+    def sent_bytes(self) -> int:
+        """Payload bytes sent so far, whoever to. Thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)

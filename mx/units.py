@@ -44,6 +44,29 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _SUFFIXES[match[2].lower()])
 
 
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": GB}
+
+
+def parse_rate(text: str) -> int:
+    """Read "500MB/s", "2Gbit/s" or "4096" as a number of bytes per second.
+
+    Raises ValueError for anything else, negative numbers included, and for "Gb/s", which some
+    mean bytes by and some bits.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)(?:/s)?\s*", text)
+    unit = match[2] if match else ""
+    if match is None or re.fullmatch(r"[kMG]b", unit):
+        raise ValueError(f"{text!r} is not a rate: write it like 500MB/s, 2Gbit/s or 1000000")
+    if unit.lower() in _BITS:
+        return int(float(match[1]) * _BITS[unit.lower()] / 8)
+    try:
+        return parse_bytes(match[1] + unit)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is not a rate: write it like 500MB/s, 2Gbit/s or 1000000"
+        ) from None
+
+
 def format_bytes(nbytes: int | float) -> str:
     """ "2.15 GB", "16.8 MB", "96 B": decimal, as the rates beside it are."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

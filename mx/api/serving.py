@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime, trace
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
+from mx.core.limits import Bounds
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ClosedError, ConfigError, CoordinatorError
 from mx.runtime import uncut
@@ -178,6 +179,7 @@ def source_options(settings: config.Settings) -> SourceOptions:
         reader_lease_s=settings.reader_lease_s,
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
+        bounds=Bounds(settings.max_readers, settings.max_bandwidth),
     )
 
 
@@ -245,6 +247,8 @@ def serve(
     coordinator: str | None = None,
     embed: bool = True,
     device: str = "cpu",
+    max_readers: int | None = None,
+    max_bandwidth: int | str | None = None,
     settings: config.Settings | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -255,14 +259,18 @@ def serve(
     `torch.nn.Module`; tensors are copied, so that later changes to them reach nobody. Without
     `coordinator` (HOST:PORT) it joins the one that answers at the settings' address, else embeds
     one there (unless `embed` is False). `device` is where it is held: "cpu", or "cuda:N" for a
-    copy in that GPU's memory. `on_progress` is told (bytes read, bytes in all) from
+    copy in that GPU's memory. At most `max_readers` read at a time, and get at most
+    `max_bandwidth` together ("500MB/s", or a number of bytes per second; None: as the settings
+    say, 0: no bound). `on_progress` is told (bytes read, bytes in all) from
     other threads; `cancelled` is asked while reading.
 
     Raises CheckpointError, CapacityError (before memory is taken), ConfigError, LocalError (port
     in use), CoordinatorError, BindingError (the name belongs to other weights).
     """
     where = resolve_device(device)
-    settings = settings or config.load()
+    settings = config.given(
+        settings or config.load(), max_readers=max_readers, max_bandwidth=max_bandwidth
+    )
     key = ModelKey(model, revision, variant)
     explicit = coordinator is not None or settings.is_set("coordinator")
     address = coordinator or settings.coordinator

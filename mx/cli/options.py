@@ -86,6 +86,22 @@ Listen = Annotated[
         rich_help_panel=_CONNECTION,
     ),
 ]
+MaxReaders = Annotated[
+    int | None,
+    typer.Option(
+        help="How many may read from here at a time; others go elsewhere, or wait. "
+        "(default: any number)",
+        metavar="N",
+    ),
+]
+MaxBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        help="What is given at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per "
+        "second. (default: no limit)",
+        metavar="RATE",
+    ),
+]
 ConfigFile = Annotated[
     str | None,
     typer.Option(

@@ -82,6 +82,8 @@ def pull(
             metavar="S",
         ),
     ] = None,
+    max_readers: options.MaxReaders = None,
+    max_bandwidth: options.MaxBandwidth = None,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,

@@ -34,6 +34,8 @@ def serve(
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
     listen: options.Listen = None,
+    max_readers: options.MaxReaders = None,
+    max_bandwidth: options.MaxBandwidth = None,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,

@@ -22,6 +22,7 @@ from mx.errors import MxError, PeerProtocolError, SourceError
 from mx.puller.lanes import Lane
 from mx.puller.lease import Granted, Lease
 from mx.puller.options import PullOptions
+from mx.puller.pacing import PacedSession
 from mx.puller.staged import StagedSession
 from mx.runtime import uncut
 from mx.transport import Grant, Path, Session, Span, Transport, Unavailable
@@ -41,7 +42,7 @@ class Link:
 
     def lane(self, now_s: float) -> Lane:
         """What an engine reads through, from `now_s` (monotonic) on."""
-        return Lane(
+        lane = Lane(
             self.way.transport,
             self.way.source.endpoint,
             self.session,
@@ -51,6 +52,8 @@ class Link:
             source=self.way.source.source_id,
             bytes_per_s=self.way.gb_per_s * 1e9,
         )
+        self.lease.lanes.append(lane)
+        return lane
 
 
 def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
@@ -194,6 +197,8 @@ class Links:
 
         def connect() -> Session:
             session = transport.open(grant)
+            if granted.pacer is not None:
+                session = PacedSession(session, granted.pacer, way.source.endpoint)
             if way.staged:
                 session = self._stage(session)
             self._sessions.append(session)

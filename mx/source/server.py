@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from mx import discovery, trace
 from mx.core.leases import MARGIN_S
+from mx.core.limits import Bounds
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.runtime import uncut
 from mx.source.exposing import expose, withdraw
+from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
 from mx.source.seeding import Seeding
 from mx.source.service import Mingler, PeerServicer, Served
@@ -41,6 +43,7 @@ class SourceOptions:
     reader_lease_s: float = 6.0
     stall_timeout_s: float = 4.0
     connect_timeout_s: float = 3.0
+    bounds: Bounds = UNBOUNDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,10 @@ class SourceServer:
     def __init__(self, options: SourceOptions, transports: Mapping[str, Transport]) -> None:
         self.options = options
         self._transports = transports
-        self._servicer = PeerServicer(self._record, lease_s=options.reader_lease_s)
+        self._limits = SourceLimits(options.bounds, report_s=options.reader_lease_s / 4)
+        self._servicer = PeerServicer(
+            self._record, lease_s=options.reader_lease_s, limits=self._limits
+        )
         self._listening: Listening | None = None
         self._client: CoordinatorClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,6 +118,7 @@ class SourceServer:
             stall_timeout_s=self.options.stall_timeout_s,
             place=self._place,
             trusted_fabric=self.options.trusted_fabric,
+            limiter=self._limits.limiter,
         )
         return expose(held, self._transports, options)
 
@@ -148,6 +155,7 @@ class SourceServer:
             served.held.manifest.documents,
             binding_secret=self._binding_secret,
             readers=lambda: len(self._servicer.leases.of_source(source_id)),
+            gb_per_s=lambda: self._limits.gb_per_s(source_id, served.sent_bytes()),
             on_state=self._on_registered,
         )
         self._keeping[source_id] = asyncio.create_task(keeping, name="mx-keep-alive")

@@ -15,8 +15,9 @@ from mx import codec
 from mx.core.leases import LeaseBook
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
+from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel
-from mx.transport import Exposure
+from mx.transport import Exposure, Sending
 from mx.wire.talk import Talk
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
@@ -65,6 +66,10 @@ class Served:
     def all_exposures(self) -> list[Exposure]:
         return [*self.exposures.values(), *self.retired]
 
+    def sent_bytes(self) -> int:
+        """What was sent so far, by exposures that do; others leave it to readers to fetch."""
+        return sum(e.sent_bytes() for e in self.all_exposures() if isinstance(e, Sending))
+
 
 class PeerServicer(peer_pb2_grpc.PeerServicer):
     """Runs on the loop. `models` maps source ids to what is served."""
@@ -74,10 +79,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         record_of: Callable[[Served], SourceRecord],
         *,
         lease_s: float,
+        limits: SourceLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.models: dict[str, Served] = {}
         self.leases = LeaseBook(lease_s)
+        self.limits = limits or SourceLimits(report_s=lease_s / 4)
         self.talks = 0  # that are going on
         self.state = SourceState.SERVING
         self._record_of = record_of
@@ -124,6 +131,11 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         held = served.held
         reader = codec.place_from_wire(request.place)
         grant_id = secrets.token_hex(16)
+        retry_after_s = self.limits.refuse(request.reader_id or grant_id)
+        if retry_after_s is not None:
+            busy = peer_pb2.Busy(retry_after_s=retry_after_s)
+            await context.write(peer_pb2.OpenEvent(busy=busy))
+            return
         queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue(_MAX_EVENTS)
         self._queues[grant_id] = queue
         pump: asyncio.Task[None] | None = None
@@ -138,6 +150,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             ]
             gated = bool(reader_id) and served.mingler.opened(reader_id)
             counted = bool(reader_id)
+            self.limits.opened(
+                grant_id,
+                held.source_id,
+                reader_id or grant_id,
+                sent=any(isinstance(served.exposures[t.transport], Sending) for t in tickets),
+            )
             self.leases.open(
                 grant_id, held.source_id, held.generation, reader.hostname, self._clock()
             )
@@ -150,21 +168,26 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                         tickets=tickets,
                         region_nbytes=[region.view.nbytes for region in held.regions()],
                         gated=gated,
+                        max_bytes_per_s=self.limits.share(grant_id),
                     )
                 )
             )
             pump = asyncio.create_task(self._pump(queue, context), name="mx-lease-events")
             while True:
                 async with asyncio.timeout(self.leases.lease_s * 2):
-                    if await anext(request_iterator, None) is None:
+                    renewal = await anext(request_iterator, None)
+                    if renewal is None:
                         self.leases.close(grant_id)  # it was given back
                         return
+                    self.limits.reported(grant_id, renewal.read_bytes)
                     if served.cut:
                         continue
                     if not self.leases.renew(grant_id, self._clock()):
                         return
                     renewed = peer_pb2.Renewed(
-                        lease_s=self.leases.lease_s, generation=held.generation
+                        lease_s=self.leases.lease_s,
+                        generation=held.generation,
+                        max_bytes_per_s=self.limits.share(grant_id),
                     )
                     await queue.put(peer_pb2.OpenEvent(renewed=renewed))
         except TimeoutError:
@@ -172,6 +195,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         finally:
             self._queues.pop(grant_id, None)
             self.leases.lose(grant_id)
+            self.limits.closed(grant_id)
             if counted:
                 served.mingler.closed(reader_id)
             for exposure in served.all_exposures():
@@ -238,6 +262,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     def remove(self, source_id: str) -> Served | None:
         """Whoever asks for it later is told what has taken its place, if anything has."""
         served = self.models.pop(source_id, None)
+        self.limits.forget(source_id)
         if served is not None and served.newer:
             self._gone[source_id] = served.newer
             while len(self._gone) > _MAX_GONE:
@@ -256,6 +281,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         while True:
             await asyncio.sleep(interval_s)
             for lease in self.leases.expire(self._clock()):
+                self.limits.closed(lease.grant_id)
                 served = self.models.get(lease.source_id)
                 if served is not None:
                     for exposure in served.all_exposures():

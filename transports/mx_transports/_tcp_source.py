@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from mx.transport import ExposedRegion, ExposeOptions, host_view
+from mx.units import KIB
 from mx_transports import _frames as frames
 from mx_transports._door import DoorExposure, Granted, listen
 from mx_transports._stream import Stream
 from mx_transports._tcp_wire import MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE
+
+#: Shorter slices cost more in calls than they gain in fairness.
+LEAST_SLICE = 16 * KIB
+#: How often a pause looks whether it is still of use.
+_LOOK_S = 0.1
+
+
+def pause(seconds: float, ended: Callable[[], bool]) -> None:
+    """Sleep so long, or a little beyond the moment when `ended` says so."""
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0 and not ended():
+        time.sleep(min(left_s, _LOOK_S))
 
 
 class TcpExposure(DoorExposure):
@@ -21,6 +35,8 @@ class TcpExposure(DoorExposure):
         options: ExposeOptions,
         tls: ssl.SSLContext | None,
     ) -> None:
+        self._limiter = options.limiter
+        self._sent_bytes = 0
         self._views = {region.index: host_view(region.view) for region in regions}
         listeners = listen(options.hosts)
         self._addresses = [list(listener.getsockname()[:2]) for listener in listeners]
@@ -32,6 +48,9 @@ class TcpExposure(DoorExposure):
             tls=tls,
         )
         self._start()
+
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
 
     def _ticket_fields(self) -> dict[str, object]:
         return {"addresses": self._addresses}
@@ -67,12 +86,33 @@ class TcpExposure(DoorExposure):
                 # Straight from the region. Sending pages by sendfile or splice was no faster
                 # over loopback (1.0 x), and would let the kernel hold on to the pages after
                 # the source has been told that nobody reads them any more.
-                stream.send_all([RESPONSE.pack(request_id, frames.OK, nbytes), *views])
+                self._send(stream, granted, RESPONSE.pack(request_id, frames.OK, nbytes), views)
                 stream.send_all([RESPONSE.pack(request_id, self._status(generation), nbytes)])
             finally:
                 views.clear()
                 with self._lock:
                     granted.busy -= 1
+
+    def _send(self, stream: Stream, granted: Granted, head: bytes, views: list[memoryview]) -> None:
+        if self._limiter is None:
+            stream.send_all([head, *views])
+            self._count(sum(len(view) for view in views))
+            return
+        stream.send_all([head])
+        for view in views:
+            sent = 0
+            while sent < len(view):
+                # A reader's streams share its slice, so that it gains nothing by having many.
+                size = max(LEAST_SLICE, self._limiter.slice_nbytes // len(granted.streams))
+                part = view[sent : sent + size]
+                pause(self._limiter.delay_s(len(part)), lambda: granted.revoked)
+                stream.send_all([part])
+                self._count(len(part))
+                sent += len(part)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._sent_bytes += nbytes
 
     def _status(self, generation: int) -> int:
         return frames.OK if generation == self._generation else frames.STALE

@@ -1,0 +1,182 @@
+"""Reads of a source that has bounds but can't hold its readers to them: they hold themselves.
+
+Where a source sends, it limits what it sends. Where memory is read from afar (shm, ucx, cuda) it
+tells each reader its share, and the reader issues its reads no faster than that, slice by slice.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from mx.core.limits import LEAST_BYTES_PER_S, TokenBucket, slice_nbytes
+from mx.errors import ClosedError, MxError, PeerProtocolError
+from mx.transport import Piece, Read, Session, Sink, Span
+
+
+class Pacer:
+    """One lease's share, for all sessions that stand on it. Thread-safe."""
+
+    def __init__(
+        self, bytes_per_s: float, peer: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`peer` names who said so. Raises PeerProtocolError for what is no rate."""
+        self._peer = peer
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bucket = TokenBucket(self._believed(bytes_per_s), clock())
+
+    def set_rate(self, bytes_per_s: float) -> None:
+        """Raises PeerProtocolError."""
+        with self._lock:
+            self._bucket.set_rate(self._believed(bytes_per_s), self._clock())
+
+    @property
+    def slice_nbytes(self) -> int:
+        return slice_nbytes(self._bucket.bytes_per_s)
+
+    def delay_s(self, nbytes: int) -> float:
+        """Take this many bytes; how many seconds to wait before they are read."""
+        with self._lock:
+            return self._bucket.take(nbytes, self._clock())
+
+    def _believed(self, bytes_per_s: float) -> float:
+        if not 0 < bytes_per_s < math.inf:  # NaN is not either
+            raise PeerProtocolError(
+                f"{self._peer} gave a share of {bytes_per_s} bytes per second", peer=self._peer
+            )
+        # Nobody is made to wait for ever by a small number.
+        return max(bytes_per_s, LEAST_BYTES_PER_S)
+
+
+def slices(read: Read, nbytes: int) -> Iterator[tuple[list[Piece], int]]:
+    """Cut a read into parts of `nbytes` and a rest: (its pieces, its bytes)."""
+    pieces: list[Piece] = []
+    room = nbytes
+    for piece in read.pieces:
+        done = 0
+        while done < len(piece.view):
+            take = min(room, len(piece.view) - done)
+            view = piece.view[done : done + take]
+            pieces.append(Piece(piece.region, piece.region_offset + done, view))
+            done += take
+            room -= take
+            if not room:
+                yield pieces, nbytes
+                pieces, room = [], nbytes
+    if pieces:
+        yield pieces, nbytes - room
+
+
+class _SliceSink:
+    """Passes a slice's progress on as that of the whole read."""
+
+    def __init__(self, sink: Sink, before_nbytes: int) -> None:
+        self._sink = sink
+        self._before_nbytes = before_nbytes
+        self._ended = threading.Event()
+        self._error: MxError | None = None
+
+    def landed(self, nbytes: int) -> None:
+        self._sink.landed(self._before_nbytes + nbytes)
+
+    def done(self) -> None:
+        self._ended.set()
+
+    def failed(self, error: MxError) -> None:
+        self._error = error
+        self._ended.set()
+
+    def wait(self) -> MxError | None:
+        """Until it has ended, as each read of a session does: what went wrong, if anything."""
+        self._ended.wait()
+        return self._error
+
+
+class PacedSession:
+    """`mx.transport.Session` over another one, which it owns, at a pacer's rate. One thread
+    issues what is read; it starts with the first read."""
+
+    def __init__(self, inner: Session, pacer: Pacer, peer: str) -> None:
+        self.depth = inner.depth
+        self._inner = inner
+        self._pacer = pacer
+        self._peer = peer
+        self._queue: deque[Read] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def adopt(self, arena: Span) -> None:
+        self._inner.adopt(arena)
+
+    def attach(self, region: int) -> Span:
+        """Moves no bytes, so it is not paced."""
+        return self._inner.attach(region)
+
+    def read(self, reads: Sequence[Read]) -> None:
+        with self._wake:
+            if self._closed:
+                raise ClosedError(f"the session with {self._peer} is closed")
+            self._queue.extend(reads)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mx-paced", daemon=True)
+                self._thread.start()
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        self._inner.close()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
+        return self._inner.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (read := self._next()) is not None:
+            error = self._carry(read)
+            if error is None:
+                read.sink.done()
+            else:
+                read.sink.failed(error)
+
+    def _next(self) -> Read | None:
+        """The next read, those that are left when the session is closed included; then None."""
+        with self._wake:
+            while not self._queue and not self._closed:
+                self._wake.wait()
+            return self._queue.popleft() if self._queue else None
+
+    def _carry(self, read: Read) -> MxError | None:
+        """Read it all, slice by slice. What went wrong, if anything."""
+        landed = 0
+        for pieces, nbytes in slices(read, self._pacer.slice_nbytes):
+            if not self._pause(self._pacer.delay_s(nbytes)):
+                return ClosedError(f"{read.tag}: the session with {self._peer} was closed")
+            sink = _SliceSink(read.sink, landed)
+            try:
+                self._inner.read([Read(read.tag, pieces, sink)])
+            except MxError as error:
+                return error
+            failure = sink.wait()
+            if failure is not None:
+                return failure
+            landed += nbytes
+        return None
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait so long. False: the session was closed."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed, seconds)
+            return not self._closed
