@@ -160,6 +160,7 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
         lines.append(f"  {path.transport} from {path.source}{over}: {how}")
     if report.retries:
         lines.append(f"  {report.retries} chunks were fetched again")
+    lines += [f"  left {each.source}: {each.reason}" for each in report.left]
     if report.fallback:
         lines.append(f"  no source could be used; taken from {report.fallback}")
     if out is not None:

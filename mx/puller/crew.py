@@ -14,12 +14,15 @@ from mx.errors import (
     MxError,
     PathError,
     PathSlowError,
+    PeerBusyError,
     PeerLostError,
     PeerProtocolError,
     StaleGenerationError,
 )
+from mx.puller.busy import BusyWays
 from mx.puller.engine import Engine
 from mx.puller.links import Link, Links
+from mx.puller.report import LeftSource
 
 #: After these the source may be as well as ever, and its other ways worth a try.
 _WAY_ERRORS = (PathError, PeerLostError, PeerProtocolError)
@@ -41,6 +44,7 @@ class Crew:
         open_way: Callable[[Way], Coroutine[Any, Any, Link]],
         add: Callable[[Link], int],
         causes: list[MxError],
+        patience_s: float = 0.0,
     ) -> None:
         self._candidates = list(plan.ways)  # best first
         self._links = links
@@ -55,6 +59,8 @@ class Crew:
         self._resting: list[Way] = []  # too slow beside the others: better than nothing
         self._aside: list[Way] = []  # not used as long as there is a swarm
         self._neighbours: set[str] = set()  # sources that are read from beside all others
+        self._busy = BusyWays(patience_s)
+        self._left: dict[str, str] = {}  # endpoint -> why
         self._gated = self._hopeless = False
         self._met = {way.source.source_id for way in plan.ways}
         self._complaints: set[tuple[Way, str]] = set()
@@ -81,7 +87,7 @@ class Crew:
                 if self._fatal is not None:
                     raise self._fatal
                 reading = engine()
-                if self.idle and not self.expecting() and not self.hoping():
+                if self.idle and not self.expecting() and not self._hopes():
                     if reading is None:
                         return
                     self._hopeless = True
@@ -94,6 +100,11 @@ class Crew:
         finally:
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
+
+    def _hopes(self) -> bool:
+        """Nobody is being read from: is anybody waited for? Both waits begin, and end, together."""
+        hopes = (self.hoping(), self._busy.hope())
+        return any(hopes)
 
     async def _tick(self, engine: Callable[[], Engine | None]) -> None:
         while True:
@@ -119,8 +130,16 @@ class Crew:
         self._live[self._add(link)] = link
 
     def leave_out(self, way: Way) -> None:
-        """It was tried, and is of no use."""
+        """It was tried, and is of no use, or of none for now."""
         self._candidates.remove(way)
+        for cause in self._causes:
+            if isinstance(cause, PeerBusyError) and cause.peer == way.source.endpoint:
+                self._busy.put(way, cause.retry_after_s)
+
+    def left(self) -> list[LeftSource]:
+        """The sources that were left, or could not be used, and are not in use now; and why."""
+        in_use = {link.way.source.endpoint for link in self._live.values()}
+        return [LeftSource(*each) for each in self._left.items() if each[0] not in in_use]
 
     # -- those that are found later ---------------------------------------------------------------
 
@@ -132,7 +151,7 @@ class Crew:
     def wants(self, source_id: str) -> bool:
         """Is a source of use that is known to hold the model? If it is new; one that was given up
         only if there is nobody else. One that lied, or changed, never is."""
-        if source_id in self._banned:
+        if source_id in self._banned or self._busy.of(source_id):
             return False
         return source_id not in self._met or self.idle
 
@@ -200,6 +219,8 @@ class Crew:
         """Open whatever goes together with what is in use."""
         if not (self._candidates or self._opening or self._live):
             self._candidates, self._resting = self._resting, []
+            if not self._gated:  # else a neighbour is asked again when it is greeted again
+                self._candidates += self._busy.due()
         in_use = self._in_use()
         for way in list(self._candidates):
             if why_not(way, self._beside(way, in_use)) is None:
@@ -218,11 +239,16 @@ class Crew:
             link = task.result()
             try:
                 self._live[self._add(link)] = link
+                self._busy.reading()
             except MxError as refused:  # such as memory that can't be registered
                 self._useless.append(link)
                 error = refused
         if isinstance(error, StaleGenerationError):
             self._banned.add(way.source.source_id)
+        if isinstance(error, PeerBusyError):
+            self._busy.put(way, error.retry_after_s)
+        if isinstance(error, MxError):
+            self._left[way.source.endpoint] = error.message
         if isinstance(error, MxError) and not isinstance(error, ConfigError):
             if (way, error.message) not in self._complaints:  # it may be tried again and again
                 self._complaints.add((way, error.message))
@@ -237,6 +263,7 @@ class Crew:
         if link is None:
             return
         source_id = link.way.source.source_id
+        self._left[link.way.source.endpoint] = error.message
         if isinstance(error, DigestError | StaleGenerationError):
             self._banned.add(source_id)
         if isinstance(error, PathSlowError):

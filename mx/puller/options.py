@@ -51,3 +51,8 @@ class PullOptions:
     def key(self) -> ModelKey:
         """What is asked for, as far as that is known before anybody was."""
         return ModelKey(self.name.partition("@")[0], self.revision or MAIN, self.variant)
+
+    @property
+    def patience_s(self) -> float:
+        """For how long a pull asks again where all have as many readers as they admit."""
+        return self.wait_s or self.stall_timeout_s

@@ -180,6 +180,7 @@ class Puller:
             lambda way: self._links.open(way, nbytes),
             lambda link: self._add_lane(manifest, link),
             self._causes,
+            self.options.patience_s,
         )
         self.phase = "connecting"
         for way in [way for way in ways.ways if way.attach]:
@@ -361,6 +362,7 @@ class Puller:
             verified=by.value,
             paths=paths,
             retries=self._engine.retries if self._engine else 0,
+            left=self._crew.left() if self._crew else [],
             control_s=max(0.0, self.state.first_read_s - self.state.started_s),
         )
 

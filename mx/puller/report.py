@@ -67,6 +67,14 @@ class PathReport:
     rail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LeftSource:
+    """A source (HOST:PORT) that was not used to the end, and why."""
+
+    source: str
+    reason: str
+
+
 @dataclass
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints."""
@@ -80,6 +88,7 @@ class PullReport:
     verified: str
     paths: list[PathReport] = field(default_factory=list)
     retries: int = 0
+    left: list[LeftSource] = field(default_factory=list)
     fallback: str | None = None
     control_s: float = 0.0
 
@@ -108,6 +117,7 @@ class PullReport:
                 for path in self.paths
             ],
             "retries": self.retries,
+            "left": [{"source": each.source, "reason": each.reason} for each in self.left],
             "fallback": self.fallback,
             "control_s": round(self.control_s, 6),
         }
