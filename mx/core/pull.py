@@ -150,9 +150,9 @@ class PullMachine:
         return self._assign(now_s)
 
     def permit(self, source: str, chunk: int, now_s: float = 0.0) -> list[Command] | None:
-        """The chunk may be read from this source. None if nobody needs to be asked for it: it has
-        landed, or is being read."""
-        if self._permits is None or chunk not in self._missing or self._ended:
+        """The chunk may be read from this source: now, or once those that read it have failed. None
+        if it has landed."""
+        if self._permits is None or self._landed[chunk] or self._ended:
             return None
         self._permits.setdefault(source, set()).add(chunk)
         return self._assign(now_s)

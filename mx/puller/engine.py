@@ -228,7 +228,7 @@ class Engine:
         self._run(commands)
 
     def permit(self, source: str, chunk: int) -> bool:
-        """Read the chunk from this source. False if it is there, or is being read already."""
+        """The chunk may be read from this source. False if it is there."""
         with self._lock:
             commands = self._machine.permit(source, chunk, time.monotonic())
         self._run(commands or ())

@@ -35,7 +35,7 @@ class Reads(Protocol):
         """There is nobody to ask: read from whom you can."""
 
     def permit(self, source_id: str, chunk: int) -> bool:
-        """The chunk may be read from this source. False: it is there, or on its way."""
+        """The chunk may be read from this source. False: it is there."""
 
     def withdraw(self, source_id: str, chunk: int) -> None:
         """It is to come from another."""
@@ -216,11 +216,10 @@ class Member:
                 answer = self._gate.ask(number, chunk) if held else Answer.BUSY
                 peer.talk.say(**{"go" if answer is Answer.GO else "busy": chunk})
             case "go":
-                if number not in self._receiver.asked(chunk):
-                    peer.talk.say(drop=chunk)
-                elif self._reads.permit(peer.record.source_id, chunk):
-                    self._reading[chunk] = number
-                else:  # it is on its way from before there was anybody to ask
+                asked = number in self._receiver.asked(chunk)
+                if asked and self._reads.permit(peer.record.source_id, chunk):
+                    self._take_over(chunk, number)
+                else:
                     peer.talk.say(drop=chunk)
             case "busy":
                 self._do(self._receiver.busy(number, chunk, now_s))
@@ -228,6 +227,15 @@ class Member:
                 self._do(self._receiver.offered(number, chunk, now_s))
             case _:
                 self._answers(self._gate.done(number, chunk))
+
+    def _take_over(self, chunk: int, number: int) -> None:
+        """Who reads it so far is late, and was hedged: two can't write to one place."""
+        late = self._reading.get(chunk)
+        self._reading[chunk] = number
+        if late is not None and late != number:
+            peer = self._peers[late]
+            peer.talk.say(drop=chunk)
+            self._reads.withdraw(peer.record.source_id, chunk)
 
     def _do(self, commands: Iterable[Command]) -> None:
         for each in commands:
