@@ -28,6 +28,8 @@ NAMES = {
 INK = "#7d8590"
 WIDTH, HEIGHT = 960, 430
 LABEL_PX = 15  # at least between two labels
+#: Out of the way of the bold line.
+SHIFT_PX = {"chain": -9, "rarest": 10}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Panel:
             if bold:
                 parts.append(_text(x, y - 12, NAMES[policy], color, 15, "end", bold=True))
             else:
-                labels.append((y, x, policy))
+                labels.append((y + SHIFT_PX.get(policy, 0), x, policy))
         above = -math.inf
         for y, x, policy in sorted(labels):
             above = max(y + 4, above + LABEL_PX)

@@ -50,7 +50,7 @@ def told(setting: Setting) -> str:
     usual = asdict(Setting(policy=setting.policy, seed=setting.seed))
     odd = {name: value for name, value in asdict(setting).items() if value != usual[name]}
     names = {"n": setting.n, "k": setting.k} | odd
-    return " ".join(f"{name}={value:g}" for name, value in names.items())
+    return " ".join(f"{name}={value:.4g}" for name, value in names.items())
 
 
 @dataclass(frozen=True)
