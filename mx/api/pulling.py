@@ -104,6 +104,11 @@ class Pull:
         """The report, or None while the pull runs or if it failed."""
         return self._state.report
 
+    @property
+    def kept(self) -> str:
+        """After a failure with `out`: how to go on from what is left there; "" if nothing is."""
+        return self._puller.kept
+
     def progress(self) -> Progress:
         """A snapshot for display; cheap enough for ten a second."""
         return self._puller.progress()
@@ -327,6 +332,7 @@ def pull(
     attach: bool = True,
     into: memoryview | None = None,
     wait_s: float | None = None,
+    resume: bool = True,
     settings: config.Settings | None = None,
 ) -> Pull:
     """Start pulling `model` (NAME, or NAME@IDENTITY to pin the weights); returns at once. Without
@@ -341,7 +347,9 @@ def pull(
     shared. `into` is a writable, contiguous buffer to fill instead of new memory (at least
     `manifest.layout.arena_nbytes` long); it is the caller's, who keeps it until the pull is
     closed. When nobody is there to pull from, now or in the middle, `wait_s` (else the settings')
-    is how long the pull waits for somebody, keeping what it has.
+    is how long the pull waits for somebody, keeping what it has. A pull that fails leaves the
+    layers that it has written to `out`, if any, beside it for the next one to go on from, and its
+    error says so; `resume=False` neither uses nor leaves any.
 
     Raises ConfigError for arguments that can't be right; everything else is raised by whoever
     waits: CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
@@ -369,6 +377,7 @@ def pull(
         attach=attach,
         into=None if into is None else writable_bytes(into),
         wait_s=wait_s,
+        resume=resume,
     )
     loop = runtime.acquire()
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +13,7 @@ from mx.cli.serve import Stop
 from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from mx.api import PullReport
+    from mx.api import Pull, PullReport
 
 
 def pull(
@@ -43,6 +45,10 @@ def pull(
             metavar="DIR",
         ),
     ] = None,
+    no_resume: Annotated[
+        bool,
+        typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
+    ] = False,
     hold: Annotated[
         bool, typer.Option("--hold", help="Stay, and pass the model on to others.")
     ] = False,
@@ -116,19 +122,22 @@ def pull(
     stop = Stop()
     with (
         options.tracing(settings),
-        api.pull(
-            model,
-            source=source,
-            revision=revision,
-            variant=variant,
-            coordinator=options.coordinator_of(settings),
-            device=device,
-            out=out,
-            hold=hold,
-            transport=transport,
-            verify=verify,
-            attach=not no_attach,
-            settings=settings,
+        _closing(
+            api.pull(
+                model,
+                source=source,
+                revision=revision,
+                variant=variant,
+                coordinator=options.coordinator_of(settings),
+                device=device,
+                out=out,
+                hold=hold,
+                transport=transport,
+                verify=verify,
+                attach=not no_attach,
+                resume=not no_resume,
+                settings=settings,
+            )
         ) as running,
     ):
         report = live.follow(running)
@@ -145,6 +154,18 @@ def pull(
     stop.exit()
 
 
+@contextmanager
+def _closing(pull: Pull) -> Iterator[Pull]:
+    """Close it; say of an interrupted one how to go on from what it has left."""
+    try:
+        with pull:
+            yield pull
+    except (KeyboardInterrupt, SystemExit):
+        if pull.kept:
+            outcome.say(pull.kept)
+        raise
+
+
 def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
     # Nothing is copied to attach: a rate of it would say nothing.
     attached = all(path.attached for path in report.paths)
@@ -155,6 +176,9 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
         f"verified by {report.verified}"
     ]
     for path in report.paths:
+        if path.transport == "resume":
+            lines.append(f"  {format_bytes(path.bytes)} were there already, in {path.source}")
+            continue
         how = "attached, no copy" if path.attached else format_bytes(path.bytes)
         over = f" over {path.rail}" if path.rail else ""
         lines.append(f"  {path.transport} from {path.source}{over}: {how}")

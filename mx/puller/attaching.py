@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from mx.core.planner import Way
+from mx.core.types import Manifest
 from mx.errors import ConfigError, LocalError, MxError, NoSourceError, NotAllowedError, SourceError
+from mx.puller.delivery import Delivery
 from mx.puller.links import Link, Links
+from mx.puller.report import PathReport
+from mx.puller.state import PullState
+from mx.runtime import uncut
 from mx.transport import Span
 
 
@@ -28,6 +35,24 @@ async def attach(
     except SourceError as error:
         causes.append(error)
         return None, None
+
+
+async def deliver_attached(
+    manifest: Manifest, way: Way, view: Span, delivery: Delivery, state: PullState, *, strong: bool
+) -> PathReport:
+    """Every layer of memory that was attached by `way` is there: checked, if `strong`, and told."""
+    for index in range(len(manifest.layout.layers)):
+        if strong:
+            await uncut(asyncio.to_thread(delivery.attached, view, index))
+        else:
+            delivery.attached(view, index)
+    return PathReport(
+        way.transport,
+        way.source.endpoint,
+        manifest.layout.payload_nbytes,
+        state.last_layer_s(),
+        attached=True,
+    )
 
 
 def nobody(model: str, causes: list[MxError]) -> MxError:

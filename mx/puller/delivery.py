@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mx.core.types import Manifest
 from mx.errors import MxError
+from mx.puller.engine import Engine
 from mx.puller.output import Output
 from mx.puller.report import LayerEvent, Telling, VerifiedBy
 from mx.puller.state import PullState
@@ -19,8 +20,8 @@ class Delivery:
     """One pull's. Layers come on any thread, as do the calls of `on_last` (every layer was
     announced) and `on_error`; neither may block.
 
-    With `out`, raises what `CheckpointWriter` raises, and wants `finish` or `abort`; with
-    `strong`, wants `settle`.
+    With `out`, raises what `CheckpointWriter` raises, and wants `finish` or `abort`; `keep` is
+    that writer's. With `strong`, wants `settle`.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Delivery:
         *,
         strong: bool,
         out: Path | None,
+        keep: bool = False,
         on_last: Callable[[], None],
         on_error: Callable[[MxError], None],
     ) -> None:
@@ -39,7 +41,25 @@ class Delivery:
         self._on_last = on_last
         self._on_error = on_error
         self._verifier = Verifier(manifest) if strong else None
-        self._output = None if out is None else Output(out, manifest, on_error)
+        self._output = None if out is None else Output(out, manifest, on_error, keep=keep)
+
+    @property
+    def resumable(self) -> bool:
+        """Has an earlier pull left anything to go on from?"""
+        return self._output is not None and bool(self._output.left)
+
+    def resume(self, engine: Engine, cancelled: Callable[[], bool]) -> None:
+        """Read what an earlier pull has written into the engine's arena, in host memory, and tell
+        it what of that is right, before it has lanes. Blocks."""
+        assert self._output is not None
+        for layer in self._output.left:
+            if cancelled():
+                return
+            began_s = time.monotonic()
+            place = self._manifest.layout.layers[layer]
+            view = engine.arena[place.arena_offset : place.arena_offset + place.nbytes]
+            chunks = self._output.read_back(layer, view)
+            engine.prefill("resume", self._output.folder, chunks, time.monotonic() - began_s)
 
     def landed(self, arena: Span, layer: int) -> None:
         """Every chunk of the layer is there and was verified by its digest."""
@@ -85,8 +105,8 @@ class Delivery:
         if self._output is not None:
             self._output.finish(self.side_files)
 
-    def abort(self) -> None:
-        """Settle, and remove what was written."""
+    def abort(self) -> str:
+        """Settle, and remove what was written, or keep it: returns how to go on from there, or
+        ""."""
         self.settle()
-        if self._output is not None:
-            self._output.abort()
+        return "" if self._output is None else self._output.abort()

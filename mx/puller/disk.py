@@ -25,7 +25,7 @@ def load(
     if options.disk is None:
         raise ConfigError("no checkpoint to read was named", hint="--from disk=PATH")
     if options.out is not None:
-        Staging(options.out).discard()
+        Staging(options.out).leave()
     manifest, arena = load_checkpoint(
         options.disk,
         lambda nbytes: new_arena(options, nbytes),

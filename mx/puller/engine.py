@@ -111,8 +111,13 @@ class Engine:
         self._unverified: dict[int, list[_Landed]] = {}
         self._done_in_layer = [0] * len(manifest.layout.layers)
         self.reads_issued = 0
-        self._prefilled: list[PathReport] = []
+        self._prefilled: dict[tuple[str, str], PathReport] = {}
         self.chunk_listener: ChunkListener | None = None
+
+    @property
+    def arena(self) -> Span:
+        """What it drives the pull into; nothing once it is joined."""
+        return self._arena
 
     @property
     def retries(self) -> int:
@@ -139,7 +144,7 @@ class Engine:
             )
             for lane in self.lanes
             if lane.nbytes
-        ] + self._prefilled
+        ] + list(self._prefilled.values())
 
     def progress(self) -> tuple[int, list[int]]:
         """Payload bytes landed in all, and layer by layer (those in flight counted)."""
@@ -172,7 +177,9 @@ class Engine:
                     nbytes += self._grid.sizes[chunk]
                     self._done_in_layer[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
             if nbytes:
-                self._prefilled.append(PathReport(label, source, nbytes, seconds))
+                before = self._prefilled.get((label, source), PathReport(label, source, 0, 0.0))
+                path = PathReport(label, source, before.bytes + nbytes, before.seconds + seconds)
+                self._prefilled[label, source] = path
         self._run(commands)
         if self.chunk_listener is not None:
             for chunk in news:

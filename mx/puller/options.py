@@ -29,6 +29,7 @@ class PullOptions:
     disk: Path | None = None
     fall_back_to_disk: bool = False
     out: Path | None = None
+    resume: bool = True
     device: str = "cpu"
     hold: bool = False
     into: memoryview | None = None

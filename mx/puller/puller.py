@@ -21,7 +21,7 @@ from mx.errors import (
 )
 from mx.memory.arena import Arena, BorrowedArena
 from mx.puller import disk
-from mx.puller.attaching import attach, nobody
+from mx.puller.attaching import attach, deliver_attached, nobody
 from mx.puller.company import Company
 from mx.puller.crew import Crew
 from mx.puller.delivery import Delivery
@@ -36,6 +36,7 @@ from mx.puller.report import (
     Progress,
     PullReport,
     VerifiedBy,
+    again,
     final_error,
     progress_of,
     unexpected,
@@ -58,6 +59,7 @@ class Puller:
         self.key = options.key
         self.arena: Arena | None = None
         self.phase = "resolving"
+        self.kept = ""  # how to go on from what a pull that failed has left
         self._transports = transports
         self._place = target_place(options)
         self._loop = asyncio.get_running_loop()
@@ -105,11 +107,12 @@ class Puller:
             self.phase = "complete"
             self.state.finished(report)
         except BaseException as error:  # nobody may be left waiting for a pull that is over
-            self.state.failing(unexpected(error))
+            failure = unexpected(error)
+            self.state.failing(failure)
             try:
-                await uncut(self._discard())
+                self.kept = await uncut(self._discard())
             finally:
-                self.state.failed(unexpected(error))
+                self.state.failed(again(failure, self.kept))
             if not isinstance(error, Exception):
                 raise
 
@@ -164,6 +167,7 @@ class Puller:
             self.state,
             strong=strong,
             out=self.options.out,
+            keep=self.options.resume and self.options.device == "cpu",
             on_last=lambda: self._on_loop(self._end),
             on_error=self.broken,
         )
@@ -183,7 +187,8 @@ class Puller:
             self.options.patience_s,
         )
         self.phase = "connecting"
-        for way in [way for way in ways.ways if way.attach]:
+        resumed = await self._resume(manifest)
+        for way in [way for way in ways.ways if way.attach and not resumed]:
             link, view = await attach(self._links, way, nbytes, self._causes)
             if link is None:
                 crew.leave_out(way)
@@ -220,6 +225,16 @@ class Puller:
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return self._report(manifest, self._engine.paths(), by)
 
+    async def _resume(self, manifest: Manifest) -> bool:
+        """Go on from what an earlier pull wrote; before anything is read. False if none did."""
+        delivery = self._delivery
+        if delivery is None or not delivery.resumable:
+            return False
+        self.phase = "resuming"
+        self._engine = engine = self._new_engine(manifest)
+        await uncut(asyncio.to_thread(delivery.resume, engine, lambda: self._closed))
+        return True
+
     async def _deliver_attached(self, manifest: Manifest, link: Link, view: Span) -> PullReport:
         """The map outlives session, lease and source."""
         assert self._delivery is not None
@@ -227,17 +242,8 @@ class Puller:
         self._release_arena()
         self.arena = BorrowedArena(view)
         self.state.first_read_s = time.monotonic()
-        for index in range(len(manifest.layout.layers)):
-            if self.options.strong:
-                await uncut(asyncio.to_thread(self._delivery.attached, view, index))
-            else:
-                self._delivery.attached(view, index)
-        path = PathReport(
-            link.way.transport,
-            link.way.source.endpoint,
-            manifest.layout.payload_nbytes,
-            self.state.last_layer_s(),
-            attached=True,
+        path = await deliver_attached(
+            manifest, link.way, view, self._delivery, self.state, strong=self.options.strong
         )
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.SOURCE
         return self._report(manifest, [path], by)
@@ -352,19 +358,10 @@ class Puller:
     # -- ends -------------------------------------------------------------------------------------
 
     def _report(self, manifest: Manifest, paths: list[PathReport], by: VerifiedBy) -> PullReport:
-        return PullReport(
-            model=str(self.key),
-            manifest=manifest.ref.identity.hex(),
-            bytes=manifest.layout.payload_nbytes,
-            seconds=self.state.last_layer_s(),
-            first_layer_s=self.state.first_layer_s(),
-            layers=len(manifest.layout.layers),
-            verified=by.value,
-            paths=paths,
-            retries=self._engine.retries if self._engine else 0,
-            left=self._crew.left() if self._crew else [],
-            control_s=max(0.0, self.state.first_read_s - self.state.started_s),
-        )
+        retries = self._engine.retries if self._engine else 0
+        report = self.state.report_of(str(self.key), manifest, paths, by, retries)
+        report.left = self._crew.left() if self._crew else []
+        return report
 
     async def _release_network(self) -> None:
         self.company.reading_ended()
@@ -381,13 +378,16 @@ class Puller:
         if self._locator is not None:
             await self._locator.close()
 
-    async def _discard(self) -> None:
-        """After a failure: nothing half-done stays, on disk or in memory."""
+    async def _discard(self) -> str:
+        """After a failure: nothing half-done stays in memory, or on disk where nothing could go on
+        from it. Returns how to go on, or ""."""
         await self.company.leave()
+        kept = ""
         if self._delivery is not None:
             delivery, self._delivery = self._delivery, None
-            await asyncio.to_thread(delivery.abort)
+            kept = await asyncio.to_thread(delivery.abort)
         self._release_arena()
+        return kept
 
     def _release_arena(self) -> None:
         if self.arena is not None:

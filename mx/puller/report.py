@@ -162,6 +162,13 @@ def unexpected(error: BaseException) -> MxError:
     return found
 
 
+def again(error: MxError, how: str) -> MxError:
+    """The error, whose hint also says how to go on from what is kept."""
+    rest = error.hint.removeprefix("start the pull again").removeprefix("; ")
+    error.hint = "; ".join(filter(None, [how, rest])) if how else error.hint
+    return error
+
+
 class Telling:
     """Inside it, whatever is raised is told as one of mx's errors, and not raised: for work on
     threads that others own, where an error would else be lost and the pull wait for ever."""

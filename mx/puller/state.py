@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mx.core.types import Manifest
 from mx.errors import MxError
-from mx.puller.report import LayerEvent, PullReport
+from mx.puller.report import LayerEvent, PathReport, PullReport, VerifiedBy
 
 T = TypeVar("T")
 Callback = Callable[[LayerEvent], None]
@@ -86,6 +87,28 @@ class PullState:
             if self._error is None and self._report is None:
                 self._error = error
             self._wake()
+
+    def report_of(
+        self,
+        model: str,
+        manifest: Manifest,
+        paths: list[PathReport],
+        by: VerifiedBy,
+        retries: int,
+    ) -> PullReport:
+        """What is to be reported of a pull whose layers are ready."""
+        return PullReport(
+            model=model,
+            manifest=manifest.ref.identity.hex(),
+            bytes=manifest.layout.payload_nbytes,
+            seconds=self.last_layer_s(),
+            first_layer_s=self.first_layer_s(),
+            layers=len(manifest.layout.layers),
+            verified=by.value,
+            paths=paths,
+            retries=retries,
+            control_s=max(0.0, self.first_read_s - self.started_s),
+        )
 
     # -- asked --------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from mx.errors import CapacityError, ConfigError
@@ -14,29 +16,26 @@ from mx.units import format_bytes
 
 
 class Staging:
-    """`.NAME.mx-partial` beside `out`, held under a lock while this process fills it.
+    """`.NAME.mx-partial` beside `out`, held under a lock while this process fills it: `files` is
+    what appears at `out`, `journal` whatever the caller keeps beside.
 
     The lock (flock, on the folder itself) dies with the process, so the next run for the same
-    `out` can tell a killed run's leftovers, which it removes, from a running one's, which it
-    leaves alone. Raises ConfigError where `out` is in use or no place for a folder, OutputError
-    or CapacityError where the file system refuses.
+    `out` can tell a killed run's leftovers, which it goes on from or clears, from a running one's,
+    which it leaves alone. Raises ConfigError where `out` is in use or no place for a folder,
+    OutputError or CapacityError where the file system refuses.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.realpath(out))
         self.folder = self.out.parent / f".{self.out.name}.mx-partial"
+        self.files = self.folder / "files"
+        self.journal = self.folder / "journal"
         self._made: list[Path] = []  # parents, innermost last
         self._fd = -1
         _check_free(self.out)
         try:
             self._make_parents()
             self._lock()
-            with os.scandir(self.folder) as leftovers:  # of a run that was killed
-                for entry in leftovers:
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry.path)
-                    else:
-                        os.unlink(entry.path)
         except OSError as error:
             self.discard()
             raise write_error(error, Path(error.filename or self.folder)) from error
@@ -44,8 +43,47 @@ class Staging:
             self.discard()
             raise
 
+    def clear(self) -> None:
+        """Begin with empty `files`, whatever an earlier run left. Raises OSError."""
+        with os.scandir(self.folder) as leftovers:
+            for entry in leftovers:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+        self.files.mkdir()
+
+    def left_over(self, sizes: Mapping[str, int]) -> bool:
+        """Are just these ordinary files there, of these sizes, this user's and under no other
+        name? What else there is is removed; side files are written again. Raises OSError."""
+        found: set[str] = set()
+        inner: list[Path] = []
+        if not _is_folder(self.files):
+            return False
+        for root, folders, names in os.walk(self.files):
+            inner += [Path(root, name) for name in folders]
+            if not all(_is_folder(Path(root, name)) for name in folders):
+                return False
+            for name in names:
+                path = Path(root, name)
+                status, file = path.lstat(), str(path.relative_to(self.files))
+                alone = status.st_nlink == 1 and status.st_uid == os.geteuid()
+                if not stat.S_ISREG(status.st_mode) or not alone:
+                    return False
+                if file not in sizes:
+                    path.unlink()
+                elif status.st_size == sizes[file]:
+                    found.add(file)
+        for folder in reversed(inner):
+            if not os.listdir(folder):
+                folder.rmdir()
+        return len(found) == len(sizes)
+
     def require(self, nbytes: int) -> None:
-        """Raise CapacityError unless the file system has `nbytes` bytes free for this user."""
+        """Raise CapacityError unless the file system has `nbytes` bytes free for this user, beyond
+        what `files` takes already."""
+        taken = (path.lstat() for path in self.files.rglob("*"))
+        nbytes -= sum(s.st_blocks * 512 for s in taken if stat.S_ISREG(s.st_mode))
         status = os.statvfs(self.folder)
         free = status.f_bavail * status.f_frsize
         if nbytes > free:
@@ -56,20 +94,33 @@ class Staging:
             )
 
     def publish(self) -> None:
-        """Make the folder durable and rename it to `out`. Raises OSError, or ConfigError if
-        something has appeared at `out` meanwhile; then the folder is still there."""
-        for root, _, _ in os.walk(self.folder):
+        """Make `files` durable and rename them to `out`. Raises OSError, or ConfigError if
+        something has appeared at `out` meanwhile; then all is still there."""
+        for root, _, _ in os.walk(self.files):
             _sync(Path(root))
         try:
-            os.rename(self.folder, self.out)
+            os.rename(self.files, self.out)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 _check_free(self.out)
             raise
-        os.close(self._fd)
-        self._fd = -1
         self._made.clear()
+        self.discard()
         _sync(self.out.parent)
+
+    def release(self) -> None:
+        """Leave everything where it is, for another run. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._made.clear()
+
+    def leave(self) -> None:
+        """As it was found: after this was only made to see whether it can be."""
+        if self._fd >= 0 and os.listdir(self.folder):
+            self.release()
+        else:
+            self.discard()
 
     def discard(self) -> None:
         """Remove the folder, and the parents that were made for it. Idempotent."""
@@ -111,6 +162,14 @@ class Staging:
                 self._fd = fd
                 return
             os.close(fd)
+
+
+def _is_folder(path: Path) -> bool:
+    """And no link to one?"""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def _check_free(out: Path) -> None:

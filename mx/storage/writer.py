@@ -15,6 +15,7 @@ from mx.core.packaging import INDEX_SUFFIX, bad_side_content, default_packaging
 from mx.core.types import Manifest
 from mx.errors import DigestError, IntegrityError, OutputError
 from mx.storage.header import header_bytes
+from mx.storage.journal import Records, read
 from mx.storage.osfile import write_error
 from mx.storage.safetensors import weight_map
 from mx.storage.staging import Staging
@@ -24,15 +25,20 @@ class CheckpointWriter:
     """Writes the checkpoint that `manifest` packages as the folder `out`.
 
     Nothing appears at `out` before `commit`; `abort`, and every error raised here, leave nothing
-    behind. The constructor reserves the space of all files. `write_layer` and `write_side_file`
-    may be called from several threads; `commit` once those have returned, `abort` at any time.
-    Also a context manager, which aborts unless committed.
+    behind. With `keep` they leave the layers that were written, if there are any (`kept`), for
+    the next writer of the same manifest and place with `keep`: the layers in `claimed` are what
+    such a one left, by its own account. Whoever goes on from them checks them (`read_layer`), and
+    says which it found right (`have_layer`): they need not be written again.
+
+    The constructor reserves the space of all files. `write_layer` and `write_side_file` may be
+    called from several threads; `commit` once those have returned, `abort` at any time. Also a
+    context manager, which aborts unless committed.
 
     Raises ConfigError where `out` is in use or no place for an output, CapacityError where the
     disk is too small, OutputError where writing fails.
     """
 
-    def __init__(self, out: Path, manifest: Manifest) -> None:
+    def __init__(self, out: Path, manifest: Manifest, *, keep: bool = False) -> None:
         self._manifest = manifest
         self._packaging = manifest.packaging
         if not self._packaging.files:  # tensors that never were a checkpoint
@@ -44,14 +50,53 @@ class CheckpointWriter:
         self._fds: list[int] = []
         # Per layer: (offset in the layer, bytes, descriptor, offset in the file).
         self._pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in manifest.layout.layers]
+        self._records: Records | None = None
+        self.claimed: frozenset[int] = frozenset()
         self._staging = Staging(out)
         with self._using():
-            self._create_files()
+            self._create_files(keep=keep)
         self._layers_left = {index for index, pieces in enumerate(self._pieces) if pieces}
+        self.layers = len(self._layers_left)
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is until `commit`."""
+        return self._staging.folder
+
+    @property
+    def kept(self) -> int:
+        """How many layers are there for another run, if this one ends without `commit`."""
+        return 0 if self._records is None else len(self._records.layers)
+
+    def read_layer(self, index: int, layer_view: memoryview) -> None:
+        """Read a layer back, from what is claimed or was written, into its space (`layer_view`, of
+        `nbytes` bytes or more). For what it is worth: what can't be read stays as it is."""
+        with self._using(), layer_view.cast("B") as layer:
+            for offset, nbytes, fd, position in self._pieces[index]:
+                done = 0
+                while done < nbytes:
+                    try:
+                        with layer[offset + done : offset + nbytes] as rest:
+                            got = os.preadv(fd, [rest], position + done)
+                    except OSError:
+                        break
+                    if not got:
+                        break
+                    done += got
+
+    def have_layer(self, index: int, right: bool) -> None:
+        """What was read back of a claimed layer is right, or it is not: then it is written."""
+        with self._lock:
+            if right:
+                self._layers_left.discard(index)
+            elif self._records is not None:
+                self._records.layers.discard(index)
 
     def write_layer(self, index: int, layer_view: memoryview) -> None:
         """Write a layer's tensors to their files. `layer_view` is the layer's space (its
         `nbytes` bytes, or more), only read from, and only until this returns."""
+        if index not in self._layers_left:
+            return
         with self._using(), layer_view.cast("B") as layer:
             if layer.nbytes < self._manifest.layout.layers[index].nbytes:
                 raise ValueError(f"layer {index} is larger than the view of it")
@@ -62,6 +107,8 @@ class CheckpointWriter:
                 while done < nbytes:
                     with layer[offset + done : offset + nbytes] as rest:
                         done += os.pwrite(fd, rest, position + done)
+            if self._records is not None:
+                self._records.wrote(index, {fd for _, _, fd, _ in self._pieces[index]})
         with self._lock:
             self._layers_left.discard(index)
 
@@ -79,7 +126,7 @@ class CheckpointWriter:
                 raise IntegrityError(f"the side file {path} {reason}, so it is not written")
             if path.endswith(INDEX_SUFFIX):
                 self._check_index(path, data)
-            target = self._staging.folder / path
+            target = self._staging.files / path
             target.parent.mkdir(parents=True, exist_ok=True)
             with open(target, "xb") as file:
                 file.write(data)
@@ -96,17 +143,19 @@ class CheckpointWriter:
             if any(missing):
                 raise OutputError(
                     f"{missing[0]} layers and {missing[1]} side files were not written",
-                    hint="pull again; nothing was kept",
+                    hint="pull again",
                 )
             for fd in self._fds:
                 os.fsync(fd)
-            self._close_files()
             self._staging.publish()
             self._ended = True
+            records, self._records = self._records, None
+            if records is not None:
+                records.close()
 
     def abort(self) -> None:
-        """Remove what was written, at once or when running calls have noticed. Idempotent; does
-        nothing after `commit`."""
+        """Remove what was written, or leave it for another run, at once or when running calls have
+        noticed. Idempotent; does nothing after `commit`."""
         with self._lock:
             self._ended = True
             if not self._active:
@@ -145,10 +194,15 @@ class CheckpointWriter:
                     self._clean_up()
 
     def _clean_up(self) -> None:
+        if self._records is not None:
+            self._records.close()
         self._close_files()
-        self._staging.discard()
+        if self.kept:
+            self._staging.release()
+        else:
+            self._staging.discard()
 
-    def _create_files(self) -> None:
+    def _create_files(self, *, keep: bool) -> None:
         tensors = {tensor.name: tensor for tensor in self._manifest.layout.tensors}
         plans = []
         for file in self._packaging.files:
@@ -156,13 +210,23 @@ class CheckpointWriter:
             specs = [TensorSpec(t.name, t.dtype, t.shape) for t in members]
             header = header_bytes(specs, file.metadata)
             plans.append((file.path, header, members, len(header) + sum(t.nbytes for t in members)))
+        ref, journal = self._manifest.ref, self._staging.journal
+        claimed = read(journal, ref, len(self._pieces)) if keep else None
+        if claimed and self._staging.left_over({path: nbytes for path, *_, nbytes in plans}):
+            self.claimed, flags = frozenset(claimed), 0
+        else:
+            self._staging.clear()
+            flags = os.O_CREAT | os.O_EXCL
+        if keep:
+            self._records = Records(journal, ref, self.claimed)
         self._staging.require(
             sum(nbytes for *_, nbytes in plans) + sum(s.nbytes for s in self._side_files.values())
         )
+        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         for path, header, members, nbytes in plans:
-            target = self._staging.folder / path
+            target = self._staging.files / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = os.open(target, flags, 0o666)
             self._fds.append(fd)
             # So that a full disk is told now, not in the middle.
             os.posix_fallocate(fd, 0, nbytes)

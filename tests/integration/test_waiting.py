@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.checkpoints import llama_shapes, write_checkpoint
+from benchmarks.checkpoints import write_checkpoint
 from mx import api
 from mx.cli.outcome import EXIT_INTERRUPTED
 from mx.errors import (
@@ -22,9 +21,8 @@ from mx.errors import (
     IncompleteError,
     UnknownModelError,
 )
-from mx.testing.hosts import Hosts, Link
+from mx.testing.hosts import Hosts
 from tests.integration.conftest import (
-    HostCommand,
     Run,
     RunIn,
     error_of,
@@ -32,11 +30,11 @@ from tests.integration.conftest import (
     serve,
     start_coordinator,
 )
+from tests.integration.halfway import NEAR, SHAPES, Net, kill, net_of
 from tests.integration.test_main_job import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-NEAR, FAR = "near", "far"
 SMALL_CHUNKS = ("--chunk-bytes", "1MiB")
 
 
@@ -109,61 +107,9 @@ def test_ctrl_c_at_a_pull_that_waits(run: Run, coordinator: str) -> None:
 # -- in the middle, between two hosts -------------------------------------------------------------
 
 
-@dataclass
-class Net:
-    """A source in NEAR, coordinator and target in FAR, a second or so between them."""
-
-    hosts: Hosts
-    link: Link
-    run_in: RunIn
-    weights: Path
-    nbytes: int
-
-    @property
-    def coordinator(self) -> str:
-        return f"{self.link.address(FAR)}:7600"
-
-    def start_coordinator(self) -> HostCommand:
-        command = self.run_in(
-            FAR, "--listen", self.coordinator, "--insecure", "--json", daemon=True
-        )
-        command.json()
-        return command
-
-    def serve(self, port: int, *more: str) -> HostCommand:
-        command = self.run_in(
-            NEAR, "serve", str(self.weights), "--model", "m", "--json", "--insecure",
-            "--coordinator", self.coordinator, "--listen", f"{self.link.address(NEAR)}:{port}",
-            *(more or SMALL_CHUNKS),
-        )  # fmt: skip
-        command.json()
-        return command
-
-    def pull(self, *more: str) -> HostCommand:
-        return self.run_in(
-            FAR, "pull", "m", "--json", "--insecure", "--coordinator", self.coordinator,
-            "--transport", "tcp", *more,
-        )  # fmt: skip
-
-    def sent_nbytes(self) -> int:
-        return self.hosts.sent_nbytes(self.link, NEAR)
-
-    def until_sent(self, pull: HostCommand, part: float) -> None:
-        enough = self.sent_nbytes() + part * self.nbytes
-        pull.until(lambda: self.sent_nbytes() > enough, f"{part:.0%} of the model")
-
-
 @pytest.fixture
 def net(hosts: Hosts, run_in: RunIn, tmp_path: Path) -> Net:
-    weights = tmp_path / "model.safetensors"
-    nbytes = write_checkpoint(weights, llama_shapes(8, 384, 1024, 2048))
-    link = hosts.link(NEAR, FAR, mbit_per_s=100)
-    return Net(hosts, link, run_in, weights, nbytes)
-
-
-def kill(command: HostCommand) -> None:
-    command.signal(signal.SIGKILL)
-    command.wait()
+    return net_of(hosts, run_in, tmp_path)
 
 
 @pytest.mark.parametrize(("port", "named"), [(7701, False), (7702, False), (7701, True)])
@@ -264,7 +210,7 @@ def test_a_source_of_something_else_is_not_read_from(net: Net, difference: str) 
     kill(coordinator)  # who would remember what the name stands for
     net.start_coordinator()
     if difference == "weights":
-        write_checkpoint(net.weights, llama_shapes(8, 384, 1024, 2048), seed=1)
+        write_checkpoint(net.weights, SHAPES, seed=1)
         net.serve(7702)
     else:
         net.serve(7702, "--chunk-bytes", "2MiB")

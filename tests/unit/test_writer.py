@@ -288,7 +288,7 @@ def test_a_lock_that_belongs_to_a_folder_just_removed(source: Path, place: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "flock", racing)
         writer = CheckpointWriter(place / "out", manifest)
-    assert (place / ".out.mx-partial" / "model.safetensors").exists()
+    assert (place / ".out.mx-partial" / "files" / "model.safetensors").exists()
     writer.abort()
 
 
