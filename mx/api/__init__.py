@@ -7,6 +7,7 @@ stopped with the last. Nothing here needs an event loop of the caller's.
 from __future__ import annotations
 
 from mx.api.listing import list_models, list_sources
+from mx.api.observing import Observer, Overview
 from mx.api.planning import plan
 from mx.api.pulling import Pull, pull
 from mx.api.serving import Source, offer, serve, source_options, start_source
@@ -18,6 +19,8 @@ from mx.puller.report import LayerEvent, Progress, PullReport
 __all__ = [
     "LayerEvent",
     "MxError",
+    "Observer",
+    "Overview",
     "PlannedPull",
     "Progress",
     "Pull",

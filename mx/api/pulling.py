@@ -24,6 +24,7 @@ from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
 from mx.memory.readiness import LayerSignals
 from mx.puller.options import PullOptions
+from mx.puller.progress import Teller
 from mx.puller.puller import Puller
 from mx.puller.report import LayerEvent, Progress, PullReport
 from mx.puller.state import PullState
@@ -60,7 +61,12 @@ class Pull:
 
     async def _begin(self, options: PullOptions) -> tuple[Puller, asyncio.Task[None]]:
         puller = Puller(options, transports(), self._state)
-        return puller, asyncio.create_task(puller.run(), name="mx-pull")
+        task = asyncio.create_task(puller.run(), name="mx-pull")
+        self._teller = Teller(
+            options, self._state, puller.progress, lambda: puller.key, puller.company.reader_id
+        )
+        task.add_done_callback(lambda _: self._teller.ended())
+        return puller, task
 
     # -- layers -----------------------------------------------------------------------------------
 
@@ -290,6 +296,7 @@ class Pull:
         if not self._task.done():
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        await self._teller.close()
         await self._puller.company.leave()
         # If it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mx.cli import bench, demo, listing, plan, pull, serve, show, topo
+from mx.cli import bench, demo, listing, plan, pull, serve, show, top, topo
 
 app = typer.Typer(
     name="mx",
@@ -56,6 +56,7 @@ app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)
 app.command("models")(listing.models)
 app.command("sources")(listing.sources)
+app.command("top")(top.top)
 app.command("topo")(topo.topo)
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)

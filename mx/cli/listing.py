@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
 from mx.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from mx.wire.client import SourceStatus
 
 
 def models(
@@ -93,27 +96,7 @@ def sources(
 
     found = api.list_sources(model, coordinator=settings.coordinator, settings=settings)
     if as_json:
-        listed = [
-            {
-                "model": status.record.model.name,
-                "revision": status.record.model.revision,
-                "variant": status.record.model.variant,
-                "manifest": status.record.ref.identity.hex(),
-                "source_id": status.record.source_id,
-                "endpoint": status.record.endpoint,
-                "host": status.record.place.hostname,
-                "pid": status.record.place.pid,
-                "role": status.record.role.value,
-                "state": status.record.state.value,
-                "generation": status.record.generation,
-                "layers_held": sum(end - begin for begin, end in status.record.table.held),
-                "transports": list(status.record.transports),
-                "lease_left_s": round(status.lease_left_s, 3),
-                "readers": status.readers,
-                "gb_per_s": round(status.gb_per_s, 3),
-            }
-            for status in found
-        ]
+        listed = [source_object(status) for status in found]
         outcome.emit({"coordinator": settings.coordinator, "sources": listed})
         return
     if not found:
@@ -138,3 +121,26 @@ def sources(
             ", ".join(record.transports),
         )
     outcome.show(table)
+
+
+def source_object(status: SourceStatus) -> dict[str, object]:
+    """A source as `--json` prints it."""
+    record = status.record
+    return {
+        "model": record.model.name,
+        "revision": record.model.revision,
+        "variant": record.model.variant,
+        "manifest": record.ref.identity.hex(),
+        "source_id": record.source_id,
+        "endpoint": record.endpoint,
+        "host": record.place.hostname,
+        "pid": record.place.pid,
+        "role": record.role.value,
+        "state": record.state.value,
+        "generation": record.generation,
+        "layers_held": sum(end - begin for begin, end in record.table.held),
+        "transports": list(record.transports),
+        "lease_left_s": round(status.lease_left_s, 3),
+        "readers": status.readers,
+        "gb_per_s": round(status.gb_per_s, 3),
+    }

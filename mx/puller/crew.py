@@ -30,6 +30,10 @@ _WAY_ERRORS = (PathError, PeerLostError, PeerProtocolError)
 TICK_S = 0.25
 
 
+class _PartedError(PeerLostError):
+    """A neighbour is not read from any more: nothing is wrong with it."""
+
+
 class Crew:
     """One pull's, on the loop.
 
@@ -200,7 +204,7 @@ class Crew:
         for number, link in list(self._live.items()):
             if reading is not None and link.way.source.source_id == source_id:
                 peer = link.lease.peer
-                reading.lane_lost(number, PeerLostError(f"{peer} was left", peer=peer))
+                reading.lane_lost(number, _PartedError(f"{peer} was left", peer=peer))
         self._changed.set()
 
     def _in_use(self) -> list[Way]:
@@ -263,7 +267,8 @@ class Crew:
         if link is None:
             return
         source_id = link.way.source.source_id
-        self._left[link.way.source.endpoint] = error.message
+        if not isinstance(error, _PartedError):
+            self._left[link.way.source.endpoint] = error.message
         if isinstance(error, DigestError | StaleGenerationError):
             self._banned.add(source_id)
         if isinstance(error, PathSlowError):

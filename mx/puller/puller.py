@@ -84,8 +84,7 @@ class Puller:
         manifest, engine = self.manifest, self._engine
         if manifest is None:
             return Progress(*self._disk_done, phase=self.phase)
-        done = None if engine is None else engine.progress()[1]
-        return progress_of(manifest.layout, done, self.state.is_ready, self.phase)
+        return progress_of(manifest.layout, engine, self.state.is_ready, self.phase)
 
     # -- the run --------------------------------------------------------------------------------
 

@@ -7,9 +7,11 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Protocol
 
 from mx.core.types import Layout
 from mx.errors import ClosedError, DigestError, IncompleteError, LocalError, MxError
+from mx.puller.lanes import Lane
 from mx.units import format_bytes
 
 
@@ -44,7 +46,7 @@ class LayerProgress:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A snapshot. Before the manifest is known there are no layers, and bytes only of what is
-    read from disk."""
+    read from disk. `sources` are the HOST:PORT that are being read from."""
 
     bytes_done: int = 0
     bytes_total: int = 0
@@ -52,6 +54,18 @@ class Progress:
     layers_total: int = 0
     layers: tuple[LayerProgress, ...] = ()
     phase: str = "resolving"
+    sources: tuple[str, ...] = ()
+    retries: int = 0
+
+
+class Reading(Protocol):
+    """What an engine says of how far it is."""
+
+    @property
+    def retries(self) -> int: ...
+    @property
+    def lanes(self) -> Sequence[Lane]: ...
+    def progress(self) -> tuple[int, list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +138,11 @@ class PullReport:
 
 
 def progress_of(
-    layout: Layout, done: Sequence[int] | None, is_ready: Callable[[int], bool], phase: str
+    layout: Layout, reading: Reading | None, is_ready: Callable[[int], bool], phase: str
 ) -> Progress:
-    """A snapshot. `done` are the payload bytes landed by layer; None: a layer is there or not."""
+    """A snapshot. Without an engine that reads a layer is there or not."""
+    done = None if reading is None else reading.progress()[1]
+    lanes = () if reading is None else reading.lanes
     layers = []
     for layer in layout.layers:
         nbytes = sum(length for _, length in layer.runs)
@@ -140,6 +156,8 @@ def progress_of(
         len(layers),
         tuple(layers),
         phase,
+        tuple(dict.fromkeys(lane.peer for lane in lanes if not lane.lost)),
+        0 if reading is None else reading.retries,
     )
 
 

@@ -113,7 +113,7 @@ async def telling(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator
             async with asyncio.timeout(timeout_s):
                 await call.done_writing()
                 await call
-    except TimeoutError:
+    except (TimeoutError, asyncio.InvalidStateError):
         raise deaf from None
     finally:
         call.cancel()

@@ -1,0 +1,171 @@
+"""`mx top`: each pull by layer, each source by readers and rate, as they go."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mx.cli import options, outcome
+from mx.cli.listing import source_object
+from mx.errors import CoordinatorError
+from mx.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from mx.api import Observer, Overview
+    from mx.core.pulls import PullStatus
+
+INTERVAL_S = 0.5
+#: Layers are shown one mark each up to this many, else in groups.
+MARKS = 40
+_SIGNS = ("█", "▒", "·")
+_ASCII_SIGNS = ("#", "+", ".")
+_STYLES = {"complete": "green", "failed": "red"}
+
+
+def top(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="Only what concerns this one.", metavar="[MODEL]")
+    ] = "",
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+    coordinator: options.Coordinator = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_ca: options.TlsCa = None,
+    insecure: options.Insecure = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Watch pulls and sources, until Ctrl-C.
+
+    Each pull by layer, in order: ready, in part, not yet; each source by readers
+    and by what it gives. Where standard output is no terminal it is shown once.
+
+    **Examples**
+
+    - `mx top`
+
+    - `mx top llama-8b --once`
+    """
+    settings = options.settings_of(context)
+    from mx import api
+
+    console = Console(highlight=False)
+    with api.Observer(coordinator=settings.coordinator, settings=settings) as observer:
+        if as_json:
+            outcome.emit(_object(settings.coordinator, observer.look(model)))
+            return
+        if once or not console.is_terminal:
+            width = console.width if console.is_terminal else 250
+            page = Console(highlight=False, width=width)
+            page.print(render(observer.look(model), ascii_only=page.options.ascii_only))
+            return
+        try:
+            _watch(observer, model, settings.coordinator, console)
+        except KeyboardInterrupt:  # how one leaves it
+            return
+
+
+def _watch(observer: Observer, model: str, address: str, console: Console) -> None:
+    overview, note = observer.look(model), ""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            title = Text.assemble(
+                ("mx top", "bold"), f"  {address}  {time.strftime('%H:%M:%S')}  ", (note, "red")
+            )
+            tables = render(overview, ascii_only=console.options.ascii_only)
+            live.update(Group(title, Text(), tables), refresh=True)
+            time.sleep(INTERVAL_S)
+            try:
+                overview, note = observer.look(model), ""
+            except CoordinatorError as error:
+                note = f"{error.message}; what is shown is old"
+
+
+def render(overview: Overview, *, ascii_only: bool = False) -> Group:
+    """Both tables."""
+    pulls = Table("pull of", "by", "layers", box=None, pad_edge=False)
+    for name in ("ready", "bytes", "GB/s", "time", "sources", "retries"):
+        pulls.add_column(name, justify="right")
+    pulls.add_column("")
+    for pull in overview.pulls:
+        phase = pull.phase.value
+        pulls.add_row(
+            Text(str(pull.model)),
+            Text(f"{pull.host}:{pull.pid}"),
+            marks(pull, ascii_only=ascii_only),
+            f"{pull.layers_ready}/{pull.layers}",
+            f"{format_bytes(pull.done_bytes)} of {format_bytes(pull.nbytes)}",
+            f"{pull.gb_per_s:.2f}",
+            format_seconds(pull.seconds),
+            str(len(pull.sources)),
+            str(pull.retries),
+            Text("" if phase == "running" else phase, style=_STYLES.get(phase, "")),
+        )
+    sources = Table("source of", "endpoint", "host", "role", "state", box=None, pad_edge=False)
+    for name in ("layers", "readers", "GB/s"):
+        sources.add_column(name, justify="right")
+    for status in overview.sources:
+        record = status.record
+        sources.add_row(
+            Text(str(record.model)),
+            Text(record.endpoint),
+            Text(record.place.hostname),
+            record.role.value,
+            record.state.value,
+            str(sum(end - begin for begin, end in record.table.held)),
+            str(status.readers),
+            f"{status.gb_per_s:.2f}",
+        )
+    return Group(
+        pulls if overview.pulls else Text("no pulls"),
+        Text(),
+        sources if overview.sources else Text("no sources"),
+    )
+
+
+def marks(pull: PullStatus, *, ascii_only: bool = False) -> str:
+    """A sign for each layer, or for each group of neighbouring ones: ready, in part, not yet."""
+    full, some, none = _ASCII_SIGNS if ascii_only else _SIGNS
+    size = max(1, -(-pull.layers // MARKS))
+    signs = []
+    for begin in range(0, pull.layers, size):
+        count = min(size, pull.layers - begin)
+        ready = (pull.ready >> begin & ((1 << count) - 1)).bit_count()
+        signs.append(full if ready == count else some if ready else none)
+    return "".join(signs)
+
+
+def _object(address: str, overview: Overview) -> dict[str, object]:
+    return {
+        "coordinator": address,
+        "pulls": [_pull_object(pull) for pull in overview.pulls],
+        "sources": [source_object(status) for status in overview.sources],
+    }
+
+
+def _pull_object(pull: PullStatus) -> dict[str, object]:
+    return {
+        "pull_id": pull.pull_id,
+        "model": pull.model.name,
+        "revision": pull.model.revision,
+        "variant": pull.model.variant,
+        "host": pull.host,
+        "pid": pull.pid,
+        "phase": pull.phase.value,
+        "layers": pull.layers,
+        "layers_ready": [index for index in range(pull.layers) if pull.ready >> index & 1],
+        "bytes": pull.nbytes,
+        "bytes_done": pull.done_bytes,
+        "seconds": round(pull.seconds, 3),
+        "gb_per_s": round(pull.gb_per_s, 3),
+        "sources": list(pull.sources),
+        "retries": pull.retries,
+    }
