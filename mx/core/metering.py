@@ -10,6 +10,7 @@ class _Report:
     nbytes: int
     at_s: float
     bytes_per_s: float = 0.0
+    news: int = 0  # bytes since the report before
 
 
 class Meter:
@@ -33,14 +34,14 @@ class Meter:
         report = self._reports.get(grant_id)
         if report is None or nbytes < report.nbytes or now_s <= report.at_s:
             return
-        rate = (nbytes - report.nbytes) / (now_s - report.at_s)
-        self._reports[grant_id] = _Report(nbytes, now_s, rate)
+        news = nbytes - report.nbytes
+        self._reports[grant_id] = _Report(nbytes, now_s, news / (now_s - report.at_s), news)
 
-    def closed(self, grant_id: str, nbytes: int | None = None) -> None:
-        """It ended; `nbytes` is what it had brought by then, if it has said."""
+    def closed(self, grant_id: str) -> None:
+        """It ended. What it reported last counts still, if nobody has asked since."""
         report = self._reports.pop(grant_id, None)
-        if report is not None and nbytes is not None:
-            self._ended += max(0, nbytes - report.nbytes)
+        if report is not None and report.at_s > self._asked_s:
+            self._ended += report.news
 
     def gb_per_s(self, sent: int, now_s: float) -> float:
         """The rate since this was last asked. `sent` is what was sent so far, over everything."""

@@ -265,13 +265,18 @@ class Lease:
             return
         if self._listener is not None and heard:
             # Waited for from outside: cutting what awaits a call of gRPC's cuts the call.
-            closing = asyncio.create_task(self._call.done_writing(), name="mx-lease-last")
+            closing = asyncio.create_task(self._last_words(), name="mx-lease-last")
             await asyncio.wait((closing, self._listener), timeout=_FAREWELL_S)
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
         self._call.cancel()
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
+
+    async def _last_words(self) -> None:
+        if self.lanes:
+            await self._call.write(self._renewal())  # so that all that was read is counted
+        await self._call.done_writing()
 
     async def close(self) -> None:
         """`end`, and wait for it. The source withdraws the grant."""

@@ -1,0 +1,198 @@
+"""A source's bounds: what is admitted, what a bucket lets through, whose share is what."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.core.limits import (
+    BURST_S,
+    LEAST_BYTES_PER_S,
+    RETRY_MOST_S,
+    RETRY_S,
+    Admission,
+    Bounds,
+    TokenBucket,
+    shares,
+    slice_nbytes,
+)
+from mx.core.metering import Meter
+from mx.source.limits import SourceLimits
+from mx.testing.clock import ManualClock
+from mx.units import GB, MIB
+
+RATE = 50e6
+
+
+# -- buckets --------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4 * MIB), st.floats(0, 0.5)), min_size=1, max_size=50),
+    st.floats(1e6, 1e10),
+)
+def test_a_bucket_never_lets_more_through_than_its_rate_and_a_burst(
+    takes: list[tuple[int, float]], rate: float
+) -> None:
+    bucket, now_s, sent = TokenBucket(rate, 0.0), 0.0, 0
+    for nbytes, idle_s in takes:
+        now_s += idle_s
+        now_s += bucket.take(nbytes, now_s)  # as one does who waits, and sends then
+        sent += nbytes
+        assert sent <= rate * (now_s + BURST_S) * 1.0001 + 1
+
+
+def test_a_bucket_that_is_always_drawn_on_gives_its_whole_rate() -> None:
+    clock, sent = ManualClock(), 0
+    bucket = TokenBucket(RATE, clock())
+    while clock() < 10.0:
+        clock.advance(bucket.take(MIB, clock()))
+        sent += MIB
+    assert sent == pytest.approx(10 * RATE, rel=0.01)
+
+
+def test_those_that_take_in_turn_wait_in_turn() -> None:
+    bucket = TokenBucket(RATE, 0.0)
+    waits = [bucket.take(5 * MIB, 0.0) for _ in range(4)]
+    assert waits == sorted(waits)
+    assert waits[3] - waits[2] == pytest.approx(5 * MIB / RATE)
+
+
+def test_another_rate_holds_from_now_on() -> None:
+    bucket = TokenBucket(RATE, 0.0)
+    bucket.take(int(RATE * BURST_S), 0.0)  # empty
+    bucket.set_rate(RATE / 2, 1.0)  # by now full again
+    assert bucket.take(int(RATE * BURST_S), 1.0) == pytest.approx(BURST_S)
+    assert TokenBucket(RATE, 5.0).take(1, 4.0) == 0  # a clock that went back
+
+
+def test_slices_are_short_in_time_and_neither_tiny_nor_huge() -> None:
+    assert slice_nbytes(1) == slice_nbytes(1e6) == 64 * 1024
+    assert slice_nbytes(100e6) == 1_000_000
+    assert slice_nbytes(1e12) == 4 * MIB
+
+
+@given(st.integers(10**6, 10**12), st.integers(0, 50), st.integers(0, 50))
+def test_shares_sum_up_to_the_whole(rate: int, sent: int, fetched: int) -> None:
+    together, each = shares(rate, sent, fetched)
+    assert each >= LEAST_BYTES_PER_S
+    if rate / max(1, sent + fetched) >= LEAST_BYTES_PER_S and sent:
+        assert together + fetched * each == pytest.approx(rate)
+
+
+# -- admission ------------------------------------------------------------------------------------
+
+
+def test_readers_beyond_the_bound_are_refused_and_told_when_to_ask() -> None:
+    admission = Admission(2)
+    assert admission.refuse("a", set(), 0.0) is None
+    assert admission.refuse("b", {"a"}, 0.0) is None
+    assert admission.refuse("a", {"a", "b"}, 0.0) is None  # by another transport
+    assert admission.refuse("c", {"a", "b"}, 0.0) == RETRY_S
+    assert Admission(0).refuse("x", {str(n) for n in range(1000)}, 0.0) is None
+
+
+def test_a_crowd_is_spread_out_and_nobody_put_off_for_ever() -> None:
+    admission = Admission(1)
+    answers = [admission.refuse(str(n), {"a"}, 0.0) or 0.0 for n in range(1000)]
+    assert answers[:3] == pytest.approx([0.5, 0.55, 0.6])
+    assert answers == sorted(answers) and answers[-1] == RETRY_MOST_S
+    assert admission.refuse("late", {"a"}, 60.0) == RETRY_S
+
+
+# -- a source's -----------------------------------------------------------------------------------
+
+
+def test_a_reader_with_several_grants_is_one_reader() -> None:
+    limits = SourceLimits(Bounds(max_readers=1), clock=ManualClock())
+    limits.opened("g1", "s", "me", sent=True)
+    limits.opened("g2", "s", "me", sent=False)
+    assert limits.refuse("me") is None
+    assert limits.refuse("other") is not None
+    limits.closed("g1")
+    assert limits.refuse("other") is not None
+    limits.closed("g2")
+    limits.closed("g2")
+    assert limits.refuse("other") is None
+
+
+def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
+    clock = ManualClock()
+    limits = SourceLimits(Bounds(max_bytes_per_s=90 * 10**6), clock=clock)
+    assert limits.limiter is not None
+    limits.opened("tcp", "s", "a", sent=True)
+    assert limits.share("tcp") == 0  # the source itself sees to it
+    limits.opened("shm", "s", "b", sent=False)
+    limits.opened("ucx", "s", "c", sent=False)
+    assert limits.share("shm") == limits.share("ucx") == 30e6
+    # What the sender may send in the ten seconds from now on, to whomever: a third.
+    clock.advance(1.0)
+    start_s, sent = clock(), 0
+    while clock() < start_s + 10:
+        clock.advance(limits.limiter.delay_s(100_000))
+        sent += 100_000
+    assert sent == pytest.approx(300e6, rel=0.02)
+    limits.closed("shm")
+    limits.closed("ucx")
+    start_s, sent = clock(), 0
+    while clock() < start_s + 10:
+        clock.advance(limits.limiter.delay_s(100_000))
+        sent += 100_000
+    assert sent == pytest.approx(900e6, rel=0.02)
+
+
+def test_without_bounds_nothing_is_limited() -> None:
+    limits = SourceLimits(clock=ManualClock())
+    limits.opened("g", "s", "a", sent=False)
+    assert limits.limiter is None and limits.share("g") == 0 and limits.refuse("b") is None
+
+
+# -- meters ---------------------------------------------------------------------------------------
+
+
+def test_a_meter_tells_what_was_sent_since_it_was_last_asked() -> None:
+    meter = Meter(0.0, stale_s=3.0)
+    assert meter.gb_per_s(GB, 2.0) == 0.5
+    assert meter.gb_per_s(GB, 3.0) == 0.0
+    assert meter.gb_per_s(GB, 3.0) == 0.0  # at once again
+
+
+def test_a_readers_last_rate_stands_until_it_is_stale() -> None:
+    meter = Meter(0.0, stale_s=3.0)
+    meter.opened("g", 0.0)
+    meter.reported("g", 2 * GB, 1.0)
+    assert meter.gb_per_s(0, 1.1) == meter.gb_per_s(0, 1.9) == 2.0
+    meter.reported("g", 3 * GB, 2.0)
+    meter.reported("g", GB, 3.0)  # what goes back is nonsense
+    meter.reported("nobody", GB, 3.0)
+    assert meter.gb_per_s(0, 4.0) == 1.0
+    assert meter.gb_per_s(0, 5.1) == 0.0
+
+
+def test_what_a_short_read_reported_at_its_end_is_counted_once() -> None:
+    meter = Meter(0.0, stale_s=3.0)
+    meter.opened("short", 0.5)
+    meter.reported("short", GB, 1.0)
+    meter.closed("short")
+    assert meter.gb_per_s(0, 2.0) == 0.5
+    meter.opened("long", 2.0)
+    meter.reported("long", GB, 3.0)
+    assert meter.gb_per_s(0, 4.0) == 1.0
+    meter.closed("long")
+    assert meter.gb_per_s(0, 5.0) == 0.0
+
+
+def test_a_source_counts_for_readers_that_fetch_what_they_report() -> None:
+    clock = ManualClock()
+    limits = SourceLimits(clock=clock)
+    limits.opened("shm", "s", "a", sent=False)
+    limits.opened("tcp", "s", "b", sent=True)
+    clock.advance(1.0)
+    limits.reported("shm", GB)
+    limits.reported("tcp", 7 * GB)  # counted where it was sent
+    limits.reported("gone", GB)
+    assert limits.gb_per_s("s", 2 * GB) == 3.0
+    limits.forget("s")
+    clock.advance(1.0)
+    assert limits.gb_per_s("s", 0) == 0.0
