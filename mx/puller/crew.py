@@ -223,7 +223,8 @@ class Crew:
         """Open whatever goes together with what is in use."""
         if not (self._candidates or self._opening or self._live):
             self._candidates, self._resting = self._resting, []
-            if not self._gated:  # else a neighbour is asked again when it is greeted again
+            # In a swarm one is asked again when it is greeted again.
+            if not self._gated and self._busy.hope():
                 self._candidates += self._busy.due()
         in_use = self._in_use()
         for way in list(self._candidates):

@@ -24,6 +24,7 @@ PULL_KEYS = {
     "verified",
     "paths",
     "retries",
+    "left",
     "fallback",
 }
 

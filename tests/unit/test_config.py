@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mx import config
 from mx.errors import ConfigError
-from mx.units import MIB
+from mx.units import MIB, parse_rate
 
 
 def load(
@@ -89,6 +89,10 @@ BAD = [
     ("chunk_bytes", "1000", "multiple of 1MiB"),
     ("chunk_bytes", "2GiB", "to 1GiB"),
     ("chunk_bytes", "big", "16MiB"),
+    ("max_readers", "-1", "whole number"),
+    ("max_bandwidth", "fast", "2Gbit/s"),
+    ("max_bandwidth", "1kB/s", "at least 1MB/s"),
+    ("max_bandwidth", "1Gb/s", "2Gbit/s"),
     ("insecure", "perhaps", "true or false"),
     ("log_level", "loud", "debug, info"),
     ("state", "etcd:x", "memory"),
@@ -185,3 +189,36 @@ def test_no_text_makes_anything_but_a_config_error(text: str) -> None:
         # What was accepted is shown in a form that is accepted again.
         shown = config.format_value(value)
         assert getattr(load({name: shown}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("500MB/s", 500_000_000),
+        ("2Gbit/s", 250_000_000),
+        ("1.5 GiB/s", 3 << 29),
+        ("100mbit", 12_500_000),
+        ("8000000", 8_000_000),
+        ("0", 0),
+    ],
+)
+def test_rates_are_bits_or_bytes_per_second(text: str, bytes_per_s: int) -> None:
+    assert parse_rate(text) == bytes_per_s
+    environ = {"HOME": "/nonexistent", "MX_PEER_MAX_BANDWIDTH": text, "MX_PEER_MAX_READERS": "3"}
+    settings = config.load(environ=environ)
+    assert (settings.max_bandwidth, settings.max_readers) == (bytes_per_s, 3)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1", "1Gb/s", "5Mb", "1MB/h", "1e9", "1 MB / s"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a rate"):
+        parse_rate(text)
+
+
+def test_a_calls_arguments_beat_the_settings() -> None:
+    settings = load({"max_readers": 5})
+    changed = config.given(settings, max_readers=None, max_bandwidth="10MB/s")
+    assert (changed.max_readers, changed.max_bandwidth) == (5, 10_000_000)
+    assert changed.origin("max_bandwidth") == "argument"
+    with pytest.raises(ConfigError, match="max_readers"):
+        config.given(settings, max_readers=-1)

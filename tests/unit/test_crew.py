@@ -17,6 +17,7 @@ from mx.errors import (
     MxError,
     PathError,
     PathSlowError,
+    PeerBusyError,
     PeerLostError,
     PeerTimeoutError,
     StaleGenerationError,
@@ -50,7 +51,7 @@ class GoodLease:
 class Stage:
     """A crew, and what it opened; `fails` says which ways can't be."""
 
-    def __init__(self, fails: dict[Way, MxError] | None = None) -> None:
+    def __init__(self, fails: dict[Way, MxError] | None = None, *, patience_s: float = 0.0) -> None:
         self.opened: list[Way] = []
         self.added: list[Way] = []
         self.given_back: list[Way] = []
@@ -59,7 +60,7 @@ class Stage:
         self.no_more = 0
         self.fails = fails or {}
         self.unfit: dict[Way, MxError] = {}
-        self.crew = Crew(PLAN, cast(Links, self), self.open, self.add, self.causes)
+        self.crew = Crew(PLAN, cast(Links, self), self.open, self.add, self.causes, patience_s)
 
     async def open(self, way: Way) -> Link:
         self.opened.append(way)
@@ -269,3 +270,80 @@ def test_in_a_swarm_later_ones_wait_until_there_is_none() -> None:
     assert stage.opened[:2] == [TCP0, TCP1]
     assert stage.opened[2:] == [OTHER]  # LATER is as good, and behind it
     assert stage.no_more == 0
+
+
+# -- those that are busy --------------------------------------------------------------------------
+
+
+def busy(peer: str = "b", retry_after_s: float = 0.0) -> PeerBusyError:
+    return PeerBusyError(f"{peer} is busy", peer=peer, retry_after_s=retry_after_s)
+
+
+class BusyStage(Stage):
+    """Sources that are busy the first `times`."""
+
+    def __init__(self, times: int, *, patience_s: float = 60.0) -> None:
+        super().__init__(patience_s=patience_s)
+        self.times = times
+
+    async def open(self, way: Way) -> Link:
+        if self.opened.count(way) < self.times:
+            self.opened.append(way)
+            raise busy()
+        return await super().open(way)
+
+    def add(self, link: Link) -> int:
+        number = super().add(link)
+        self.end()
+        return number
+
+
+def test_another_source_is_read_from_while_one_is_busy() -> None:
+    stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0), busy()), patience_s=60.0)
+    stage.play(stage.end)
+    assert stage.opened == [TCP0, TCP1, UCX0, OTHER] and stage.added == [OTHER]
+    assert [left.source for left in stage.crew.left()] == [A.endpoint]
+
+
+def test_where_all_are_busy_they_are_asked_again() -> None:
+    stage = BusyStage(3)
+    stage.play()
+    assert stage.opened.count(TCP0) == 4
+    assert stage.added
+    assert len(stage.causes) <= 4  # each way complains once
+
+
+def test_patience_with_busy_sources_has_an_end() -> None:
+    stage = BusyStage(1000, patience_s=0.3)
+    stage.play()
+    assert not stage.added
+    assert stage.causes and all(isinstance(cause, PeerBusyError) for cause in stage.causes)
+
+
+def test_who_is_busy_is_not_asked_sooner_than_it_says() -> None:
+    stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), busy(retry_after_s=30.0)))
+    stage.crew = Crew(PLAN, cast(Links, stage), stage.open, stage.add, stage.causes, 0.6)
+    stage.play()
+    assert sorted(map(stage.opened.count, (TCP0, TCP1, UCX0, OTHER))) == [1, 1, 1, 1]
+    assert not stage.crew.wants(A.source_id)
+
+
+# -- what is told of those that were left -----------------------------------------------------
+
+
+def test_who_was_left_is_named_with_the_reason() -> None:
+    stage = Stage()
+    stage.play(
+        lambda: stage.crew.lane_lost(0, PeerTimeoutError("it stopped")),
+        lambda: stage.crew.lane_lost(1, PeerTimeoutError("it stopped")),
+        stage.end,
+    )
+    assert [(left.source, left.reason) for left in stage.crew.left()] == [
+        (A.endpoint, "it stopped")
+    ]
+
+
+def test_who_lost_a_way_but_is_still_read_from_was_not_left() -> None:
+    stage = Stage()
+    stage.play(lambda: stage.crew.lane_lost(0, PeerLostError("cut")), stage.end)
+    assert stage.crew.left() == []

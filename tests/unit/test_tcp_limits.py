@@ -1,0 +1,110 @@
+"""tcp under a limiter: it asks before it sends, for every byte, and never holds anybody up for
+longer than it is of use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from mx.errors import SourceError
+from mx.source.limits import SendLimiter
+from mx.testing import conformance
+from mx.testing.bench import Bench, Harness
+from mx.transport import ExposedRegion, ExposeOptions, Exposure, Limiter, Sending, Transport
+from mx.units import MIB
+from mx_transports.tcp import TcpTransport
+
+RULES = (
+    "right_bytes",
+    "tells_progress",
+    "several_sessions",
+    "two_exposures",
+    "clogged_reader",
+    "revoked",
+    "close_cancels",
+    "checks_generation",
+    "counts_readers",
+    "leaves_nothing",
+)
+
+
+class LimitedTcp(TcpTransport):
+    def __init__(self, limiter: Limiter) -> None:
+        self.limiter = limiter
+
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        return super().expose(regions, replace(options, limiter=self.limiter))
+
+
+class LimitedHarness(Harness):
+    """Sources on the bench are limited; those in processes of their own are not."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        super().__init__("mx_transports.tcp:TcpTransport", stall_timeout_s=0.5)
+        self.limiter = limiter
+
+    def transport(self) -> Transport:
+        return LimitedTcp(self.limiter)
+
+
+class Counting:
+    """Lets everything through, or nothing for `delay`; counts what was asked for."""
+
+    slice_nbytes = MIB // 2
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
+        self.lock = threading.Lock()
+        self.slices: list[int] = []
+        self.asked = threading.Event()
+
+    def delay_s(self, nbytes: int) -> float:
+        with self.lock:
+            self.slices.append(nbytes)
+        self.asked.set()
+        return self.delay
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_limited_it_keeps_the_rules(rule: str) -> None:
+    conformance.check(rule, LimitedHarness(SendLimiter(2e9)))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_every_byte_is_asked_for_once_in_slices_that_streams_share(streams: int) -> None:
+    limiter = Counting()
+    with Bench(LimitedHarness(limiter)) as bench:
+        source = bench.source(9 * MIB + 77)
+        session = bench.open(source, streams=streams)
+        views = [memoryview(bytearray(3 * MIB)) for _ in range(3)]
+        bench.succeed(*(bench.read(session, 0, n * 3 * MIB, view) for n, view in enumerate(views)))
+        assert sum(limiter.slices) == 9 * MIB
+        assert max(limiter.slices) == limiter.slice_nbytes // streams
+        assert isinstance(source.exposure, Sending)
+        assert source.exposure.sent_bytes() == 9 * MIB
+        assert b"".join(views) == source.memories[0].expected[: 9 * MIB]
+
+
+def test_what_is_sent_is_counted_without_a_limiter_too() -> None:
+    with Bench(Harness("mx_transports.tcp:TcpTransport")) as bench:
+        source = bench.source(2 * MIB)
+        session = bench.open(source)
+        bench.succeed(bench.read(session, 0, 5, memoryview(bytearray(MIB))))
+        assert isinstance(source.exposure, Sending)
+        assert source.exposure.sent_bytes() == MIB
+
+
+def test_a_grant_that_is_withdrawn_ends_a_long_pause() -> None:
+    limiter = Counting(delay=1e6)
+    with Bench(LimitedHarness(limiter)) as bench:
+        source = bench.source(MIB)
+        grant_id, ticket = source.grant()
+        session = bench.open_ticket(grant_id, ticket, source.sizes, tls=None)
+        sink = bench.read(session, 0, 0, memoryview(bytearray(MIB)))
+        bench.wait(limiter.asked, "nobody asked")
+        source.exposure.revoke(grant_id)
+        bench.failure(sink, SourceError, "chunk 0")
+        bench.eventually(lambda: not source.exposure.active_readers(), lambda: "it still sends")
