@@ -42,7 +42,7 @@ _MAX_LEASE_S = 60.0
 #: Who is busy is asked again after this at the latest.
 _MAX_RETRY_S = 30.0
 #: How long the source may take to hear that a lease is given back.
-_FAREWELL_S = 0.5
+_FAREWELL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +272,7 @@ class Lease:
         self._call.cancel()
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
+        self._call = self._listener = self._renewer = None  # the connection lives as long as it
 
     async def _last_words(self) -> None:
         if self.lanes:
