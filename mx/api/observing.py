@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from types import TracebackType
 
 from mx import config, runtime
 from mx.api.common import tls_of
 from mx.core.pulls import PullStatus
+from mx.errors import ClosedError
 from mx.wire.client import CoordinatorClient, SourceStatus
 
 
@@ -29,6 +31,7 @@ class Observer:
         """Raises ConfigError."""
         settings = settings or config.load()
         self._loop = runtime.acquire()
+        self._client: CoordinatorClient | None = None
         try:
             self._client = self._loop.run(self._dial(coordinator or settings.coordinator, settings))
         except BaseException:
@@ -45,17 +48,23 @@ class Observer:
         )
 
     def look(self, model: str = "") -> Overview:
-        """Everything, or what concerns one model. Raises CoordinatorError."""
-        return self._loop.run(self._look(model))
+        """Everything, or what concerns one model. Raises CoordinatorError, ClosedError."""
+        if self._client is None:
+            raise ClosedError("the observer was closed")
+        return self._loop.run(self._look(self._client, model))
 
-    async def _look(self, model: str) -> Overview:
-        pulls = await self._client.list_pulls(model)
-        return Overview(tuple(pulls), tuple(await self._client.list_sources(model)))
+    @staticmethod
+    async def _look(client: CoordinatorClient, model: str) -> Overview:
+        pulls, sources = await asyncio.gather(client.list_pulls(model), client.list_sources(model))
+        return Overview(tuple(pulls), tuple(sources))
 
     def close(self) -> None:
-        """Once."""
+        """End the connection. Idempotent."""
+        if self._client is None:
+            return
+        client, self._client = self._client, None
         try:
-            self._loop.run(self._client.close())
+            self._loop.run(client.close())
         finally:
             runtime.release(self._loop)
 
