@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from mx import config, runtime
 from mx.api.common import DEFAULT_VARIANT, NEWEST_REVISION, resolve_device, transports
 from mx.api.options import pull_options, writable_bytes
 from mx.api.relaying import Relay
+from mx.api.reusing import Holder, held_by
 from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
@@ -338,6 +339,7 @@ def pull(
     verify: str = "chunks",
     attach: bool = True,
     into: memoryview | None = None,
+    reuse: Holder | Sequence[Holder] = (),
     wait_s: float | None = None,
     resume: bool = True,
     settings: config.Settings | None = None,
@@ -353,7 +355,10 @@ def pull(
     `out` and "strong" copy back to the host. `attach=False` copies even where memory could be
     shared. `into` is a writable, contiguous buffer to fill instead of new memory (at least
     `manifest.layout.arena_nbytes` long); it is the caller's, who keeps it until the pull is
-    closed. When nobody is there to pull from, now or in the middle, `wait_s` (else the settings')
+    closed. `reuse` are pulls and sources of this process, such as of the revision before or of a
+    model that this one was made from: what they hold is copied from there, and not moved.
+
+    When nobody is there to pull from, now or in the middle, `wait_s` (else the settings')
     is how long the pull waits for somebody, keeping what it has. A pull that fails leaves the
     layers that it has written to `out`, if any, beside it for the next one to go on from, and its
     error says so; `resume=False` neither uses nor leaves any.
@@ -383,6 +388,7 @@ def pull(
         strong=verify == "strong",
         attach=attach,
         into=None if into is None else writable_bytes(into),
+        reuse=held_by(reuse, where),
         wait_s=wait_s,
         resume=resume,
     )

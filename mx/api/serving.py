@@ -17,7 +17,7 @@ from mx.errors import ClosedError, ConfigError, CoordinatorError
 from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
-from mx.transport import Transport
+from mx.transport import Transport, host_view
 from mx.wire.client import CoordinatorClient
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ class Source:
     @property
     def manifest(self) -> Manifest:
         return self._held.manifest
+
+    def buffer(self) -> memoryview:
+        """The weights as an arena of the manifest lays them out: read-only, and kept by being
+        referred to. Raises LocalError for those in a GPU."""
+        return host_view(self._held.arena.view)
 
     @property
     def identity_hex(self) -> str:

@@ -174,8 +174,9 @@ class Engine:
                 commands += self._machine.already_landed([chunk])
                 if self._machine.landed_chunk(chunk):
                     news.append(chunk)
-                    nbytes += self._grid.sizes[chunk]
-                    self._done_in_layer[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
+                    payload = sum(s.nbytes for s in self._grid.segments(self._grid[chunk]))
+                    nbytes += payload
+                    self._done_in_layer[self._grid.layer_of[chunk]] += payload
             if nbytes:
                 before = self._prefilled.get((label, source), PathReport(label, source, 0, 0.0))
                 path = PathReport(label, source, before.bytes + nbytes, before.seconds + seconds)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx.core.bindings import MAIN
 from mx.core.types import CHUNK_BYTES, ModelKey
 from mx.puller.relay import MakeRelay
+from mx.puller.reuse import Held
 from mx.transport import TlsFiles
 
 
@@ -18,7 +19,9 @@ class PullOptions:
     `name` may be NAME@IDENTITY; without a `revision` it means "main", or the newest update of it.
     One of `coordinator`, `peer` and `disk` says where to look;
     `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
-    "cpu" or "cuda:UUID", `into` the caller's memory. With `relay` others may read what has come.
+    "cpu" or "cuda:UUID", `into` the caller's memory, `reuse` what
+    this process holds (emptied once it was looked through). With `relay` others may read what has
+    come.
     """
 
     name: str
@@ -33,6 +36,7 @@ class PullOptions:
     device: str = "cpu"
     hold: bool = False
     into: memoryview | None = None
+    reuse: list[Held] = field(default_factory=list)
     transport: str | None = None
     strong: bool = False
     attach: bool = True

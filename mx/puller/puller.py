@@ -41,6 +41,7 @@ from mx.puller.report import (
     progress_of,
     unexpected,
 )
+from mx.puller.reuse import prefilling
 from mx.puller.seeking import Found, Seeker, find, patiently
 from mx.puller.state import PullState
 from mx.runtime import uncut
@@ -186,8 +187,8 @@ class Puller:
             self.options.patience_s,
         )
         self.phase = "connecting"
-        resumed = await self._resume(manifest)
-        for way in [way for way in ways.ways if way.attach and not resumed]:
+        begun = await self._prefill(manifest, attachable=any(way.attach for way in ways.ways))
+        for way in [way for way in ways.ways if way.attach and not begun]:
             link, view = await attach(self._links, way, nbytes, self._causes)
             if link is None:
                 crew.leave_out(way)
@@ -224,14 +225,14 @@ class Puller:
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return self._report(manifest, self._engine.paths(), by)
 
-    async def _resume(self, manifest: Manifest) -> bool:
-        """Go on from what an earlier pull wrote; before anything is read. False if none did."""
-        delivery = self._delivery
-        if delivery is None or not delivery.resumable:
+    async def _prefill(self, manifest: Manifest, *, attachable: bool) -> bool:
+        """Begin with what is here already, before anything is read. False if nothing is."""
+        fill = prefilling(self._delivery, self.options.reuse, attachable=attachable)
+        if fill is None:
             return False
         self.phase = "resuming"
         self._engine = engine = self._new_engine(manifest)
-        await uncut(asyncio.to_thread(delivery.resume, engine, lambda: self._closed))
+        await uncut(asyncio.to_thread(fill, engine, lambda: self._closed))
         return True
 
     async def _deliver_attached(self, manifest: Manifest, link: Link, view: Span) -> PullReport:
