@@ -28,8 +28,9 @@ def expose(
             exposure = transport.expose(held.regions(), options)
         except MxError as error:
             reasons.append(f"{name}: {error}")
-            # What nobody has allowed is no surprise.
-            level = logging.INFO if isinstance(error, NotAllowedError) else logging.WARNING
+            # What nobody has allowed is no surprise, nor is memory that is not of its kind.
+            usual = held.growing or isinstance(error, NotAllowedError)
+            level = logging.INFO if usual else logging.WARNING
             # As text: who keeps log records would keep the regions, by the error's traceback.
             log.log(level, "%s is not offered: %s", name, str(error))
             continue
