@@ -188,6 +188,20 @@ def test_everybody_else_is_killed_and_comes_back(net: Net) -> None:
     assert pull.wait() == EXIT_OK
 
 
+def test_several_pulls_wait_for_the_same_source(net: Net) -> None:
+    """They read from each other what they have, and the rest from the new one."""
+    net.start_coordinator()
+    source = net.serve(7701)
+    pulls = [net.pull("--wait", "60") for _ in range(2)]
+    net.until_sent(pulls[0], 0.8)
+    kill(source)
+    time.sleep(1)
+    net.serve(7702)
+    for pull in pulls:
+        assert pull.json()["bytes"] == net.nbytes
+        assert pull.wait() == EXIT_OK
+
+
 def test_a_wait_in_vain_says_how_far_it_came(net: Net) -> None:
     net.start_coordinator()
     source = net.serve(7701)
