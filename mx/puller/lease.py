@@ -140,10 +140,13 @@ class Lease:
         return None
 
     async def _ask(self, request: peer_pb2.OpenRequest, timeout_s: float) -> Any:
-        """Write the first message, read the first event. Raises SourceError."""
+        """Write the first message, read the event that answers it. Raises SourceError."""
         async with self._talking(timeout_s):
             await self._call.write(request)
-            return await self._next()
+            while True:
+                event = await self._next()
+                if event.WhichOneof("event") != "draining":
+                    return event
 
     @contextlib.asynccontextmanager
     async def _talking(self, timeout_s: float) -> AsyncIterator[None]:
