@@ -378,8 +378,6 @@ class PullMachine:
             return []
         if self._lost or any(lane.in_flight for lane in self._lanes.values()):
             return []
-        if self._permits is not None and self._lanes:
-            return []  # one of them may yet permit what is missing
         # Nothing is in flight: whatever could be assigned has been. Chunks are left over.
         if self._missing and not any(
             self._may_read(lane, self._missing.first) for lane in self._lanes.values()

@@ -131,6 +131,11 @@ class Receiver:
     def peers(self) -> tuple[int, ...]:
         return tuple(self._peers)
 
+    @property
+    def can_be_given(self) -> bool:
+        """Does any neighbour hold something that is missing here?"""
+        return any(peer.have & ~self._held for peer in self._peers.values())
+
     def asked(self, chunk: int) -> tuple[int, ...]:
         """Who is being asked for the chunk: at most one, and another as a hedge."""
         return tuple(self._askers.get(chunk, ()))

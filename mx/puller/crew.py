@@ -71,6 +71,7 @@ class Crew:
         self._banned: set[str] = set()  # sources that lied, or hold something else by now
         self.expecting: Callable[[], bool] = lambda: False  # may more sources come?
         self.hoping: Callable[[], bool] = lambda: False  # nobody is left: are they waited for?
+        self.all_busy: Callable[[], None] = lambda: None  # whoever could be read from is
         self.source_lost: Callable[[str], None] = lambda source_id: None  # no way to it is left
         self._fatal: BaseException | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -108,6 +109,8 @@ class Crew:
     def _hopes(self) -> bool:
         """Nobody is being read from: is anybody waited for? Both waits begin, and end, together."""
         hopes = (self.hoping(), self._busy.hope())
+        if hopes[1]:
+            self.all_busy()
         return any(hopes)
 
     async def _tick(self, engine: Callable[[], Engine | None]) -> None:
@@ -116,7 +119,7 @@ class Crew:
             reading = engine()
             if reading is not None:
                 reading.tick()
-            if not self._live:
+            if self._gated or not self._live:
                 self._changed.set()  # what was hoped for may be hopeless by now
 
     def wake(self) -> None:

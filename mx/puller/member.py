@@ -23,6 +23,9 @@ TICK_S = 0.2
 WIDTH = 2
 #: Who has had nobody to ask for so long reads without asking.
 ALONE_S = 2.0
+#: Neighbours that hold nothing that is missing may be about to: for so long, from when last
+#: anything came, here or to one of them.
+HOPE_S = 5.0
 
 
 class Reads(Protocol):
@@ -83,6 +86,7 @@ class Member:
         self._readers: dict[str, int] = {}  # reader id -> leases
         self._announcing: asyncio.TimerHandle | None = None
         self._alone_since_s: float | None = None
+        self._news_at_s = time.monotonic()
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
     @property
@@ -91,8 +95,12 @@ class Member:
 
     @property
     def hopeful(self) -> bool:
-        """Is there anybody who may yet give something, or may somebody be met?"""
-        return self.gated and (self.acquaintances.any or self._alone_since_s is None)
+        """Is there anybody who can give something, or are there news of late?"""
+        if not self.gated:
+            return False
+        seeded = any(peer.seeds for peer in self._peers.values())
+        fresh = time.monotonic() - self._news_at_s < HOPE_S
+        return fresh or seeded or self._receiver.can_be_given
 
     @property
     def held(self) -> int:
@@ -115,6 +123,7 @@ class Member:
     # -- on the loop ------------------------------------------------------------------------------
 
     def _landed(self, chunk: int) -> None:
+        self._news_at_s = time.monotonic()
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
             self._peers[number].talk.say(done=chunk)
@@ -141,6 +150,8 @@ class Member:
         self._plan_announcement()
         for peer in self._peers.values():
             self._reads.connect(peer.record)
+            if peer.seeds:
+                peer.talk.say(gated=True)
         self._do(self._receiver.plan(now_s))
 
     def go_alone(self) -> None:
@@ -164,8 +175,11 @@ class Member:
         self._numbers[record.source_id] = number
         self._receiver.joined(number, held)
         self._alone_since_s = None
+        self._news_at_s = time.monotonic()
         if self.gated and not self.complete:
             self._reads.connect(record)
+            if seeds:  # which does not know, where it has been read from by one alone
+                talk.say(gated=True)
         self._do(self._receiver.plan(time.monotonic()))
         return number
 
@@ -189,6 +203,7 @@ class Member:
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
             case "have":
+                self._news_at_s = now_s
                 chunks = from_bytes(message.have, self._chunk_count)
                 self._do(self._receiver.announced(number, chunks, now_s))
             case "room":
