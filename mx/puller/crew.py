@@ -92,7 +92,9 @@ class Crew:
                 if self._fatal is not None:
                     raise self._fatal
                 reading = engine()
-                if self.idle and not self.expecting() and not self._hopes():
+                # Neighbours may be there and have nothing that is missing.
+                stuck = self.idle or self._gated
+                if stuck and not self.expecting() and not self._hopes():
                     if reading is None:
                         return
                     self._hopeless = True
