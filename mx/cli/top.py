@@ -103,7 +103,7 @@ def render(overview: Overview, *, ascii_only: bool = False) -> Group:
             marks(pull, ascii_only=ascii_only),
             f"{pull.layers_ready}/{pull.layers}",
             f"{format_bytes(pull.done_bytes)} of {format_bytes(pull.nbytes)}",
-            f"{pull.gb_per_s:.2f}",
+            f"{pull.gb_per_s:.3g}",
             format_seconds(pull.seconds),
             str(len(pull.sources)),
             str(pull.retries),
@@ -122,7 +122,7 @@ def render(overview: Overview, *, ascii_only: bool = False) -> Group:
             record.state.value,
             str(sum(end - begin for begin, end in record.table.held)),
             str(status.readers),
-            f"{status.gb_per_s:.2f}",
+            f"{status.gb_per_s:.3g}",
         )
     return Group(
         pulls if overview.pulls else Text("no pulls"),

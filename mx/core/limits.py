@@ -78,9 +78,14 @@ class Admission:
         self._max_readers = max_readers
         self._next_s = 0.0
 
+    def full_for(self, reader: str, readers: Collection[str]) -> bool:
+        """May it not read, beside `readers`?"""
+        full = 0 < self._max_readers <= len(readers)
+        return full and reader not in readers
+
     def refuse(self, reader: str, readers: Collection[str], now_s: float) -> float | None:
         """None: it may read, beside `readers`. Else the seconds after which it may ask again."""
-        if not self._max_readers or reader in readers or len(readers) < self._max_readers:
+        if not self.full_for(reader, readers):
             return None
         at_s = max(self._next_s, now_s + RETRY_S)
         self._next_s = min(at_s + RETRY_SPACING_S, now_s + RETRY_MOST_S)

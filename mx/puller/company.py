@@ -38,6 +38,11 @@ class Company:
         self._swarming: Swarming | None = None
         self._later: asyncio.TimerHandle | None = None
 
+    @property
+    def others_give(self) -> bool:
+        """Is there anybody who holds a part, and might give it?"""
+        return bool(self.reader_id) and any(not each.whole for each in self.sources)
+
     def expect(self, seconds: float, begin: Callable[[], None]) -> None:
         """The pull should take so long: `begin` now, or if it should turn out to be long."""
         if self.reader_id:
@@ -57,6 +62,8 @@ class Company:
         """Let others read, and read from them. `gated`: only what is permitted; `by` is the
         source that has said so."""
         make = self._options.relay
+        if self._swarming is not None and gated and not by:
+            self._swarming.member.go_gated()
         if not self.reader_id or make is None or self._swarming is not None:
             return
         host = make(self.reader_id)

@@ -14,11 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mx import trace
 from mx.core.planner import Plan
 from mx.core.types import Manifest, SourceRecord
-from mx.errors import (
-    ConfigError,
-    LocalError,
-    MxError,
-)
+from mx.errors import ConfigError, LocalError, MxError
 from mx.memory.arena import Arena, BorrowedArena
 from mx.puller import disk
 from mx.puller.attaching import attach, deliver_attached, nobody
@@ -199,8 +195,8 @@ class Puller:
                 break
         if self.arena is None:
             self.arena = new_arena(self.options, nbytes)
+        crew.all_busy = lambda: self._swarm(gated=self.company.others_give)
         if not ways.ways:
-            self._engine = self._new_engine(manifest)
             self._swarm(gated=True)
         else:
             seconds = manifest.layout.payload_nbytes / (ways.gb_per_s * 1e9)
@@ -268,6 +264,8 @@ class Puller:
         return self._engine.add_lane(link.lane(time.monotonic()))
 
     def _swarm(self, *, gated: bool = False, by: str = "") -> None:
+        if gated and self._engine is None and self.manifest is not None:
+            self._engine = self._new_engine(self.manifest)
         engine, crew, arena = self._engine, self._crew, self.arena
         if engine is not None and crew is not None and arena is not None:
             self.company.begin(self.key, engine, crew, arena, gated=gated, by=by)

@@ -69,6 +69,10 @@ class SourceLimits:
         """None: it may read. Else the seconds after which it may ask again."""
         return self._admission.refuse(reader, self._readers(), self._clock())
 
+    def full_for(self, reader: str) -> bool:
+        """Would it be refused now?"""
+        return self._admission.full_for(reader, self._readers())
+
     def opened(self, grant_id: str, source_id: str, reader: str, *, sent: bool) -> None:
         """A reader has begun. `sent`: the source sends to it; else it fetches for itself."""
         self._grants[grant_id] = _Grant(source_id, reader, sent)

@@ -113,6 +113,9 @@ class Seeding:
         if kind in ("room", "pass"):
             self._answers(self._gate.passed(number))
             return
+        if kind == "gated":  # it asks before it reads, so it is to be offered something
+            self._start()
+            return
         if kind not in ("ask", "done", "drop", "decline"):
             raise PeerProtocolError(f"{member.talk.peer} said {kind} to an origin")
         chunk = getattr(message, kind)

@@ -225,6 +225,10 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         talk = Talk(record.endpoint, hear, context.write)
         self.talks += 1
         try:
+            if self.limits.full_for(record.source_id):  # what use were it to ask for chunks?
+                talk.say(welcome=peer_pb2.Welcome(accepted=False))
+                await talk.listen(lambda message: None)
+                return
             await served.mingler.mingle(record, first.hello.have, talk)
         finally:
             self.talks -= 1

@@ -70,6 +70,39 @@ def test_a_reader_beyond_the_bound_waits_for_its_turn(
         assert sum(path["bytes"] for path in report["paths"]) == MODEL_NBYTES
 
 
+def test_a_reader_beyond_the_bound_reads_from_one_within_it(
+    run: Run, coordinator: str, weights: Path, observer: api.Observer
+) -> None:
+    origin = serve(run, weights, "m", coordinator, "--max-readers", "1",
+                   "--max-bandwidth", "3MB/s").json()["endpoint"]  # fmt: skip
+    at = ("--coordinator", coordinator, "--transport", "tcp", "--json")
+    first = run("pull", "m", *at, "--hold")
+    until(lambda: [s for s in observer.look().sources if s.record.role.value == "relay"], "relay")
+    second = run("pull", "m", *at, "--wait", "60")
+    report = second.json()
+    assert second.wait() == EXIT_OK
+    brought = {path["source"]: path["bytes"] for path in report["paths"]}
+    assert sum(brought.values()) == MODEL_NBYTES
+    assert sum(nbytes for source, nbytes in brought.items() if source != origin) > 0
+    assert first.json()["bytes"] == MODEL_NBYTES
+
+
+def test_a_pull_whose_only_giver_leaves_finishes_where_there_is_room_again(
+    run: Run, coordinator: str, weights: Path, observer: api.Observer
+) -> None:
+    serve(run, weights, "m", coordinator, "--max-readers", "1", "--max-bandwidth", "3MB/s")
+    at = ("--coordinator", coordinator, "--transport", "tcp", "--json")
+    first = run("pull", "m", *at)
+    until(lambda: [s for s in observer.look().sources if s.record.role.value == "relay"], "relay")
+    others = [run("pull", "m", *at, "--wait", "60") for _ in range(2)]
+    until(lambda: len([p for p in observer.look().pulls if p.layers_ready]) == 3, "three pulls")
+    first.signal(signal.SIGKILL)
+    for command in others:
+        report = command.json()
+        assert command.wait() == EXIT_OK
+        assert sum(path["bytes"] for path in report["paths"]) == MODEL_NBYTES
+
+
 def test_a_reader_that_will_not_wait_is_told_who_was_busy(
     run: Run, coordinator: str, weights: Path, observer: api.Observer
 ) -> None:
