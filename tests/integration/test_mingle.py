@@ -116,7 +116,6 @@ def still_serves(origin: api.Source) -> None:
         {"have": b"\xff" * 1000},
         {"go": 0},
         {"offer": 0},
-        {"gated": True},
         {"meet": peer_pb2.Meet()},
         {"welcome": peer_pb2.Welcome(accepted=True)},
         {},

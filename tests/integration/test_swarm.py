@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
-from mx.errors import EXIT_OK
+from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
 from mx.testing.hosts import Hosts, Link, unavailable
 from tests.integration.conftest import HostCommand
 from tests.integration.test_main_job import same
@@ -61,7 +61,9 @@ def lan(tmp_path: Path) -> Iterator[Lan]:
     if reason is not None:
         pytest.skip(reason)
     weights = tmp_path / "model.safetensors"
-    shapes = {f"model.layers.{n}.mlp.up_proj.weight": (1024, LAYER_NBYTES // 2048) for n in range(LAYERS)}
+    shapes = {
+        f"model.layers.{n}.mlp.up_proj.weight": (1024, LAYER_NBYTES // 2048) for n in range(LAYERS)
+    }
     write_checkpoint(weights, shapes)
     with Hosts() as hosts, contextlib.ExitStack() as started:
         names = (ORIGIN, *TARGETS)
@@ -148,3 +150,15 @@ def test_what_is_out_is_had_without_the_origin_and_the_coordinator(
     assert sources_of(report) - {lan.links[ORIGIN].address(ORIGIN)}
     for command in commands.values():
         command.json(END_S)
+
+
+def test_what_nobody_holds_any_more_is_not_waited_for_for_ever(lan: Lan, pull: Pull) -> None:
+    commands = [pull(host) for host in TARGETS[:3]]
+    commands[0].until(lambda: lan.sent("t0") > LAYER_NBYTES, "something given")
+    assert lan.sent(ORIGIN) < lan.model_nbytes  # so that some of it nobody else can have
+    lan.origin.signal(signal.SIGKILL)
+    for command in commands:
+        error = command.json(END_S)["error"]
+        assert command.wait() in (EXIT_NO_SOURCE, EXIT_INCOMPLETE)
+        assert "stopped after" in error["message"]
+        assert "Traceback" not in command.err
