@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def llama_shapes(
     return shapes
 
 
-def write_checkpoint(path: Path, shapes: dict[str, tuple[int, ...]], *, seed: int = 0) -> int:
+def write_checkpoint(path: Path, shapes: Mapping[str, tuple[int, ...]], *, seed: int = 0) -> int:
     """Write bf16 tensors of random bytes as one safetensors file. Returns the payload's bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
