@@ -56,8 +56,9 @@ class Swarm:
             self.network.at(TICK_S, self._tick_origin)
         for node in self.nodes[1:]:
             self.network.at(node.joined_s, self._join, node)
-        doomed = min(setting.n, round(setting.n * setting.deaths + 0.5)) if setting.deaths else 0
-        for number in self.rng.sample(range(1, setting.n + 1), doomed):
+        doomed = round(setting.n * setting.deaths + 0.5) if setting.deaths else 0
+        mortal = [node.number for node in self.nodes[1:] if not self._slow(node)]
+        for number in self.rng.sample(mortal, min(doomed, len(mortal) - 1)):
             at_s = self.rng.uniform(0.1, 0.9) * setting.ideal_s
             self.network.at(at_s, self._die, self.nodes[number])
 

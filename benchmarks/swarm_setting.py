@@ -30,7 +30,7 @@ class Setting:
     origin_readers: int = 16
     origin_speed: float = 1.0
     join_s: float = 0.0  # all have joined by then
-    deaths: float = 0.0  # this part of the nodes dies, at least one if it is not 0
+    deaths: float = 0.0  # this part of the nodes dies, at least one if it is not 0; never all
     detect_s: float = 0.1  # until the neighbours of a dead node know
     slow: float = 1.0  # speed of the last node
     uneven: float = 1.0  # links differ from the usual one by up to this factor, either way

@@ -294,6 +294,14 @@ def test_a_late_offer_goes_to_another() -> None:
     assert seeder.done(1, 0, 6 * LATE_S) == [Offer(1, 1)]
 
 
+def test_what_one_failed_to_read_goes_to_another() -> None:
+    seeder = Seeder(4, offers=2)
+    assert seeder.joined(0, 0, 0.0) == [Offer(0, 0), Offer(0, 1)]
+    seeder.joined(1, 0, 0.0)
+    assert seeder.done(0, 0, 1.0) == [Offer(1, 2)]
+    assert seeder.failed(0, 1, 1.0) == [Offer(1, 1)]
+
+
 def test_a_lone_reader_is_given_time() -> None:
     seeder = Seeder(2, offers=1)
     seeder.joined(0, 0, 0.0)
