@@ -1,0 +1,222 @@
+"""The receiver: any order of events, with losses, duplicates and neighbours that go."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.core.swarm import (
+    BUSY_S,
+    END_CHUNKS,
+    LATE_S,
+    Ask,
+    Cancel,
+    Command,
+    Decline,
+    Pass,
+    Receiver,
+)
+
+ELSEWHERE = -1
+
+
+def bits(*chunks: int) -> int:
+    return sum(1 << chunk for chunk in chunks)
+
+
+class Driver:
+    """Keeps the books of what was commanded, and checks each command against them."""
+
+    def __init__(self, chunks: int, width: int) -> None:
+        self.receiver = Receiver(chunks, width=width)
+        self.chunks = chunks
+        self.width = width
+        self.now_s = 0.0
+        self.have: dict[int, int] = {}  # peer -> what it told
+        self.offered: dict[int, int] = {}  # peer -> what it offered, and was not declined
+        self.asked: dict[int, set[int]] = {}  # peer -> chunks
+        self.held = 0
+        self.hedged = 0
+
+    def take(self, commands: list[Command]) -> list[Command]:
+        for command in commands:
+            match command:
+                case Ask(peer, chunk):
+                    assert peer in self.have, "asked of one who is gone"
+                    assert not self.held >> chunk & 1, "asked for what is here"
+                    there = self.have[peer] | self.offered[peer]
+                    assert there >> chunk & 1, "asked of one who never had it"
+                    askers = self.askers(chunk)
+                    assert peer not in askers
+                    if askers:
+                        assert len(askers) == 1
+                        assert self.chunks - self.held.bit_count() <= END_CHUNKS
+                        self.hedged += 1
+                    self.asked[peer].add(chunk)
+                case Cancel(peer, chunk):
+                    self.asked[peer].remove(chunk)
+                    self.offered[peer] &= ~(1 << chunk)
+                case Decline(peer, chunk):
+                    self.offered[peer] &= ~(1 << chunk)
+                case Pass(peer):
+                    assert peer in self.have
+        self.check()
+        return commands
+
+    def askers(self, chunk: int) -> list[int]:
+        return [peer for peer, asked in self.asked.items() if chunk in asked]
+
+    def check(self) -> None:
+        receiver = self.receiver
+        assert receiver.held == self.held
+        assert receiver.left == self.chunks - self.held.bit_count()
+        assert receiver.hedges == self.hedged
+        assert set(receiver.peers) == set(self.have)
+        for peer, asked in self.asked.items():
+            plain = [chunk for chunk in asked if not self.offered[peer] >> chunk & 1]
+            assert len(plain) <= 1, "one at a time, but for what it offers"
+        for chunk in range(self.chunks):
+            assert sorted(receiver.asked(chunk)) == sorted(self.askers(chunk))
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def joins(self, peer: int, have: int) -> None:
+        self.have[peer], self.offered[peer], self.asked[peer] = have, 0, set()
+        assert self.receiver.joined(peer, have) == self.held
+        self.take(self.receiver.plan(self.now_s))
+
+    def goes(self, peer: int) -> None:
+        self.have.pop(peer, None)
+        self.offered.pop(peer, None)
+        self.asked.pop(peer, None)
+        self.take(self.receiver.gone(peer, self.now_s))
+
+    def announces(self, peer: int, chunks: int) -> None:
+        if peer in self.have:
+            self.have[peer] |= chunks
+        self.take(self.receiver.announced(peer, chunks, self.now_s))
+
+    def offers(self, peer: int, chunk: int) -> None:
+        if peer in self.have:
+            self.offered[peer] |= 1 << chunk
+        self.take(self.receiver.offered(peer, chunk, self.now_s))
+
+    def refuses(self, peer: int, chunk: int) -> None:
+        if chunk in self.asked.get(peer, ()):
+            self.asked[peer].remove(chunk)
+            self.offered[peer] &= ~(1 << chunk)
+        self.take(self.receiver.busy(peer, chunk, self.now_s))
+
+    def has_room(self, peer: int) -> None:
+        commands = self.take(self.receiver.room(peer, self.now_s))
+        answers = [each for each in commands if isinstance(each, Ask | Pass) and each.peer == peer]
+        assert len(answers) == (peer in self.have)
+
+    def fails(self, peer: int, chunk: int) -> None:
+        if chunk in self.asked.get(peer, ()):
+            self.asked[peer].remove(chunk)
+            self.offered[peer] &= ~(1 << chunk)
+            self.have[peer] |= 1 << chunk  # it is asked again when nothing else is left
+        self.take(self.receiver.failed(peer, chunk, self.now_s))
+
+    def lands(self, peer: int, chunk: int) -> None:
+        others = [each for each in self.askers(chunk) if each != peer]
+        self.asked.get(peer, set()).discard(chunk)
+        self.held |= 1 << chunk
+        commands = self.take_landed(peer, chunk)
+        assert {each.peer for each in commands if isinstance(each, Cancel)} == set(others)
+
+    def take_landed(self, peer: int, chunk: int) -> list[Command]:
+        return self.take(self.receiver.landed(peer, chunk, self.now_s))
+
+    def ticks(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.take(self.receiver.tick(self.now_s))
+
+    def finish(self) -> None:
+        """Every neighbour answers from now on: all that anybody holds arrives, and soon."""
+        reachable = self.held
+        for peer, have in self.have.items():
+            reachable |= have | self.offered[peer]
+        for _ in range(20 * self.chunks + 20):
+            if self.held == reachable:
+                break
+            asks = [(peer, chunk) for peer, asked in self.asked.items() for chunk in asked]
+            if asks:
+                self.lands(*asks[0])
+            else:
+                self.ticks(BUSY_S)
+        assert self.held == reachable
+
+
+PEERS = st.integers(0, 4)
+
+
+@given(st.data(), st.integers(1, 12), st.integers(1, 3))
+def test_any_events_in_any_order(data: st.DataObject, chunks: int, width: int) -> None:
+    driver = Driver(chunks, width)
+    some = st.integers(0, (1 << chunks) - 1)
+    one = st.integers(0, chunks - 1)
+    for _ in range(data.draw(st.integers(0, 60))):
+        peer, chunk = data.draw(PEERS), data.draw(one)
+        outstanding = [(p, c) for p, asked in driver.asked.items() for c in asked]
+        answers = data.draw(st.booleans())
+        if outstanding and answers:  # to something that was asked
+            peer, chunk = data.draw(st.sampled_from(outstanding))
+        match data.draw(st.integers(0, 10)):
+            case 0 | 1 if peer not in driver.have:
+                driver.joins(peer, data.draw(some))
+            case 2:
+                driver.goes(peer)
+            case 3:
+                driver.announces(peer, data.draw(some))
+            case 4:
+                driver.offers(peer, chunk)
+            case 5:
+                driver.refuses(peer, chunk)
+            case 6:
+                driver.has_room(peer)
+            case 7:
+                driver.fails(peer, chunk)
+            case 8:
+                driver.lands(data.draw(st.sampled_from([peer, ELSEWHERE])), chunk)
+            case _:
+                driver.ticks(data.draw(st.floats(0, 3)))
+    driver.finish()
+
+
+@given(st.integers(1, 12), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_without_delay_no_more_is_outstanding_than_the_width(
+    chunks: int, width: int, rng: random.Random
+) -> None:
+    driver = Driver(chunks, width)
+    for peer in range(4):
+        driver.joins(peer, rng.getrandbits(chunks))
+    while asks := [(peer, chunk) for peer, asked in driver.asked.items() for chunk in asked]:
+        assert len(asks) <= width
+        assert len({peer for peer, _ in asks}) == len(asks)
+        driver.lands(*rng.choice(asks))
+    assert driver.hedged == 0
+    driver.finish()
+
+
+@given(st.data(), st.integers(2, 10), st.integers(1, 3))
+def test_who_stops_answering_holds_up_only_what_nobody_else_has(
+    data: st.DataObject, chunks: int, width: int
+) -> None:
+    """Peer 0 never answers, and is never known to be gone."""
+    driver = Driver(chunks, width)
+    everything = (1 << chunks) - 1
+    driver.joins(0, everything)
+    others = data.draw(st.integers(0, everything))
+    driver.joins(1, others)
+    for _ in range(20 * chunks):
+        asks = [(peer, chunk) for peer, asked in driver.asked.items() if peer for chunk in asked]
+        if asks:
+            driver.now_s += 0.01
+            driver.lands(*asks[0])
+        else:
+            driver.ticks(LATE_S)
+    assert driver.held == others
