@@ -22,17 +22,12 @@ from mx.core.swarm import (
 ELSEWHERE = -1
 
 
-def bits(*chunks: int) -> int:
-    return sum(1 << chunk for chunk in chunks)
-
-
 class Driver:
     """Keeps the books of what was commanded, and checks each command against them."""
 
     def __init__(self, chunks: int, width: int) -> None:
         self.receiver = Receiver(chunks, width=width)
         self.chunks = chunks
-        self.width = width
         self.now_s = 0.0
         self.have: dict[int, int] = {}  # peer -> what it told
         self.offered: dict[int, int] = {}  # peer -> what it offered, and was not declined
