@@ -84,4 +84,4 @@ proto-check: $(PROTO_READY)
 clean:
 	rm -rf .venv .venv-proto build dist .demo .bench .mypy_cache .ruff_cache .pytest_cache \
 	  .hypothesis .import_linter_cache
-	find mx transports tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	find mx transports tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

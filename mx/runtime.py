@@ -12,15 +12,26 @@ import asyncio
 import atexit
 import contextlib
 import threading
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mx.errors import ConfigError
 
 T = TypeVar("T")
 
 LINGER_S = 0.5
+_STOP_TIMEOUT_S = 2.0
+
+
+class Stoppable(Protocol):
+    """A server of gRPC's."""
+
+    def stop(self, grace: float | None) -> Coroutine[Any, Any, None]: ...
+
+
+_servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> T:
@@ -121,11 +132,22 @@ def release(loop_thread: LoopThread) -> None:
     )
 
 
+def stop_at_exit(server: Stoppable) -> None:
+    """On the loop: stop this server at the interpreter's end, if nobody has until then; it would
+    complain that its loop is gone. It is not kept alive for that."""
+    if _current is not None and asyncio.get_running_loop() is _current.loop:
+        _servers.add(server)
+
+
 @atexit.register
 def _stop_at_exit() -> None:
     """A daemon thread must not be in gRPC's code while the interpreter is taken apart."""
     global _current
     with _lock:
         loop_thread, _current = _current, None
-    if loop_thread is not None:
-        loop_thread.stop()
+    if loop_thread is None:
+        return
+    for server in list(_servers):
+        with contextlib.suppress(TimeoutError, RuntimeError, asyncio.CancelledError):
+            loop_thread.submit(server.stop(0)).result(_STOP_TIMEOUT_S)
+    loop_thread.stop()

@@ -11,6 +11,8 @@ from mx.api.relaying import Relay
 from mx.api.serving import source_options
 from mx.errors import ConfigError
 from mx.puller.options import PullOptions
+from mx.puller.relay import MakeRelay
+from mx.wire.address import is_local
 
 
 def pull_options(
@@ -58,9 +60,17 @@ def pull_options(
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,
-        relay=lambda source_id: Relay(source_id, source_options(settings), known),
+        relay=_relays(settings, where if how == "peer" and where else rest.get("coordinator")),
         **rest,
     )
+
+
+def _relays(settings: config.Settings, asked: str | None) -> MakeRelay | None:
+    """What makes a relay of a pull that finds its sources at `asked`; None where others could not
+    reach it: it listens on loopback, and they are elsewhere."""
+    if asked is not None and is_local(settings.listen) and not is_local(asked):
+        return None
+    return lambda source_id: Relay(source_id, source_options(settings), transports())
 
 
 def writable_bytes(into: object) -> memoryview:

@@ -151,7 +151,6 @@ def pull(
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
-    stop.exit()
 
 
 @contextmanager

@@ -94,7 +94,6 @@ def serve(
                 outcome.say(f"draining: {readers} running, at most {settings.drain_grace_s:g} s")
             if not source.drain(settings.drain_grace_s):
                 outcome.say("some reads did not finish in time; they are cut")
-    stop.exit()
 
 
 def _announce(source: Source, *, as_json: bool) -> None:
@@ -146,8 +145,3 @@ class Stop:
 
     def wait(self) -> None:
         self._asked.wait()
-
-    def exit(self) -> None:
-        """End as the signal asks: 0 after SIGTERM, 130 after Ctrl-C."""
-        if self._number == signal.SIGINT:
-            raise typer.Exit(outcome.EXIT_INTERRUPTED)

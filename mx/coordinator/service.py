@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from mx import codec
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
@@ -15,6 +15,8 @@ from mx.core.membership import Change, ChangeKind, Listed
 from mx.errors import CapacityError, ClosedError, PeerProtocolError
 from mx.wire.documents import Assembler, pages
 from mx.wire.v1 import coordinator_pb2 as pb
+
+_T = TypeVar("_T")
 
 MAX_WATCHERS = 4096
 REGISTER_TIMEOUT_S = 60.0
@@ -39,11 +41,13 @@ class CoordinatorServicer(PullsServicer):
         self._state = state
         self._watchers: set[Watcher] = set()
         self._stopping = False
+        self._stopped = asyncio.Event()
         state.subscribe(self._on_changes)
 
     def stop(self) -> None:
-        """End every watch, and refuse new ones."""
+        """End every watch and heartbeat stream, and refuse new ones."""
         self._stopping = True
+        self._stopped.set()
         for watcher in self._watchers:
             watcher.woken.set()
 
@@ -110,7 +114,7 @@ class CoordinatorServicer(PullsServicer):
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any
     ) -> AsyncIterator[pb.HeartbeatResponse]:
         del context
-        async for request in requests:
+        async for request in self._until_stopped(requests):
             if not 0 <= request.gb_per_s < float("inf"):
                 raise PeerProtocolError("gb_per_s is no rate")
             await self._state.heartbeat(
@@ -123,6 +127,24 @@ class CoordinatorServicer(PullsServicer):
             yield pb.HeartbeatResponse(
                 lease_s=self._state.lease_s, coordinator_epoch=self._state.epoch
             )
+
+    async def _until_stopped(self, requests: AsyncIterator[_T]) -> AsyncIterator[_T]:
+        """gRPC complains at length of streams that it has to cut."""
+        stopping = asyncio.create_task(self._stopped.wait(), name="mx-heartbeat-end")
+        try:
+            while True:
+                reading = asyncio.ensure_future(anext(requests, None))
+                await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    reading.cancel()
+                    await asyncio.gather(reading, return_exceptions=True)
+                    return
+                request = reading.result()
+                if request is None:
+                    return
+                yield request
+        finally:
+            stopping.cancel()
 
     async def Advertise(self, request: pb.AdvertiseRequest, context: Any) -> pb.AdvertiseResponse:
         del context

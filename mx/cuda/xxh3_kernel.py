@@ -27,6 +27,7 @@ _ROW: tl.constexpr = tl.constexpr(MAX_UNITS * 8)
 _P32_1: tl.constexpr = tl.constexpr(PRIME32_1)
 _P64_1: tl.constexpr = tl.constexpr(PRIME64_1)
 _P64_2: tl.constexpr = tl.constexpr(PRIME64_2)
+_ALL_ONES: tl.constexpr = tl.constexpr((1 << 64) - 1)  # not every Triton has ~ for uint64
 _AVALANCHE: tl.constexpr = tl.constexpr(0x165667919E3779F9)
 
 
@@ -116,5 +117,5 @@ def finish(inputs, lengths, table, sums, digests):
         neighbour |= tl.load(last + (lane ^ 1) * 8 + i).to(tl.uint64) << (8 * i)
     state += _product(data ^ tl.load(table + _LAST + lane)) + neighbour
     count = length.to(tl.uint64)
-    tl.store(digests + index * 2, _merge(state, table + _HIGH, ~(count * _P64_2)))
+    tl.store(digests + index * 2, _merge(state, table + _HIGH, (count * _P64_2) ^ _ALL_ONES))
     tl.store(digests + index * 2 + 1, _merge(state, table + _LOW, count * _P64_1))

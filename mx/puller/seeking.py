@@ -69,7 +69,8 @@ async def find(
         documents = await locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
         manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
-    if not ways.ways and not (relays_do and located.sources):
+    parts = relays_do and plan([source for source in located.sources if not source.whole]).ways
+    if not ways.ways and not parts:
         raise NoSourceError(
             f"no source of {located.key} can be reached from here: "
             + ("; ".join(ways.explain()) or "none is registered"),

@@ -21,6 +21,7 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from mx import runtime
 from mx.errors import LocalError, MxError, PeerProtocolError
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, read_tls, require_protection, split_address
@@ -248,4 +249,5 @@ async def listen(
         await server.stop(0)
         raise LocalError(f"cannot listen on {address}: {error}") from error
     await server.start()
+    runtime.stop_at_exit(server)
     return Listening(server, address if is_unix else join_address(host, port), port, health)

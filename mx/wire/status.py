@@ -126,12 +126,19 @@ def _silent(remote: Remote, said: str) -> MxError:
         if remote.role is Role.COORDINATOR:
             return NotAllowedError(message, hint=hint)
         return PeerRefusedError(message, peer=remote.address, hint=hint)
+    tls = ""
+    if "socket closed" in lowered:  # what a plain client hears of a TLS port, and the other way
+        tls = "; or is it --insecure at one end, or --tls-* at one end or of two authorities?"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(
             f"no coordinator answers at {remote.address}: {said}",
-            hint="start one with mx-coordinator, or name another with --coordinator",
+            hint="start one with mx-coordinator, or name another with --coordinator" + tls,
         )
-    return PeerLostError(f"the source at {remote.address} is gone: {said}", peer=remote.address)
+    return PeerLostError(
+        f"the source at {remote.address} does not answer: {said}",
+        peer=remote.address,
+        hint="mx sources shows who is there" + tls,
+    )
 
 
 def foreign(remote: Remote, said: str) -> MxError:

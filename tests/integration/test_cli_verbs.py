@@ -88,9 +88,9 @@ def test_the_summary_for_people_says_what_was_kept(
     assert list(out.glob("*.safetensors"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_serve_and_hold_end_as_they_are_asked(
-    run: Run, coordinator: str, checkpoint: Path, number: int, code: int
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_and_hold_end_when_they_are_asked(
+    run: Run, coordinator: str, checkpoint: Path, number: int
 ) -> None:
     at = ("--coordinator", coordinator)
     source = serve(run, checkpoint, "small", coordinator)
@@ -100,8 +100,9 @@ def test_serve_and_hold_end_as_they_are_asked(
     assert roles == {"origin", "relay"}
     for command in (relay, source):
         command.signal(number)
-        assert command.wait() == code
+        assert command.wait() == 0
         assert "Traceback" not in command.err
+        assert "error" not in command.err
     assert finished(run, "sources", *at, "--json").json()["sources"] == []
 
 
