@@ -33,7 +33,7 @@ from mx.errors import (
 )
 from mx.puller.lanes import Lane
 from mx.puller.pacing import Pacer
-from mx.wire.channel import Remote, Role, translate
+from mx.wire.channel import Remote, Role, cut, translate
 from mx.wire.rpc import Malformed, Stub
 from mx.wire.v1 import peer_pb2
 
@@ -272,7 +272,7 @@ class Lease:
             await asyncio.wait((closing, self._listener), timeout=_FAREWELL_S)
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
-        self._call.cancel()
+        cut(self._call)
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
         self._call = self._listener = self._renewer = None  # the connection lives as long as it

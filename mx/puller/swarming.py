@@ -19,7 +19,7 @@ from mx.puller.engine import Engine
 from mx.puller.member import Member
 from mx.puller.options import PullOptions
 from mx.puller.relay import RelayHost
-from mx.wire.channel import Remote, Role, dial
+from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.rpc import Stub
 from mx.wire.talk import Talk
 from mx.wire.v1 import peer_pb2
@@ -144,7 +144,7 @@ class Swarming:
             )
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         call = Stub(self._channels[endpoint], service, Remote(Role.SOURCE, endpoint)).Mingle()
-        return Talk(endpoint, call.read, call.write, call.cancel)
+        return Talk(endpoint, call.read, call.write, lambda: cut(call))
 
     async def close(self) -> None:
         """Leave the others, and let nobody read any more. Idempotent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import grpc.aio
 
@@ -9,7 +11,7 @@ from mx.transport import TlsFiles
 from mx.wire.address import read_tls, require_protection, split_address
 from mx.wire.status import Remote, Role, translate, translating
 
-__all__ = ["Remote", "Role", "dial", "translate", "translating"]
+__all__ = ["Remote", "Role", "cut", "dial", "translate", "translating"]
 
 #: A stopped peer is noticed about 2.5 s after it fell silent, while an RPC is open: a ping each
 #: second, 1.5 s for its answer. ping_timeout_ms is what current gRPC obeys; keepalive_timeout_ms
@@ -49,3 +51,14 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
     certificate, key, authority = read_tls(tls)
     credentials = grpc.ssl_channel_credentials(authority, key, certificate)
     return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+
+
+def cut(call: Any) -> None:
+    """End a call of grpc.aio's, whatever has become of it. Idempotent.
+
+    When a write fails, because the other end has gone, grpc.aio (1.85) takes the call for done
+    and `cancel` does nothing; but the core still waits for what was received to be read, and the
+    call would keep itself, its connection and the poller's thread for ever.
+    """
+    if not call.cancel():
+        call._cython_call.cancel("the call was cut")

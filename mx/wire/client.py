@@ -20,7 +20,7 @@ from mx.errors import (
 )
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
-from mx.wire.channel import Remote, Role, dial, translating
+from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.progress import Tell, pull_from_wire, telling
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -241,7 +241,7 @@ class CoordinatorClient:
         except asyncio.InvalidStateError as error:
             raise CoordinatorError(ended) from error
         finally:
-            call.cancel()
+            cut(call)
 
     async def advertise(
         self, source_id: str, generation: int, held: Sequence[tuple[int, int]]

@@ -11,7 +11,7 @@ from mx.codec import key_from_wire, key_to_wire, source_id_from_wire
 from mx.core.pulls import PullPhase, PullStatus
 from mx.errors import ConfigError, CoordinatorError, PeerProtocolError
 from mx.wire.address import split_address
-from mx.wire.channel import Remote, translating
+from mx.wire.channel import Remote, cut, translating
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -116,4 +116,4 @@ async def telling(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator
     except (TimeoutError, asyncio.InvalidStateError):
         raise deaf from None
     finally:
-        call.cancel()
+        cut(call)

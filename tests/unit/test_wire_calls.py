@@ -1,0 +1,54 @@
+"""A call that is cut is over, whatever had become of it before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from mx.wire.channel import cut, dial
+
+
+async def _answers(requests: AsyncIterator[bytes], context: Any) -> None:
+    """Says much, hears nothing, and goes."""
+    for _ in range(10):
+        await context.write(b"x" * 1000)
+
+
+async def _status_is_awaited() -> bool:
+    """Does gRPC still wait for the end of some call?"""
+    return any("_handle_status_once_received" in repr(task) for task in asyncio.all_tasks())
+
+
+@pytest.mark.parametrize("writes", [True, False])
+async def test_a_call_with_unread_messages_is_let_go(writes: bool) -> None:
+    server = grpc.aio.server()
+    handler = grpc.stream_stream_rpc_method_handler(_answers)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", {"M": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = dial(f"127.0.0.1:{port}")
+    try:
+        begin: Any = channel.stream_stream("/s.S/M")
+        call = begin()
+        await call.write(b"first")
+        await call.read()
+        if writes:
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                while True:  # until the end has come
+                    await call.write(b"more")
+                    await asyncio.sleep(0.01)
+        cut(call)
+        cut(call)
+        for _ in range(200):
+            if not await _status_is_awaited():
+                break
+            await asyncio.sleep(0.01)
+        assert not await _status_is_awaited()
+    finally:
+        await channel.close(None)
+        await server.stop(0)
