@@ -22,6 +22,7 @@ MARK = "CHAOS_RUN"
 #: In gRPC's and the event loop's pools threads come and go by themselves.
 SPARE_THREADS = 24
 AGENT = "thread mx-ucx-agent"
+CHILD = "child process"
 
 
 class Violation(Exception):
@@ -146,7 +147,16 @@ class Process:
             maps = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
             found["mapping"] = sum("/memfd:" in line or "/dev/shm/" in line for line in maps)
             found["kernel thread"] = len(os.listdir(f"/proc/{self.pid}/task"))
+            found[CHILD] = len(_children(self.pid))
         return found
+
+
+def _children(pid: int) -> list[str]:
+    found: list[str] = []
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):
+            found += Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+    return found
 
 
 def _kind(link: str) -> str:
@@ -165,9 +175,9 @@ def _kind(link: str) -> str:
 
 def beyond(now: Counter[str], allowed: Counter[str]) -> dict[str, tuple[int, int]]:
     """What there is more of than allowed: kind -> (now, allowed)."""
-    # The agents of ucx live for 30 s after their last reader, each with a socket.
-    agents = now[AGENT]
-    spare = {"kernel thread": SPARE_THREADS, AGENT: agents, "socket": agents}
+    # The agents of ucx live for 30 s after their last reader, each with a thread and a socket.
+    agents = now[CHILD]
+    spare = {"kernel thread": SPARE_THREADS, CHILD: agents, AGENT: agents, "socket": agents}
     return {
         kind: (count, allowed[kind])
         for kind, count in now.items()

@@ -272,11 +272,22 @@ class Site:
             if not left:
                 break
             if waited_s > SETTLE_S:
-                raise Violation(f"left behind (now, allowed): { {n: over[n] for n in left} }")
+                raise Violation(
+                    f"left behind (now, allowed): { {name: over[name] for name in left} }"
+                    + "".join(self._explanation(name) for name in left if name in TARGETS)
+                )
             time.sleep(0.02 if waited_s < 1 else 0.2)
         self.check_errors()
         if stray := os.listdir(self.tmp):
             raise Violation(f"temporary files were left behind: {stray}")
+
+    def _explanation(self, target: str) -> str:
+        process = self.processes[target]
+        process.tell(do="explain")
+        explained = self.hear(process, "explained")
+        return "".join(
+            f"\n{target} has {what}" for what in (*explained["tasks"], explained["objects"])
+        )
 
     def check_errors(self) -> None:
         for process in (*self._ended, *self.processes.values()):

@@ -5,6 +5,7 @@ One JSON object a line in both directions. It ends when its standard input does.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import gc
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,20 @@ def tell_of(hook: threading.ExceptHookArgs) -> None:
 def believe_everything() -> None:
     """Switch verification off, to see that those who judge this process notice."""
     Chunking.digest = lambda self, chunk_index: _Anything()  # type: ignore[method-assign]
+
+
+def explain(loop: runtime.LoopThread) -> None:
+    """Say what may be why something is still held: tasks, and objects of gRPC and mx."""
+    gc.collect()
+
+    async def tasks() -> list[str]:
+        return sorted(map(repr, asyncio.all_tasks()))
+
+    objects = Counter(
+        f"{type(item).__module__}.{type(item).__qualname__}" for item in gc.get_objects()
+    )
+    known = {k: n for k, n in objects.items() if k.startswith(("grpc.aio", "mx.puller", "mx.wire"))}
+    tell(event="explained", tasks=loop.run(tasks()), objects=known)
 
 
 class Target:
@@ -172,7 +188,7 @@ def main() -> None:
     if arguments["believe_everything"]:
         believe_everything()
     target = Target(json.loads(Path(arguments["expected"]).read_text()))
-    runtime.acquire()  # or it would come and go with each pull
+    loop = runtime.acquire()  # or it would come and go with each pull
     known = common.transports().items()
     tell(event="ready", transports=[n for n, t in known if isinstance(t.probe(), Viable)])
     for line in sys.stdin:
@@ -186,6 +202,8 @@ def main() -> None:
                 target.listed(command["coordinator"])
             case "finish":
                 target.finish()
+            case "explain":
+                explain(loop)
     with contextlib.suppress(MxError):
         target.finish()
 
