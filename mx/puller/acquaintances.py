@@ -66,6 +66,7 @@ class Acquaintances:
         self._talks: dict[str, Talk] = {}  # with those that are talked to
         self._greeting: dict[str, Talk | None] = {}  # those that have not answered yet
         self._tasks: set[asyncio.Task[None]] = set()
+        self._banned: set[str] = set()
 
     @property
     def any(self) -> bool:
@@ -76,7 +77,11 @@ class Acquaintances:
         """These pull, or hold, the same model."""
         for record in sources:
             source_id = record.source_id
-            if source_id == self._own_id or len(self.known) >= MOST_KNOWN:
+            if source_id == self._own_id or source_id in self._barred:
+                continue
+            if len(self.known) >= MOST_KNOWN:
+                continue
+            if source_id in self._banned:
                 continue
             self.known[source_id] = record
             if record.role is SourceRole.ORIGIN and not self._busy_with(source_id):
@@ -84,10 +89,21 @@ class Acquaintances:
         relays = [i for i, record in self.known.items() if record.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
 
+    def bar(self, source_id: str) -> None:
+        """Never talk to it again."""
+        self._barred.add(source_id)
+        self.known.pop(source_id, None)
+
     def leave(self, source_id: str) -> None:
         """Talk to it no more."""
         if source_id in self._talks:
             self._talks[source_id].close()
+
+    def ban(self, source_id: str) -> None:
+        """Never talk to it again: it lied, or holds something else by now."""
+        self._banned.add(source_id)
+        self.known.pop(source_id, None)
+        self.leave(source_id)
 
     def _busy_with(self, source_id: str) -> bool:
         return source_id in self._talks or source_id in self._greeting
@@ -163,7 +179,7 @@ class Acquaintances:
         # Two that greet each other at a time keep the stream of the one with the lesser id.
         crossed = source_id in self._greeting and self._own_id < source_id
         answer = None
-        if source_id not in self._talks and not crossed:
+        if source_id not in self._talks and not crossed and source_id not in self._banned:
             answer = self._neighbours.greeting(source_id)
         if answer is None or not answer.welcome:
             talk.say(welcome=peer_pb2.Welcome(accepted=False))

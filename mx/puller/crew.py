@@ -157,6 +157,14 @@ class Crew:
         """Is nobody being read from, nor about to be?"""
         return not (self._candidates or self._resting or self._opening or self._live)
 
+    def bans(self, source_id: str) -> bool:
+        """Did it lie, or is it known to hold something else by now?"""
+        return source_id in self._banned
+
+    def is_banned(self, source_id: str) -> bool:
+        """Is nothing more to be read from it, ever?"""
+        return source_id in self._banned
+
     def wants(self, source_id: str) -> bool:
         """Is a source of use that is known to hold the model? If it is new; one that was given up
         only if there is nobody else. One that lied, or changed, never is."""
@@ -193,6 +201,8 @@ class Crew:
 
     def join(self, source_id: str, ways: Sequence[Way]) -> None:
         """Read from this source beside all others, by the ways that go together."""
+        if source_id in self._banned:
+            return
         self._neighbours.add(source_id)
         if all(way.source.source_id != source_id for way in self._in_use()):
             self._give_up(source_id)

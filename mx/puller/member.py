@@ -26,6 +26,8 @@ ALONE_S = 2.0
 #: Neighbours that hold nothing that is missing may be about to: for so long, from when last
 #: anything came, here or to one of them.
 HOPE_S = 5.0
+#: Those that hold something are hoped for so long.
+PATIENCE_S = 30.0
 
 
 class Reads(Protocol):
@@ -99,8 +101,9 @@ class Member:
         if not self.gated:
             return False
         seeded = any(peer.seeds for peer in self._peers.values())
-        fresh = time.monotonic() - self._news_at_s < HOPE_S
-        return fresh or seeded or self._receiver.can_be_given
+        quiet_s = time.monotonic() - self._news_at_s
+        given = seeded or self._receiver.can_be_given
+        return quiet_s < (PATIENCE_S if given else HOPE_S)
 
     @property
     def held(self) -> int:
@@ -161,9 +164,12 @@ class Member:
             self._receiver.width = 0
             self._reads.ungate()
 
-    def lost(self, source_id: str) -> None:
-        """No way is left to read from it."""
-        self.acquaintances.leave(source_id)
+    def lost(self, source_id: str, *, for_good: bool) -> None:
+        """No way is left to read from it; `for_good`: nor will there be one."""
+        if for_good:
+            self.acquaintances.ban(source_id)
+        else:
+            self.acquaintances.leave(source_id)
 
     # -- talks ------------------------------------------------------------------------------------
 

@@ -67,7 +67,9 @@ class Swarming:
         self._task: asyncio.Task[None] | None = None
         self.member = Member(own_id, len(manifest.grid), self, host.record, self._dial)
         engine.chunk_listener = self.member
-        crew.source_lost = self.member.lost
+        crew.source_lost = lambda source_id: self.member.lost(
+            source_id, for_good=crew.bans(source_id)
+        )
         crew.expecting = lambda: self.member.hopeful
 
     def begin(self, key: ModelKey, arena: Arena, sources: Sequence[SourceRecord]) -> None:
