@@ -77,22 +77,15 @@ class Acquaintances:
         """These pull, or hold, the same model."""
         for record in sources:
             source_id = record.source_id
-            if source_id == self._own_id or source_id in self._barred:
+            if source_id == self._own_id or source_id in self._banned:
                 continue
             if len(self.known) >= MOST_KNOWN:
-                continue
-            if source_id in self._banned:
                 continue
             self.known[source_id] = record
             if record.role is SourceRole.ORIGIN and not self._busy_with(source_id):
                 self._start(self._greet(record, None))
         relays = [i for i, record in self.known.items() if record.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
-
-    def bar(self, source_id: str) -> None:
-        """Never talk to it again."""
-        self._barred.add(source_id)
-        self.known.pop(source_id, None)
 
     def leave(self, source_id: str) -> None:
         """Talk to it no more."""

@@ -161,10 +161,6 @@ class Crew:
         """Did it lie, or is it known to hold something else by now?"""
         return source_id in self._banned
 
-    def is_banned(self, source_id: str) -> bool:
-        """Is nothing more to be read from it, ever?"""
-        return source_id in self._banned
-
     def wants(self, source_id: str) -> bool:
         """Is a source of use that is known to hold the model? If it is new; one that was given up
         only if there is nobody else. One that lied, or changed, never is."""
