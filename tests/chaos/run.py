@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import sys
 import tempfile
@@ -93,11 +94,14 @@ def warm_up(site: Site) -> None:
 class Runner:
     """Hands seeds out in order; each site takes those that are for its place."""
 
-    def __init__(self, pulls: int, seed: int, places: Sequence[str]) -> None:
+    def __init__(
+        self, pulls: int, seed: int, places: Sequence[str], first: Sequence[int] = ()
+    ) -> None:
+        """`first` are seeds to be played before those from `seed` on."""
         self.tally = Tally()
         self.failure: str | None = None
         self._pulls = pulls
-        self._next_seed = seed
+        self._seeds = itertools.chain(first, itertools.count(seed))
         self._places = places
         self._lock = threading.Lock()
         self._waiting: dict[str, list[Round]] = {place: [] for place in places}
@@ -112,8 +116,7 @@ class Runner:
                     return self._waiting[place].pop(0)
                 if self._drawn >= self._pulls:
                     return None
-                drawn = draw(self._next_seed, self._places)
-                self._next_seed += 1
+                drawn = draw(next(self._seeds), self._places)
                 self._drawn += len(drawn.pulls)
                 self._waiting[drawn.place].append(drawn)
             return None

@@ -139,6 +139,8 @@ class Round:
             if fault.who == COORDINATOR and not fault.reading:
                 return False
         hurt = {fault.who for fault in self.faults} | {wire.peer for wire in pull.wires}
+        if pull.transport == "ucx":
+            hurt.add("f")  # which can't offer it: its memory is not sealed
         return COORDINATOR not in {wire.peer for wire in pull.wires} and any(
             source not in hurt for source in MODELS[self.model]
         )

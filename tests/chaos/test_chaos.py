@@ -11,6 +11,9 @@ from tests.chaos.schedule import Damage, Fault, PullSpec, Round, What, Wire, dra
 
 PULLS = 100
 SEED = 1
+#: Rounds that have found something once: a call of gRPC's that was never let go, and a pull that
+#: went on greeting the source that had lied to it.
+TELLING = (1143, 1289)
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -18,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 @pytest.mark.timeout(240)
 def test_every_pull_ends_with_right_bytes_or_a_typed_error() -> None:
     can = places()
-    runner = Runner(PULLS, SEED, can)
+    runner = Runner(PULLS, SEED, can, TELLING)
     play(runner, can)
     assert runner.failure is None, runner.failure
     assert runner.tally.pulls >= PULLS
