@@ -89,7 +89,8 @@ class Fickle:
         self._generation = 1
 
     def start(self) -> dict[str, str]:
-        """Offer everything, as it ought to be. Returns the endpoints."""
+        """Offer everything, as it ought to be, and nothing else. Returns the endpoints."""
+        self.stop()
         return {model: self._offer(model) for model in self._models}
 
     def _offer(self, model: str) -> str:
@@ -138,7 +139,7 @@ def main() -> None:
     sources: list[api.Source] = []
     if arguments["fickle"]:
         fickle = Fickle(checkpoint, models, coordinator)
-        endpoints = fickle.start()
+        endpoints = patiently(fickle.start)
     else:
         for model in models:
             sources.append(
@@ -157,8 +158,7 @@ def main() -> None:
             case "corrupt" if fickle is not None:
                 fickle.change(says_so=False)
             case "renew" if fickle is not None:
-                fickle.stop()
-                tell(event="ready", endpoints=fickle.start())
+                tell(event="ready", endpoints=patiently(fickle.start))
     for source in sources:
         source.close()
     if fickle is not None:

@@ -191,7 +191,7 @@ class Site:
 
     def _renew(self, name: str) -> None:
         process = self.processes[name]
-        if process.alive:
+        if process.alive and process.ready:  # else it is at it
             process.ready = {}
             process.tell(do="renew")
 
