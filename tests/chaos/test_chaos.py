@@ -1,4 +1,5 @@
-"""A bounded part of the chaos that `make chaos PULLS=N` makes at length: fixed seeds."""
+"""A bounded part of the chaos that `make chaos PULLS=N` makes at length: fixed seeds. The rounds
+themselves are played by `make chaos`."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ TELLING = (1143, 1289)
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
+@pytest.mark.slow  # and judged by the clock: a pull has 30 s, which a machine that is full takes
 @pytest.mark.timeout(240)
 def test_every_pull_ends_with_right_bytes_or_a_typed_error() -> None:
     can = places()
@@ -40,6 +42,7 @@ FLIPPED = Round(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_without_verification_wrong_bytes_are_noticed() -> None:
     with (
