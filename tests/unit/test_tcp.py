@@ -80,9 +80,10 @@ def test_a_flipped_bit_arrives_and_the_digest_tells(bench: Bench, proxied: Proxi
 
 
 def test_a_stall_runs_into_the_deadline(bench: Bench, proxied: Proxied) -> None:
-    source = bench.source(8 * MIB)
+    nbytes = 64 * MIB  # more than all the buffers on the way can hold when the stall begins
+    source = bench.source(nbytes)
     proxy, session = proxied(source, 1)
-    held = bench.held_read(session, memoryview(bytearray(8 * MIB)), "running")
+    held = bench.held_read(session, memoryview(bytearray(nbytes)), "running")
     proxy.down.stall()
     queued = bench.read(session, 0, 0, memoryview(bytearray(64)), tag="queued")
     held.release()
