@@ -89,6 +89,7 @@ class Member:
         self._announcing: asyncio.TimerHandle | None = None
         self._alone_since_s: float | None = None
         self._news_at_s = time.monotonic()
+        self._lost: set[str] = set()  # sources that were, since anything came
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
     @property
@@ -127,6 +128,7 @@ class Member:
 
     def _landed(self, chunk: int) -> None:
         self._news_at_s = time.monotonic()
+        self._lost.clear()
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
             self._peers[number].talk.say(done=chunk)
@@ -166,6 +168,7 @@ class Member:
 
     def lost(self, source_id: str, *, for_good: bool) -> None:
         """No way is left to read from it; `for_good`: nor will there be one."""
+        self._lost.add(source_id)
         if for_good:
             self.acquaintances.ban(source_id)
         else:
@@ -181,7 +184,8 @@ class Member:
         self._numbers[record.source_id] = number
         self._receiver.joined(number, held)
         self._alone_since_s = None
-        self._news_at_s = time.monotonic()
+        if record.source_id not in self._lost:  # or it could come and go for ever
+            self._news_at_s = time.monotonic()
         if self.gated and not self.complete:
             self._reads.connect(record)
             if seeds:  # which does not know, where it has been read from by one alone
