@@ -242,6 +242,7 @@ def main() -> None:
             warm_nbytes=warm_nbytes,
         )
         try:
+            rig.pull(arguments.targets)  # loads code
             for number in range(arguments.rounds):
                 one = rig.pull(1)
                 many = rig.pull(arguments.targets)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mx.core.swarm import Ask, Cancel, Command, Decline, Receiver
+from mx.core.swarm import Ask, Cancel, Command, Decline, Receiver, Want
 from mx.core.swarm_neighbours import Neighbours
 from mx.core.swarm_source import Answer, Gate, Go, Offer, Room, Seeder
 
@@ -234,6 +234,8 @@ class Swarm:
                 at(now_s + latency_s, self._cancelled, node.number, peer, each.chunk)
             elif type(each) is Decline:
                 at(now_s + latency_s, self._declined, node.number, each.chunk)
+            elif type(each) is Want:
+                at(now_s + latency_s, self._wanting, node.number, self.nodes[each.peer])
             else:
                 at(now_s + latency_s, self._passed, node.number, self.nodes[each.peer])
 
@@ -250,8 +252,6 @@ class Swarm:
         elif self.seeder.may_ask(number, chunk):
             promised = self.seeder.promised(number, chunk)
             answer = source.gate.ask(number, chunk, promised=promised)
-        else:
-            source.gate.refuse(number)
         if answer is Answer.GO:
             self._begin(source, node, chunk)
         elif answer is Answer.BUSY:
@@ -299,6 +299,10 @@ class Swarm:
         self._answers(source, source.gate.done(reader, chunk))
         if source.number == ORIGIN and self.seeder is not None:
             self._offer(self.seeder.failed(reader, chunk, self.network.now_s))
+
+    def _wanting(self, reader: int, source: Node) -> None:
+        later = source.number == ORIGIN and self.seeder is not None and not self.seeder.all_out
+        self._answers(source, source.gate.want(reader, later=later))
 
     def _passed(self, reader: int, source: Node) -> None:
         self._answers(source, source.gate.passed(reader))

@@ -6,6 +6,7 @@ a well-behaved peer would not send; `*_to_wire` trust their argument.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -352,6 +353,7 @@ def _endpoint_from_wire(text: str) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=64)  # pulls hear of the same places again and again
 def place_from_wire(text: str) -> Place:
     """A reader's or source's whereabouts from their JSON."""
     if len(text) > _MAX_PLACE_CHARS:

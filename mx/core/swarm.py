@@ -1,13 +1,13 @@
 """The receiving side of a swarm: which neighbour is asked for which chunk next. Events in, asks
 out; no IO, no clock.
 
-A receiver wants its lowest missing chunk first, and of those that hold it asks the one that has
-the least to give to others, for its pace.
-An origin offers chunks of its own accord (`mx.core.swarm_source.Seeder`): what it offers comes
-before everything else. A neighbour without room says "busy" and, when it has room, "room". A
-chunk is asked of one neighbour; of another when it is late: instead of the first, or near the end
-beside it (a hedge). A neighbour that does less than a quarter of what the median one does is
-shunned: asked for nothing that somebody else can give.
+A receiver wants its lowest missing chunk first, and of those that hold it asks the one that has the
+least to give to others, for its pace. An origin offers chunks of its own accord
+(`mx.core.swarm_source.Seeder`): what it offers comes before everything else. A neighbour without
+room says "busy"; whoever then finds nobody else to ask says that it wants to hear of room there,
+and is told. A chunk is asked of one neighbour; of another when it is late: instead of the first, or
+near the end beside it (a hedge). A neighbour that does less than a quarter of what the median one
+does is shunned: asked for nothing that somebody else can give.
 
 Sets of chunks are integers used as bit sets (bit c: chunk c): the union of two sets of 4,096
 chunks, or the lowest member of one, costs a tenth of a microsecond in plain Python.
@@ -74,7 +74,13 @@ class Pass(NamedTuple):
     peer: int
 
 
-Command = Ask | Cancel | Decline | Pass
+class Want(NamedTuple):
+    """Tell `peer`, which was busy, to say when it has room."""
+
+    peer: int
+
+
+Command = Ask | Cancel | Decline | Pass | Want
 
 
 def members(chunks: int) -> Iterator[int]:
@@ -92,6 +98,7 @@ class _Peer:
     seconds: float = 0.0  # per chunk, averaged over the latest
     seen: int = 0
     busy_until_s: float = 0.0
+    waited_for: bool = False  # it was told to say when it has room
     shunned: bool = False
     bad: int = 0  # chunks that failed; not asked for again while anything else can be
 
@@ -199,6 +206,7 @@ class Receiver:
         if state is None:
             return []
         state.busy_until_s = 0.0
+        state.waited_for = False
         commands = self.plan(now_s)
         if not any(type(each) is Ask and each.peer == peer for each in commands):
             commands.append(Pass(peer))
@@ -263,8 +271,19 @@ class Receiver:
                 continue
             picked = self._pick(now_s) if self._wanted else None
             if picked is None:
+                commands += self._wait(now_s)
                 break
             commands.append(self._ask(*picked, now_s))
+        return commands
+
+    def _wait(self, now_s: float) -> list[Command]:
+        """Nobody can be asked now: hear of room at those that were busy."""
+        commands: list[Command] = []
+        for number, peer in self._peers.items():
+            if peer.busy_until_s <= now_s or peer.waited_for or not peer.have & self._wanted:
+                continue
+            peer.waited_for = True
+            commands.append(Want(number))
         return commands
 
     def _pick(self, now_s: float) -> tuple[int, int] | None:
@@ -304,7 +323,9 @@ class Receiver:
         return found, lowest.bit_length() - 1
 
     def _ask(self, number: int, chunk: int, now_s: float) -> Ask:
-        self._peers[number].asked[chunk] = now_s
+        peer = self._peers[number]
+        peer.asked[chunk] = now_s
+        peer.waited_for = False
         self._asks += 1
         self._wanted &= ~(1 << chunk)
         self._askers.setdefault(chunk, []).append(number)

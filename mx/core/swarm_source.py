@@ -20,8 +20,8 @@ from typing import NamedTuple
 #: chunk at another holder sooner than both at half speed; but one alone leaves the link idle from
 #: its end until the next has asked.
 WIDTH = 2
-#: How many of those that were refused are told at a time that there is room. Most have found
-#: another by then.
+#: How many of those that want to hear of room are told at a time. Some have found another by
+#: then.
 ROOM_BATCH = 6
 #: Offers that an origin has open: those under way, and one that is on its way or waits.
 OFFERS = WIDTH + 1
@@ -36,7 +36,7 @@ _KEPT = 0.7
 class Answer(enum.Enum):
     GO = "go"  # read now
     WAIT = "wait"  # Go will follow
-    BUSY = "busy"  # ask elsewhere; Room will follow
+    BUSY = "busy"  # ask elsewhere, or want to hear of room
 
 
 class Go(NamedTuple):
@@ -47,20 +47,20 @@ class Go(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Tell the reader, which was refused, that it may ask: it asks, or passes."""
+    """Tell the reader, which wanted to hear of it, that it may ask: it asks, or passes."""
 
     reader: int
 
 
 class Gate:
-    """Who reads now, who waits, who was refused. Used by every source, relay or origin."""
+    """Who reads now, who waits, who wants to. Used by every source, relay or origin."""
 
     def __init__(self, *, width: int = WIDTH) -> None:
         """`width`: how many read at a time."""
         self._width = width
         self._reading: set[tuple[int, int]] = set()
         self._waiting: deque[tuple[int, int]] = deque()  # promised
-        self._refused: dict[int, None] = {}  # in the order of their coming
+        self._hungry: dict[int, None] = {}  # in the order of their coming
         self._told: set[int] = set()  # that there is room, without an answer so far
 
     @property
@@ -81,13 +81,14 @@ class Gate:
         if promised:
             self._waiting.append(ask)
             return Answer.WAIT
-        self._refused[reader] = None
         return Answer.BUSY
 
-    def refuse(self, reader: int) -> None:
-        """Busy to this reader for a reason of the caller's own: it is told when there is room."""
+    def want(self, reader: int, *, later: bool = False) -> list[Go | Room]:
+        """The reader was refused, finds nobody else to ask, and is to be told when there is room.
+        `later`: not before the next read has ended, whatever room there is."""
         self._told.discard(reader)
-        self._refused[reader] = None
+        self._hungry[reader] = None
+        return [] if later else self.next()
 
     def done(self, reader: int, chunk: int) -> list[Go | Room]:
         """The read has ended, well or not, or is not wanted any more. Those that were told of room
@@ -107,21 +108,21 @@ class Gate:
         """The reader is dead, or has left."""
         self._reading = {ask for ask in self._reading if ask[0] != reader}
         self._waiting = deque(ask for ask in self._waiting if ask[0] != reader)
-        self._refused.pop(reader, None)
+        self._hungry.pop(reader, None)
         self._told.discard(reader)
         return self.next()
 
     def next(self) -> list[Go | Room]:
-        """Let in who waits, then tell some of those that were refused."""
+        """Let in who waits, then tell some of those that want to hear of room."""
         answers: list[Go | Room] = []
         while self._waiting and len(self._reading) < self._width:
             ask = self._waiting.popleft()
             self._reading.add(ask)
             answers.append(Go(*ask))
         if len(self._reading) < self._width:
-            while self._refused and len(self._told) < ROOM_BATCH:
-                reader = next(iter(self._refused))
-                del self._refused[reader]
+            while self._hungry and len(self._told) < ROOM_BATCH:
+                reader = next(iter(self._hungry))
+                del self._hungry[reader]
                 self._told.add(reader)
                 answers.append(Room(reader))
         return answers

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
-from mx.core.swarm import Ask, Cancel, Command, Decline, Pass, Receiver
+from mx.core.swarm import Ask, Cancel, Command, Decline, Pass, Receiver, Want
 from mx.core.swarm_source import Answer, Gate, Go, Room
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
@@ -220,6 +220,8 @@ class Member:
                 self._do(self._receiver.room(number, now_s))
             case "pass":
                 self._answers(self._gate.passed(number))
+            case "want":
+                self._answers(self._gate.want(number))
             case "gated":
                 self.go_gated()
             case "meet":
@@ -277,6 +279,8 @@ class Member:
                     peer.talk.say(decline=chunk)
                 case Pass():
                     peer.talk.say(**{"pass": True})
+                case Want():
+                    peer.talk.say(want=True)
 
     def _answers(self, answers: Iterable[Go | Room]) -> None:
         for each in answers:

@@ -113,6 +113,9 @@ class Seeding:
         if kind in ("room", "pass"):
             self._answers(self._gate.passed(number))
             return
+        if kind == "want":
+            self._answers(self._gate.want(number, later=not self._seeder.all_out))
+            return
         if kind == "gated":  # it asks before it reads, so it is to be offered something
             self._start()
             return
@@ -135,8 +138,6 @@ class Seeding:
         if self._seeder.may_ask(number, chunk):
             promised = self._seeder.promised(number, chunk)
             answer = self._gate.ask(number, chunk, promised=promised)
-        else:
-            self._gate.refuse(number)
         if answer is Answer.GO:
             member.talk.say(go=chunk)
         elif answer is Answer.BUSY:

@@ -37,6 +37,7 @@ from mx.transport import (
 from mx.transport import (
     Path as Way,
 )
+from tests.chaos import inside
 
 
 def tell(**message: Any) -> None:
@@ -134,6 +135,7 @@ def main() -> None:
     arguments = json.loads(sys.argv[1])
     checkpoint, models = Path(arguments["checkpoint"]), arguments["models"]
     coordinator = arguments["coordinator"]
+    inside.register()
     runtime.acquire()
     fickle: Fickle | None = None
     sources: list[api.Source] = []

@@ -11,7 +11,6 @@ import heapq
 import itertools
 import queue
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -151,11 +150,9 @@ class Play:
     def _check_time(self) -> None:
         for pull in self._pulls.values():
             if pull.outcome is None and time.monotonic() > pull.deadline_s:
-                pull.process.signal(signal.SIGUSR1)  # a target says where it hangs
-                time.sleep(1)
                 raise Violation(
                     f"the pull of {pull.spec.target} has not ended after {BOUND_S} s:\n"
-                    + pull.process.errors()
+                    + self._site.confessions(pull.process)
                 )
 
     def _check_reading(self) -> None:

@@ -30,6 +30,8 @@ from tests.chaos.processes import (
 )
 from tests.chaos.schedule import COORDINATOR, MODELS, TARGETS, Fault, What
 
+#: Sources that are as users have them.
+COMMANDS = ("s2",)
 START_S = 60.0
 LISTED_S = 30.0
 #: What dies with a connection dies when somebody notices; that takes a stall timeout or two, or
@@ -107,7 +109,7 @@ class Site:
                     "believe_everything": self._believe_everything,
                 },
             )
-        elif name == "s2":  # one of them is as users have it
+        elif name in COMMANDS:
             made = command(
                 "main", "serve", str(self._checkpoint), "--model", "three",
                 "--coordinator", self.coordinator, "--json",
@@ -231,6 +233,17 @@ class Site:
             if sender is process and message.get("event") == event:
                 return message
             self.check_end(sender, message)
+
+    def confessions(self, process: Process) -> str:
+        """What this one, and the others that it may wait for, say of themselves."""
+        asked = [process]
+        for name, other in self.processes.items():
+            if other is not process and name not in (COORDINATOR, *COMMANDS) and other.alive:
+                asked.append(other)
+        for each in asked:
+            each.signal(signal.SIGUSR1)
+        time.sleep(2)
+        return "".join(f"--- {each.name}\n{each.errors()}\n" for each in asked)
 
     def check_end(self, process: Process, message: dict[str, Any]) -> None:
         if message.get("event") == "end" and not process.killed:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import gc
 import json
-import signal
 import sys
 import threading
 import traceback
@@ -25,6 +23,7 @@ from mx.api import common
 from mx.core.types import Chunking
 from mx.errors import MxError
 from mx.transport import Viable
+from tests.chaos import inside
 from tests.chaos.schedule import COORDINATOR, Damage, Wire
 from tests.chaos.weights import wrong
 from tests.chaos.wires import Through, Wires
@@ -184,7 +183,7 @@ class Target:
 def main() -> None:
     arguments = json.loads(sys.argv[1])
     threading.excepthook = tell_of
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    inside.register()
     if arguments["believe_everything"]:
         believe_everything()
     target = Target(json.loads(Path(arguments["expected"]).read_text()))

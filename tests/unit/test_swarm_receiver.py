@@ -14,6 +14,7 @@ from mx.core.swarm import (
     Decline,
     Pass,
     Receiver,
+    Want,
     members,
 )
 
@@ -94,9 +95,20 @@ def test_a_busy_neighbour_is_asked_again_when_it_has_room() -> None:
     receiver = Receiver(4, width=1)
     receiver.joined(1, bits(0))
     assert receiver.plan(0.0) == [Ask(1, 0)]
-    assert receiver.busy(1, 0, 0.0) == []
+    assert receiver.busy(1, 0, 0.0) == [Want(1)]
     assert receiver.tick(BUSY_S / 2) == []
     assert receiver.room(1, BUSY_S / 2) == [Ask(1, 0)]
+    assert receiver.busy(1, 0, BUSY_S / 2) == [Want(1)], "it has to be told again"
+
+
+def test_whoever_has_others_to_ask_does_not_want_to_hear_of_room() -> None:
+    receiver = Receiver(4, width=1)
+    receiver.joined(1, bits(0, 1))
+    receiver.joined(2, bits(0, 1))
+    assert receiver.plan(0.0) == [Ask(1, 0)]
+    assert receiver.busy(1, 0, 0.0) == [Ask(2, 0)]
+    assert receiver.landed(2, 0, 0.1) == [Ask(2, 1)]
+    assert receiver.busy(2, 1, 0.2) == [Want(1), Want(2)], "now there is nobody else"
 
 
 def test_a_busy_neighbour_that_forgets_is_asked_again() -> None:

@@ -17,6 +17,7 @@ from mx.core.swarm import (
     Decline,
     Pass,
     Receiver,
+    Want,
 )
 
 ELSEWHERE = -1
@@ -57,6 +58,8 @@ class Driver:
                     self.offered[peer] &= ~(1 << chunk)
                 case Pass(peer):
                     assert peer in self.have
+                case Want(peer):
+                    assert peer in self.have and not self.asked[peer]
         self.check()
         return commands
 

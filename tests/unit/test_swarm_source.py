@@ -29,7 +29,7 @@ class GateBooks:
         self.width = width
         self.reading: set[tuple[int, int]] = set()
         self.waiting: list[tuple[int, int]] = []  # promised, in their order
-        self.refused: list[int] = []  # without having been told of room since
+        self.hungry: list[int] = []  # without having been told of room since
 
     def take(self, answers: list[Go | Room]) -> None:
         for each in answers:
@@ -39,7 +39,7 @@ class GateBooks:
                     self.reading.add((reader, chunk))
                 case Room(reader):
                     assert not self.waiting, "promises come first"
-                    assert reader == self.refused.pop(0), "out of turn"
+                    assert reader == self.hungry.pop(0), "out of turn"
         if len(self.reading) < self.width:
             assert not self.waiting, "there is room, and one waits"
         self.check()
@@ -62,9 +62,14 @@ class GateBooks:
             self.waiting.append((reader, chunk))
         else:
             assert answer is Answer.BUSY
-            if reader not in self.refused:
-                self.refused.append(reader)
         self.check()
+
+    def wants(self, reader: int, *, later: bool) -> None:
+        if reader not in self.hungry:
+            self.hungry.append(reader)
+        answers = self.gate.want(reader, later=later)
+        assert not (later and answers)
+        self.take(answers)
 
     def ends(self, reader: int, chunk: int) -> None:
         self.reading.discard((reader, chunk))
@@ -75,7 +80,7 @@ class GateBooks:
     def goes(self, reader: int) -> None:
         self.reading = {ask for ask in self.reading if ask[0] != reader}
         self.waiting = [ask for ask in self.waiting if ask[0] != reader]
-        self.refused = [each for each in self.refused if each != reader]
+        self.hungry = [each for each in self.hungry if each != reader]
         self.take(self.gate.gone(reader))
 
 
@@ -87,13 +92,15 @@ def test_the_gate_keeps_its_width_and_its_order(data: st.DataObject, width: int)
         reads = bool(books.reading) and data.draw(st.booleans())
         if reads:
             reader, chunk = data.draw(st.sampled_from(sorted(books.reading)))
-        match data.draw(st.integers(0, 5)):
+        match data.draw(st.integers(0, 6)):
             case 0 | 1:
                 books.asks(reader, chunk, promised=data.draw(st.booleans()))
             case 2 | 3:
                 books.ends(reader, chunk)
             case 4:
                 books.goes(reader)
+            case 5:
+                books.wants(reader, later=data.draw(st.booleans()))
             case _:
                 books.take(books.gate.passed(reader))
     # All that read now end, and nobody answers to being told of room: nobody is forgotten.
@@ -102,7 +109,7 @@ def test_the_gate_keeps_its_width_and_its_order(data: st.DataObject, width: int)
     assert not books.waiting
     for _ in range(len(READERS)):
         books.ends(99, 0)
-    assert not books.refused
+    assert not books.hungry
 
 
 def test_a_reader_that_is_told_of_room_and_stops_holds_up_nobody() -> None:
@@ -110,6 +117,7 @@ def test_a_reader_that_is_told_of_room_and_stops_holds_up_nobody() -> None:
     assert gate.ask(0, 0) is Answer.GO
     for reader in range(1, 20):
         assert gate.ask(reader, 0) is Answer.BUSY
+        assert gate.want(reader) == []
     told = [each.reader for each in gate.done(0, 0)]
     assert told == list(range(1, 1 + len(told)))
     assert gate.next() == []  # as many as that are expected to answer
@@ -121,15 +129,21 @@ def test_one_that_passes_makes_room_for_the_next() -> None:
     gate = Gate(width=1)
     gate.ask(0, 0)
     for reader in range(1, 20):
-        gate.ask(reader, 0)
+        gate.want(reader)
     told = gate.done(0, 0)
     assert gate.passed(1) == [Room(len(told) + 1)]
 
 
-def test_one_refused_for_the_callers_reasons_is_told_of_room() -> None:
+def test_one_that_wants_room_where_there_is_some_is_told_at_once() -> None:
     gate = Gate()
-    gate.refuse(3)
-    assert gate.next() == [Room(3)]
+    assert gate.want(3) == [Room(3)]
+
+
+def test_one_that_is_to_be_told_later_is_told_when_a_read_has_ended() -> None:
+    gate = Gate()
+    gate.ask(1, 0)
+    assert gate.want(3, later=True) == []
+    assert gate.done(1, 0) == [Room(3)]
 
 
 # -- the seeder ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.swarm_nodes import Swarm
 from benchmarks.swarm_setting import Setting
-from mx.core.swarm import END_CHUNKS, Ask, Cancel, Command, Decline, Receiver
+from mx.core.swarm import END_CHUNKS, Ask, Cancel, Command, Decline, Receiver, Want
 from mx.core.swarm_source import Answer, Gate, Go, Offer, Room, Seeder
 
 ORIGIN = 0
@@ -127,6 +127,8 @@ class World:
                     self.send(node, peer, self.dropped, chunk)
                 case Decline(_, chunk):
                     self.send(node, peer, self.declined, chunk)
+                case Want():
+                    self.send(node, peer, self.wanting)
                 case _:
                     self.send(node, peer, self.passed)
         if node.receiver.announce_at_s is not None:
@@ -141,13 +143,15 @@ class World:
         elif self.seeder.may_ask(number, chunk):
             promised = self.seeder.promised(number, chunk)
             answer = source.gate.ask(number, chunk, promised=promised)
-        else:
-            source.gate.refuse(number)
         if answer is Answer.GO:
             self.send(source, reader, self.go, chunk)
         elif answer is Answer.BUSY:
             self.send(source, reader, self.busy, chunk)
         assert source.gate.reading <= source.width
+
+    def wanting(self, source: Node, reader: Node) -> None:
+        later = source.number == ORIGIN and not self.seeder.all_out
+        self.answer(source, source.gate.want(reader.number, later=later))
 
     def go(self, node: Node, source: Node, chunk: int) -> None:
         if source.number not in node.receiver.asked(chunk):

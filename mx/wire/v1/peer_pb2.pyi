@@ -112,7 +112,7 @@ class TableRequest(_message.Message):
     def __init__(self, source_id: _Optional[str] = ...) -> None: ...
 
 class SwarmMessage(_message.Message):
-    __slots__ = ("hello", "welcome", "have", "ask", "go", "busy", "done", "drop", "room", "offer", "decline", "gated", "meet")
+    __slots__ = ("hello", "welcome", "have", "ask", "go", "busy", "done", "drop", "room", "offer", "decline", "gated", "meet", "want")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +127,7 @@ class SwarmMessage(_message.Message):
     DECLINE_FIELD_NUMBER: _ClassVar[int]
     GATED_FIELD_NUMBER: _ClassVar[int]
     MEET_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     have: bytes
@@ -140,7 +141,8 @@ class SwarmMessage(_message.Message):
     decline: int
     gated: bool
     meet: Meet
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., have: _Optional[bytes] = ..., ask: _Optional[int] = ..., go: _Optional[int] = ..., busy: _Optional[int] = ..., done: _Optional[int] = ..., drop: _Optional[int] = ..., room: bool = ..., offer: _Optional[int] = ..., decline: _Optional[int] = ..., gated: bool = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., **kwargs) -> None: ...
+    want: bool
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., have: _Optional[bytes] = ..., ask: _Optional[int] = ..., go: _Optional[int] = ..., busy: _Optional[int] = ..., done: _Optional[int] = ..., drop: _Optional[int] = ..., room: bool = ..., offer: _Optional[int] = ..., decline: _Optional[int] = ..., gated: bool = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., want: bool = ..., **kwargs) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("source_id", "own", "have")
