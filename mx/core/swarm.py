@@ -280,10 +280,10 @@ class Receiver:
         """Nobody can be asked now: hear of room at those that were busy."""
         commands: list[Command] = []
         for number, peer in self._peers.items():
-            if peer.busy_until_s <= now_s or peer.waited_for or not peer.have & self._wanted:
-                continue
-            peer.waited_for = True
-            commands.append(Want(number))
+            refused = peer.busy_until_s > now_s and not peer.asked
+            if refused and not peer.waited_for and peer.have & self._wanted:
+                peer.waited_for = True
+                commands.append(Want(number))
         return commands
 
     def _pick(self, now_s: float) -> tuple[int, int] | None:

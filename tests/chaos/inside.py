@@ -32,5 +32,5 @@ def _tell() -> None:
 
 
 def _fields(item: object) -> list[tuple[str, object]]:
-    names = getattr(item, "__dict__", None) or getattr(type(item), "__slots__", ())
+    names = list(getattr(item, "__dict__", ())) or getattr(type(item), "__slots__", ())
     return [(name, getattr(item, name, None)) for name in names]
