@@ -32,5 +32,5 @@ def _tell() -> None:
 
 
 def _fields(item: object) -> list[tuple[str, object]]:
-    names = list(getattr(item, "__dict__", ())) or getattr(type(item), "__slots__", ())
+    names = [*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())]
     return [(name, getattr(item, name, None)) for name in names]
