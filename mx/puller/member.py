@@ -45,6 +45,9 @@ class Reads(Protocol):
     def withdraw(self, source_id: str, chunk: int) -> None:
         """It is to come from another."""
 
+    def reaches(self, source: SourceRecord) -> bool:
+        """Is there any way to read from it?"""
+
     def connect(self, source: SourceRecord) -> None:
         """Open ways to read from a neighbour."""
 
@@ -57,6 +60,7 @@ class _Peer:
     record: SourceRecord
     talk: Talk
     seeds: bool
+    readable: bool  # else it may read here, but is asked for nothing
 
 
 class Member:
@@ -154,7 +158,8 @@ class Member:
         self._receiver.width = WIDTH
         self._plan_announcement()
         for peer in self._peers.values():
-            self._reads.connect(peer.record)
+            if peer.readable:
+                self._reads.connect(peer.record)
             if peer.seeds:
                 peer.talk.say(gated=True)
         self._do(self._receiver.plan(now_s))
@@ -178,15 +183,16 @@ class Member:
 
     def joined(self, record: SourceRecord, talk: Talk, have: bytes, *, seeds: bool) -> int:
         held = from_bytes(have, self._chunk_count)
+        readable = self._reads.reaches(record)
         self._count += 1
         number = self._count
-        self._peers[number] = _Peer(record, talk, seeds)
+        self._peers[number] = _Peer(record, talk, seeds, readable)
         self._numbers[record.source_id] = number
-        self._receiver.joined(number, held)
+        self._receiver.joined(number, held if readable else 0)
         self._alone_since_s = None
         if record.source_id not in self._lost:  # or it could come and go for ever
             self._news_at_s = time.monotonic()
-        if self.gated and not self.complete:
+        if self.gated and not self.complete and readable:
             self._reads.connect(record)
             if seeds:  # which does not know, where it has been read from by one alone
                 talk.say(gated=True)
@@ -213,9 +219,10 @@ class Member:
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
             case "have":
-                self._news_at_s = now_s
                 chunks = from_bytes(message.have, self._chunk_count)
-                self._do(self._receiver.announced(number, chunks, now_s))
+                if peer.readable:
+                    self._news_at_s = now_s
+                    self._do(self._receiver.announced(number, chunks, now_s))
             case "room":
                 self._do(self._receiver.room(number, now_s))
             case "pass":

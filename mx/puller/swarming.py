@@ -128,6 +128,9 @@ class Swarming:
         if self._engine is not None:
             self._engine.withdraw(source_id, chunk)
 
+    def reaches(self, source: SourceRecord) -> bool:
+        return bool(self._plan([source]).ways)
+
     def connect(self, source: SourceRecord) -> None:
         if self._crew is not None:
             self._crew.join(source.source_id, self._plan([source]).ways)

@@ -24,7 +24,7 @@ def _tell() -> None:
     faulthandler.dump_traceback(all_threads=True)
     for item in gc.get_objects():
         kind = type(item)
-        if kind.__module__.startswith("mx.") and kind.__name__ in _MACHINES:
+        if str(kind.__module__).startswith("mx.") and kind.__name__ in _MACHINES:
             print(f"\n{kind.__name__} {id(item):x}", file=sys.stderr)
             for name, value in _fields(item):
                 print(f"  {name} = {_DEEP.repr(value)}", file=sys.stderr)

@@ -1,0 +1,97 @@
+"""One pull's part in a swarm: what it says to neighbours of different use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from mx.core.types import SourceRecord
+from mx.puller.member import Member
+from mx.wire.talk import Talk, to_bytes
+from mx.wire.v1 import peer_pb2
+from tests.records import make_documents, make_record
+
+CHUNKS = 3
+ALL = to_bytes(0b111)
+
+
+class Heard:
+    """A neighbour's end: everything that it was told."""
+
+    def __init__(self, source_id: str) -> None:
+        self.record = make_record(make_documents("w"), source_id=source_id)
+        self.told: list[str] = []
+        self.talk = Talk(source_id, self._read, self._write)
+
+    async def _read(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def _write(self, message: peer_pb2.SwarmMessage) -> None:
+        kind = message.WhichOneof("message")
+        self.told.append(f"{kind} {getattr(message, str(kind))}")
+
+
+class Reads:
+    """Of a pull that reaches only those that are named."""
+
+    def __init__(self, reached: Sequence[str]) -> None:
+        self.reached = reached
+        self.connected: list[str] = []
+
+    def gate(self) -> Sequence[int]:
+        return []
+
+    def ungate(self) -> None: ...
+
+    def permit(self, source_id: str, chunk: int) -> bool:
+        return True
+
+    def withdraw(self, source_id: str, chunk: int) -> None: ...
+
+    def reaches(self, source: SourceRecord) -> bool:
+        return source.source_id in self.reached
+
+    def connect(self, source: SourceRecord) -> None:
+        self.connected.append(source.source_id)
+
+    def disconnect(self, source_id: str) -> None: ...
+
+
+async def _never(record: SourceRecord) -> Talk:
+    raise AssertionError(f"{record.endpoint} was dialled")
+
+
+async def told(neighbours: Sequence[Heard], reads: Reads, gated_first: bool) -> None:
+    """What a pull says at first to these, which hold everything; and, asked for a chunk that it
+    has not got, to each of them."""
+
+    member = Member("own", CHUNKS, reads, lambda: None, _never)
+    listening = []
+    try:
+        if gated_first:
+            member.go_gated()
+        for each in neighbours:
+            number = member.joined(each.record, each.talk, ALL, seeds=False)
+            listening.append(asyncio.create_task(each.talk.listen(lambda message: None)))
+            member.heard(number, peer_pb2.SwarmMessage(have=ALL))
+            member.heard(number, peer_pb2.SwarmMessage(ask=0))
+        if not gated_first:
+            member.go_gated()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+    finally:
+        for each in neighbours:
+            each.talk.close()
+        await asyncio.gather(*listening)
+        await member.close()
+
+
+def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() -> None:
+    for gated_first in (True, False):
+        near, far = Heard("near"), Heard("far")
+        reads = Reads(["near"])
+        asyncio.run(told([far, near], reads, gated_first))
+        assert reads.connected == ["near"]
+        assert far.told == ["busy 0"]
+        assert sorted(near.told) == ["ask 0", "busy 0"]
