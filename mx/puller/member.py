@@ -61,6 +61,7 @@ class _Peer:
     talk: Talk
     seeds: bool
     readable: bool  # else it may read here, but is asked for nothing
+    connected: bool = False
 
 
 class Member:
@@ -158,8 +159,7 @@ class Member:
         self._receiver.width = WIDTH
         self._plan_announcement()
         for peer in self._peers.values():
-            if peer.readable:
-                self._reads.connect(peer.record)
+            peer.connected = False
             if peer.seeds:
                 peer.talk.say(gated=True)
         self._do(self._receiver.plan(now_s))
@@ -192,10 +192,8 @@ class Member:
         self._alone_since_s = None
         if record.source_id not in self._lost:  # or it could come and go for ever
             self._news_at_s = time.monotonic()
-        if self.gated and not self.complete and readable:
-            self._reads.connect(record)
-            if seeds:  # which does not know, where it has been read from by one alone
-                talk.say(gated=True)
+        if self.gated and seeds and not self.complete:
+            talk.say(gated=True)  # it does not know, where it has been read from by one alone
         self._do(self._receiver.plan(time.monotonic()))
         return number
 
@@ -277,6 +275,10 @@ class Member:
             match each:
                 case Ask(_, chunk):
                     peer.talk.say(ask=chunk)
+                    # Not sooner: to connect all to all at once would take a second of a core.
+                    if not peer.connected:
+                        peer.connected = True
+                        self._reads.connect(peer.record)
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
