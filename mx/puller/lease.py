@@ -51,7 +51,6 @@ class Granted:
     generation: int
     tickets: dict[str, bytes]
     region_nbytes: tuple[int, ...]
-    gated: bool = False  # others read there too: ask before reading
     pacer: Pacer | None = None  # how fast to read; None: as fast as it comes
 
 
@@ -82,10 +81,22 @@ class Lease:
         self._error: MxError | None = None
         self._pacer: Pacer | None = None
         self.lanes: list[Lane] = []  # what is read on it, for the source to be told
+        self._gated = False
+        self._on_gated: Callable[[], None] = lambda: None
 
     @property
     def peer(self) -> str:
         return self._source.endpoint
+
+    def when_gated(self, call: Callable[[], None]) -> None:
+        """Call this, on the loop, when others read there too: now, if that was said already."""
+        self._on_gated = call
+        if self._gated:
+            call()
+
+    def _be_gated(self) -> None:
+        self._gated = True
+        self._on_gated()
 
     async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> Granted:
         """Ask for a grant. Raises SourceError if the source refuses or does not answer."""
@@ -118,6 +129,7 @@ class Lease:
             await self.close()
             raise
         granted = event.granted
+        self._gated = granted.gated
         self._valid_until_s = sent_at_s + self._lease_s
         self._renewer = asyncio.create_task(self._renew(), name="mx-lease")
         self._listener = asyncio.create_task(self._listen(), name="mx-lease-events")
@@ -126,7 +138,6 @@ class Lease:
             granted.generation,
             {ticket.transport: ticket.ticket for ticket in granted.tickets},
             tuple(granted.region_nbytes),
-            granted.gated,
             self._pacer,
         )
 
@@ -186,6 +197,8 @@ class Lease:
                             self._renewed.set_result(lease_s)
                     case "draining":
                         pass  # no new grants are given: what runs may finish
+                    case "gated":
+                        self._be_gated()
                     case "stale":  # go on listening: it waits to hear that this was heard
                         self._lose(
                             StaleGenerationError(
@@ -256,6 +269,7 @@ class Lease:
         """Begin to give the lease back: what is read from now on is not believed. Idempotent."""
         if self._farewell is not None:
             return
+        self._on_gated = lambda: None
         heard = self._error is None or isinstance(self._error, StaleGenerationError)
         self._error = self._error or ClosedError(f"the lease on {self.peer} was given back")
         self._farewell = asyncio.create_task(self._say_farewell(heard), name="mx-lease-end")

@@ -38,7 +38,6 @@ class Link:
     way: Way
     lease: Lease
     session: Session
-    gated: bool = False  # others read there too: ask before reading
 
     def lane(self, now_s: float) -> Lane:
         """What an engine reads through, from `now_s` (monotonic) on."""
@@ -162,7 +161,7 @@ class Links:
         self._users[lease] += 1
         try:
             session = await self._session(way, granted)
-            link = Link(way, lease, session, granted.gated)
+            link = Link(way, lease, session)
         except BaseException:
             await self._leave(lease)
             raise

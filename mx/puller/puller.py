@@ -256,14 +256,16 @@ class Puller:
         if self._engine is None:
             self._engine = self._new_engine(manifest)
         assert self.arena is not None
-        if link.gated:
-            self._swarm(gated=True, by=link.way.source.source_id)
+        by = link.way.source.source_id
+        link.lease.when_gated(lambda: self._swarm(gated=True, by=by))
         self.state.first_read_s = self.state.first_read_s or time.monotonic()
         link.session.adopt(self.arena.view)
         self.phase = "reading"
         return self._engine.add_lane(link.lane(time.monotonic()))
 
     def _swarm(self, *, gated: bool = False, by: str = "") -> None:
+        if self._ended:
+            return
         if gated and self._engine is None and self.manifest is not None:
             self._engine = self._new_engine(self.manifest)
         engine, crew, arena = self._engine, self._crew, self.arena

@@ -91,6 +91,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self._clock = clock
         self._grace_s = 0.0
         self._queues: dict[str, asyncio.Queue[peer_pb2.OpenEvent]] = {}
+        self._alone: dict[str, str] = {}  # grants of pulls that need not ask -> source ids
         #: Source id -> the generation that has taken its place, of some that are gone.
         self._gone: dict[str, int] = {}
 
@@ -150,6 +151,10 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             ]
             gated = bool(reader_id) and served.mingler.opened(reader_id)
             counted = bool(reader_id)
+            if gated:
+                self._end_solitude(held.source_id)
+            elif counted:
+                self._alone[grant_id] = held.source_id
             self.limits.opened(
                 grant_id,
                 held.source_id,
@@ -194,6 +199,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             log.info("reader %s did not renew its lease; withdrawn", reader.hostname)
         finally:
             self._queues.pop(grant_id, None)
+            self._alone.pop(grant_id, None)
             self.leases.lose(grant_id)
             self.limits.closed(grant_id)
             if counted:
@@ -272,6 +278,14 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             while len(self._gone) > _MAX_GONE:
                 del self._gone[next(iter(self._gone))]
         return served
+
+    def _end_solitude(self, source_id: str) -> None:
+        """Tell those that began to read alone: one that talks to nobody yet has no other way to
+        hear of it, and what it goes on reading by itself is of no use to the others."""
+        grants = [grant for grant, read in self._alone.items() if read == source_id]
+        for grant_id in grants:
+            del self._alone[grant_id]
+        self._tell(grants, peer_pb2.OpenEvent(gated=peer_pb2.Gated()))
 
     def _tell(self, grant_ids: Iterable[str], event: peer_pb2.OpenEvent) -> None:
         for grant_id in grant_ids:

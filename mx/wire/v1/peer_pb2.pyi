@@ -38,18 +38,20 @@ class OpenRequest(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
-    __slots__ = ("granted", "renewed", "draining", "stale", "busy")
+    __slots__ = ("granted", "renewed", "draining", "stale", "busy", "gated")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    GATED_FIELD_NUMBER: _ClassVar[int]
     granted: Granted
     renewed: Renewed
     draining: Draining
     stale: Stale
     busy: Busy
-    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ...) -> None: ...
+    gated: Gated
+    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., gated: _Optional[_Union[Gated, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes", "gated", "max_bytes_per_s")
@@ -92,6 +94,10 @@ class Busy(_message.Message):
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     retry_after_s: float
     def __init__(self, retry_after_s: _Optional[float] = ...) -> None: ...
+
+class Gated(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("grace_s",)
