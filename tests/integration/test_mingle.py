@@ -75,6 +75,20 @@ def talk(origin: api.Source, *scripts: Script) -> None:
         finally:
             call.cancel()
 
+    async def all_of_them(channel: Any, stub: Stub, record: SourceRecord) -> None:
+        await asyncio.gather(*(one(channel, record, script) for script in scripts))
+
+    _with_channel(origin, all_of_them)
+
+
+def ask(origin: api.Source, script: Callable[[Stub, SourceRecord], Awaitable[None]]) -> None:
+    """Run a script that calls the source as it likes."""
+    _with_channel(origin, lambda channel, stub, record: script(stub, record))
+
+
+def _with_channel(
+    origin: api.Source, script: Callable[[Any, Stub, SourceRecord], Awaitable[None]]
+) -> None:
     async def run() -> None:
         channel = dial(origin.endpoint)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
@@ -82,7 +96,7 @@ def talk(origin: api.Source, *scripts: Script) -> None:
         described = await stub.Describe(peer_pb2.DescribeRequest())
         record = codec.source_from_wire(described.sources[0])
         try:
-            await asyncio.gather(*(one(channel, record, script) for script in scripts))
+            await script(channel, stub, record)
         finally:
             await channel.close(None)
 
@@ -189,3 +203,40 @@ def test_an_ask_that_was_not_offered_waits_for_the_others(origin: api.Source) ->
 
     talk(origin, script)
     assert from_bytes(b"\x02", 2) == 2
+
+
+def test_one_that_reads_alone_is_told_when_another_comes(origin: api.Source) -> None:
+    """On its lease, since it may talk to nobody; and only pulls that can be part of a swarm."""
+
+    async def opened(stub: Stub, record: SourceRecord, reader_id: str) -> tuple[Any, bool]:
+        call = stub.Open()
+        request = peer_pb2.OpenRequest(
+            source_id=record.source_id,
+            identity=record.ref.identity,
+            generation=record.generation,
+            place=record.place.to_json(),
+            reader_id=reader_id,
+        )
+        await call.write(request)
+        event = await asyncio.wait_for(call.read(), ANSWER_S)
+        return call, event.granted.gated
+
+    async def script(stub: Stub, record: SourceRecord) -> None:
+        first, gated = await opened(stub, record, NEWCOMER.format(1))
+        assert not gated
+        again, gated = await opened(stub, record, NEWCOMER.format(1))
+        assert not gated, "it is the same pull"
+        other, gated = await opened(stub, record, "")
+        assert not gated, "it is no part of a swarm"
+        second, gated = await opened(stub, record, NEWCOMER.format(2))
+        assert gated
+        for call in (first, again):
+            event = await asyncio.wait_for(call.read(), ANSWER_S)
+            assert event.WhichOneof("event") == "gated"
+        for call in (other, second):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call.read(), SILENCE_S)
+        for call in (first, again, other, second):
+            call.cancel()
+
+    ask(origin, script)
