@@ -3,18 +3,13 @@
 Hosts are network namespaces around a switch, each with so many Mbit/s out and in; every process is
 real. `python -m benchmarks.swarm --targets 8` prints what was seen.
 
-All hosts share this machine's processors, and on a virtual one its memory's first touch: pages that
-a guest has given back cost the hypervisor more time than everything else here together (measured:
-half of two cores' time at 8 targets). Real hosts share neither. So memory for all targets is
-touched and freed before each pull, of one or of many (`--cold`: not), and the processors' busy time
-is printed.
+All hosts share this machine's processors, which real ones don't: how busy they were is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import statistics
 import subprocess
@@ -32,7 +27,6 @@ from .checkpoints import write_checkpoint
 
 ORIGIN = "origin"
 START_TIMEOUT_S = 60.0
-_MADV_POPULATE_WRITE = 23
 MX = (sys.executable, "-m", "mx")
 COORDINATOR = (sys.executable, "-c", "from mx.cli import coordinator_main; coordinator_main()")
 #: Pulls once for each line that it reads, and holds on until the next one.
@@ -78,18 +72,9 @@ class Rig:
     """An origin with a coordinator, and `targets` processes that pull when they are told to."""
 
     def __init__(
-        self,
-        hosts: Hosts,
-        checkpoint: Path,
-        targets: int,
-        mbit_per_s: float,
-        log: Path | None,
-        *,
-        warm_nbytes: int,
+        self, hosts: Hosts, checkpoint: Path, targets: int, mbit_per_s: float, log: Path | None
     ) -> None:
-        """`warm_nbytes`: memory that is touched, and freed, before each pull."""
         self._hosts = hosts
-        self._warm_nbytes = warm_nbytes
         self._log = log
         names = [ORIGIN, *(f"t{number}" for number in range(targets))]
         self._links = hosts.star(names, up_mbit_per_s=mbit_per_s, down_mbit_per_s=mbit_per_s)
@@ -140,8 +125,6 @@ class Rig:
         origin: Link = self._links[ORIGIN]
         before = self._hosts.sent_nbytes(origin, ORIGIN)
         used = self._targets[:targets]
-        if self._warm_nbytes:
-            touch(self._warm_nbytes)
         began_s, idle_s = time.monotonic(), _idle_s()
         self._tell(used)
         reports = [self._read(process) for process in used]
@@ -189,13 +172,6 @@ class Rig:
             process.communicate()
 
 
-def touch(nbytes: int) -> None:
-    """Make so much of the machine's free memory be there."""
-    with mmap.mmap(-1, nbytes) as room:
-        room.madvise(mmap.MADV_HUGEPAGE)
-        room.madvise(_MADV_POPULATE_WRITE)
-
-
 def _idle_s() -> float:
     """Of all processors together, since the machine's start."""
     with open("/proc/stat") as stat:
@@ -224,7 +200,6 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--mbit", type=float, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cold", action="store_true", help="memory as it comes")
     parser.add_argument("--log", type=Path, help="a folder for what the processes say")
     arguments = parser.parse_args()
     reason = unavailable()
@@ -232,15 +207,7 @@ def main() -> None:
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
         path = checkpoint(Path(folder), arguments.mib)
-        warm_nbytes = 0 if arguments.cold else (arguments.targets + 1) * arguments.mib * MIB
-        rig = Rig(
-            hosts,
-            path,
-            arguments.targets,
-            arguments.mbit,
-            arguments.log,
-            warm_nbytes=warm_nbytes,
-        )
+        rig = Rig(hosts, path, arguments.targets, arguments.mbit, arguments.log)
         try:
             rig.pull(arguments.targets)  # loads code
             for number in range(arguments.rounds):
