@@ -41,7 +41,7 @@ from mx.puller.reuse import prefilling
 from mx.puller.seeking import Found, Seeker, find, patiently
 from mx.puller.state import PullState
 from mx.runtime import uncut
-from mx.transport import Span, Transport
+from mx.transport import Medium, Span, Transport
 
 
 class Puller:
@@ -257,7 +257,8 @@ class Puller:
             self._engine = self._new_engine(manifest)
         assert self.arena is not None
         by = link.way.source.source_id
-        link.lease.when_gated(lambda: self._swarm(gated=True, by=by))
+        if link.way.medium is Medium.NETWORK:  # else there is no link to share out
+            link.lease.when_gated(lambda: self._swarm(gated=True, by=by))
         self.state.first_read_s = self.state.first_read_s or time.monotonic()
         link.session.adopt(self.arena.view)
         self.phase = "reading"
