@@ -33,6 +33,9 @@ class Host(Protocol):
     def crowded(self) -> bool:
         """Must readers ask before they read?"""
 
+    def reaches(self, record: SourceRecord) -> bool:
+        """Could it be read from?"""
+
     def joined(self, record: SourceRecord, talk: Talk, have: bytes, *, seeds: bool) -> int:
         """A talk has begun. Returns its number. Raises PeerProtocolError."""
 
@@ -82,7 +85,8 @@ class Acquaintances:
             if len(self.known) >= MOST_KNOWN:
                 continue
             self.known[source_id] = record
-            if record.role is SourceRole.ORIGIN and not self._busy_with(source_id):
+            origin = record.role is SourceRole.ORIGIN and not self._busy_with(source_id)
+            if origin and self._host.reaches(record):  # else it would offer what can't be taken
                 self._start(self._greet(record, None))
         relays = [i for i, record in self.known.items() if record.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
@@ -146,7 +150,9 @@ class Acquaintances:
             del self._greeting[source_id]
             if neighbours is not None:
                 self._greet_all(neighbours.answered(source_id, True))
-            number = self._begin(record, talk, welcome.have, seeds=welcome.seeds)
+            number = self._begin(
+                record, talk, welcome.have, seeds=welcome.seeds, neighbours=neighbours
+            )
             if welcome.gated:
                 self._host.go_gated()
 
@@ -187,14 +193,27 @@ class Acquaintances:
         welcome = peer_pb2.Welcome(accepted=True, gated=self._host.crowded)
         welcome.have = to_bytes(self._host.held)
         talk.say(welcome=welcome)
-        number = self._begin(record, talk, have, seeds=False)
+        number = self._begin(record, talk, have, seeds=False, neighbours=self._neighbours)
         try:
             complain(talk, await talk.listen(lambda message: self._host.heard(number, message)))
         finally:
             self._end(source_id, number, self._neighbours)
 
-    def _begin(self, record: SourceRecord, talk: Talk, have: bytes, *, seeds: bool) -> int:
-        number = self._host.joined(record, talk, have, seeds=seeds)
+    def _begin(
+        self,
+        record: SourceRecord,
+        talk: Talk,
+        have: bytes,
+        *,
+        seeds: bool,
+        neighbours: Neighbours | None,
+    ) -> int:
+        try:
+            number = self._host.joined(record, talk, have, seeds=seeds)
+        except MxError:  # it talks nonsense: its place is another's
+            if neighbours is not None:
+                self._greet_all(neighbours.gone(record.source_id))
+            raise
         self._talks[record.source_id] = talk
         return number
 

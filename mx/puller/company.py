@@ -17,6 +17,8 @@ from mx.puller.swarming import Swarming
 
 #: A pull that takes at least this long is worth telling others of.
 LONG_S = 2.0
+#: It is looked this often whether such a pull has begun to read.
+CONNECTING_S = 0.05
 
 
 class Company:
@@ -43,11 +45,21 @@ class Company:
         """Is there anybody who holds a part, and might give it?"""
         return bool(self.reader_id) and any(not each.whole for each in self.sources)
 
-    def expect(self, seconds: float, begin: Callable[[], None]) -> None:
-        """The pull should take so long: `begin` now, or if it should turn out to be long."""
+    def expect(
+        self, seconds: float, begin: Callable[[], None], reading: Callable[[], bool]
+    ) -> None:
+        """The pull should take so long: `begin` as soon as it is `reading`, or if it should turn
+        out to be long."""
+        loop = asyncio.get_running_loop()
+
+        def due() -> None:
+            if reading():
+                begin()
+            else:
+                self._later = loop.call_later(CONNECTING_S, due)
+
         if self.reader_id:
-            delay_s = 0.0 if seconds > LONG_S else LONG_S / 2
-            self._later = asyncio.get_running_loop().call_later(delay_s, begin)
+            self._later = loop.call_later(0.0 if seconds > LONG_S else LONG_S / 2, due)
 
     def begin(
         self,

@@ -249,6 +249,8 @@ class Crew:
     def _opened(self, way: Way, task: asyncio.Task[Link]) -> None:
         self._opening.pop(way, None)
         if task.cancelled():
+            self._look_after(way.source.source_id)  # it may be wanted again by now
+            self._changed.set()
             return
         error = task.exception()
         if error is None:
@@ -292,9 +294,10 @@ class Crew:
         self._look_after(source_id)
 
     def _look_after(self, source_id: str) -> None:
-        """Tell of a neighbour to which no way is left."""
+        """Tell of a neighbour to which no way is left, and of any source that is banned."""
         left = [*self._candidates, *self._in_use()]
-        if source_id in self._neighbours and all(w.source.source_id != source_id for w in left):
+        gone = source_id in self._neighbours and all(w.source.source_id != source_id for w in left)
+        if gone or source_id in self._banned:
             self.source_lost(source_id)
 
     def _give_up(self, source_id: str) -> None:
@@ -304,6 +307,7 @@ class Crew:
 
     async def close(self) -> None:
         """Stop opening; what is open stays its `Links`'."""
+        self.source_lost = lambda source_id: None
         opening = list(self._opening.values())
         for task in opening:
             task.cancel()

@@ -106,7 +106,7 @@ class Member:
         """Is there anybody who can give something, or are there news of late?"""
         if not self.gated:
             return False
-        seeded = any(peer.seeds for peer in self._peers.values())
+        seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
         quiet_s = time.monotonic() - self._news_at_s
         given = seeded or self._receiver.can_be_given
         return quiet_s < (PATIENCE_S if given else HOPE_S)
@@ -160,7 +160,7 @@ class Member:
         self._plan_announcement()
         for peer in self._peers.values():
             peer.connected = False
-            if peer.seeds:
+            if peer.seeds and peer.readable:
                 peer.talk.say(gated=True)
         self._do(self._receiver.plan(now_s))
 
@@ -179,6 +179,10 @@ class Member:
         else:
             self.acquaintances.leave(source_id)
 
+    def reaches(self, record: SourceRecord) -> bool:
+        """Could it be read from?"""
+        return self._reads.reaches(record)
+
     # -- talks ------------------------------------------------------------------------------------
 
     def joined(self, record: SourceRecord, talk: Talk, have: bytes, *, seeds: bool) -> int:
@@ -189,10 +193,11 @@ class Member:
         self._peers[number] = _Peer(record, talk, seeds, readable)
         self._numbers[record.source_id] = number
         self._receiver.joined(number, held if readable else 0)
-        self._alone_since_s = None
-        if record.source_id not in self._lost:  # or it could come and go for ever
+        if readable:
+            self._alone_since_s = None
+        if readable and record.source_id not in self._lost:  # or it could come and go for ever
             self._news_at_s = time.monotonic()
-        if self.gated and seeds and not self.complete:
+        if self.gated and seeds and readable and not self.complete:
             talk.say(gated=True)  # it does not know, where it has been read from by one alone
         self._do(self._receiver.plan(time.monotonic()))
         return number
@@ -256,7 +261,8 @@ class Member:
             case "busy":
                 self._do(self._receiver.busy(number, chunk, now_s))
             case "offer":
-                self._do(self._receiver.offered(number, chunk, now_s))
+                if peer.readable:
+                    self._do(self._receiver.offered(number, chunk, now_s))
             case _:
                 self._answers(self._gate.done(number, chunk))
 
@@ -338,7 +344,7 @@ class Member:
             if not self.gated or self.complete:
                 continue
             self._do(self._receiver.tick(now_s))
-            if self._peers:
+            if any(peer.readable for peer in self._peers.values()):
                 continue
             self._alone_since_s = self._alone_since_s or now_s
             if now_s - self._alone_since_s > ALONE_S:

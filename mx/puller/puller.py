@@ -200,7 +200,7 @@ class Puller:
             self._swarm(gated=True)
         else:
             seconds = manifest.layout.payload_nbytes / (ways.gb_per_s * 1e9)
-            self.company.expect(seconds, self._swarm)
+            self.company.expect(seconds, self._swarm, lambda: self._engine is not None)
         assert self._locator is not None
         self._seeker = Seeker(
             self._locator,
