@@ -1,5 +1,7 @@
 """mx: peer-to-peer weight streaming for model inference.
 
+    tensors = mx.load("llama-8b")
+
     source = mx.serve("/models/llama-8b", model="llama-8b")
     with mx.pull("llama-8b") as pull:
         for layer in pull.layers():
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         TopologyReport,
         list_models,
         list_sources,
+        load,
         plan,
         pull,
         serve,
@@ -45,11 +48,15 @@ _HOMES = {
     "TopologyReport": "mx.api",
     "list_models": "mx.api",
     "list_sources": "mx.api",
+    "load": "mx.api",
     "plan": "mx.api",
     "pull": "mx.api",
     "serve": "mx.api",
     "topology": "mx.api",
 }
+
+#: Modules that `import mx` alone gives, too.
+_MODULES = ("config", "errors")
 
 __all__ = [
     "LayerEvent",
@@ -63,6 +70,7 @@ __all__ = [
     "__version__",
     "list_models",
     "list_sources",
+    "load",
     "plan",
     "pull",
     "serve",
@@ -71,6 +79,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"mx.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'mx' has no attribute {name!r}")
@@ -80,4 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -52,6 +52,7 @@ _ROLES = {
     SourceRole.ORIGIN: cpb.SOURCE_ROLE_ORIGIN,
     SourceRole.RELAY: cpb.SOURCE_ROLE_RELAY,
 }
+_NOT_IN = {"model name": ":[]", "revision": "[]", "variant": "[]"}
 
 
 def _refuse(text: str) -> PeerProtocolError:
@@ -63,6 +64,9 @@ def _why_no_name(what: str, text: str) -> str | None:
         return f"a {what} has 1 to {NAME_CHARS} characters, not {len(text)}"
     if "@" in text or not text.isprintable() or text != text.strip():
         return f"{what} {text!a}: '@', control characters and outer spaces are not allowed"
+    # What `mx.core.reference` reads as the end of it.
+    if set(text) & set(_NOT_IN[what]):
+        return f"{what} {text!a}: {' and '.join(map(repr, _NOT_IN[what]))} are not allowed"
     return None
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mx.errors import ConfigError
-from mx.units import GIB, MIB, parse_bytes, parse_rate
+from mx.units import GIB, MIB, parse_bytes, parse_rate, parse_seconds
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -51,14 +51,14 @@ def _address(value: object) -> str:
     return value
 
 
-def _number(low: float, high: float) -> Callable[[object], float]:
+def _seconds(low: float, high: float) -> Callable[[object], float]:
     def read(value: object) -> float:
-        wrong = ValueError(f"must be a number of seconds from {low:g} to {high:g}")
+        wrong = ValueError(f"must be a time from {low:g} to {high:g} s, like 90, 500ms or 1m")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise wrong
         try:
-            number = float(value)
-        except ValueError:
+            number = parse_seconds(value) if isinstance(value, str) else float(value)
+        except (ValueError, OverflowError):
             raise wrong from None
         if not (math.isfinite(number) and low <= number <= high):
             raise wrong
@@ -172,17 +172,19 @@ class Settings:
         (), "network interfaces for weights (all that are up, if none is named)", _names
     )
     lease_s: float = _setting(
-        5.0, "how long a source stays listed without a heartbeat", _number(0.5, 3600)
+        5.0, "how long a source stays listed without a heartbeat", _seconds(0.5, 3600)
     )
     reader_lease_s: float = _setting(
-        6.0, "how long a reader may read without renewing", _number(1, 3600)
+        6.0, "how long a reader may read without renewing", _seconds(1, 3600)
     )
-    connect_timeout_s: float = _setting(3.0, "how long to wait for a connection", _number(0.1, 600))
+    connect_timeout_s: float = _setting(
+        3.0, "how long to wait for a connection", _seconds(0.1, 600)
+    )
     stall_timeout_s: float = _setting(
-        4.0, "how long a source may send nothing before it is given up", _number(0.1, 600)
+        4.0, "how long a source may send nothing before it is given up", _seconds(0.1, 600)
     )
     wait_s: float = _setting(
-        0.0, "how long a pull waits for a source when there is none", _number(0, 7 * 86400)
+        0.0, "how long a pull waits for a source when there is none", _seconds(0, 7 * 86400)
     )
     max_readers: int = _setting(
         0, "how many may read from a source at a time (0: any number)", _count(0, 100_000)
@@ -191,7 +193,7 @@ class Settings:
         0, "what a source gives at most, in bytes per second over all readers (0: no limit)", _rate
     )
     drain_grace_s: float = _setting(
-        10.0, "how long running reads may take to finish when a source stops", _number(0, 3600)
+        10.0, "how long running reads may take to finish when a source stops", _seconds(0, 3600)
     )
     chunk_bytes: int = _setting(
         16 * MIB, "size of a chunk, the unit of verification and retry", _chunk_size
@@ -268,8 +270,10 @@ def load(
     *,
     file: str | None = None,
     environ: Mapping[str, str] | None = None,
+    flag_names: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Read all settings. `flags` maps names to what the command line gave, None for not given.
+    """Read all settings. `flags` maps names to what the command line gave, None for not given;
+    `flag_names` to how a flag is typed, where that is not its setting's name.
 
     `file` (else `MX_PEER_CONFIG`) must exist; the default one need not. Raises ConfigError that
     names the flag, the variable, or the file and line, and says what would be right.
@@ -293,7 +297,8 @@ def load(
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
         if given is not None:
-            take(name, given, f"flag --{name.replace('_', '-')}")
+            flag = (flag_names or {}).get(name, f"--{name.replace('_', '-')}")
+            take(name, given, f"flag {flag}")
     settings = Settings(**values, origins=origins)  # type: ignore[arg-type]
     _check_tls(settings)
     return settings

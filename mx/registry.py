@@ -87,6 +87,11 @@ def transports() -> dict[str, Transport]:
     return found
 
 
+def names() -> list[str]:
+    """Return the names of all transports, built-in ones first, without importing any."""
+    return list(dict.fromkeys(name for name, _ in _loaders()))
+
+
 def _loaders() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, target in BUILT_IN.items():
         yield name, functools.partial(_import, target)

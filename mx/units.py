@@ -67,6 +67,31 @@ def parse_rate(text: str) -> int:
         ) from None
 
 
+_DURATIONS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Read "90", "1.5", "500ms", "1m" or "1h30m" as a number of seconds.
+
+    Args:
+        text: A number of seconds, or numbers with the units ms, s, m (min), h and d.
+
+    Returns:
+        The seconds; not negative.
+
+    Raises:
+        ValueError: It is anything else.
+    """
+    wrong = ValueError(f"{text!r} is not a time: write it like 90, 500ms, 1m or 1h30m")
+    plain = text.strip().lower()
+    if re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", plain, re.ASCII):
+        return float(plain)
+    if not re.fullmatch(r"(\d+(\.\d+)?\s*(ms|min|[smhd])\s*)+", plain, re.ASCII):
+        raise wrong
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|min|[smhd])", plain, re.ASCII)
+    return float(sum(float(number) * _DURATIONS_S[unit] for number, unit in parts))
+
+
 def format_bytes(nbytes: int | float) -> str:
     """ "2.15 GB", "16.8 MB", "96 B": decimal, as the rates beside it are."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -82,3 +107,15 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds * 1e6:.0f} us"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """ "2.15 GB/s", "4.7 MB/s": never so coarse a unit that the figure becomes 0.00."""
+    if bytes_per_s >= 1e8:
+        return f"{bytes_per_s / 1e9:.2f} GB/s"
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 layer", "26 layers"; `noun` is in the singular."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -7,6 +7,7 @@ stopped with the last. Nothing here needs an event loop of the caller's.
 from __future__ import annotations
 
 from mx.api.listing import list_models, list_sources
+from mx.api.loading import load
 from mx.api.observing import Observer, Overview
 from mx.api.planning import plan
 from mx.api.pulling import Pull, pull
@@ -29,6 +30,7 @@ __all__ = [
     "TopologyReport",
     "list_models",
     "list_sources",
+    "load",
     "offer",
     "plan",
     "pull",

@@ -12,8 +12,6 @@ from mx.errors import ConfigError
 from mx.transport import TlsFiles, Transport
 
 DEFAULT_REVISION = "main"
-#: What is pulled where no revision is named: "main", or the newest update of it.
-NEWEST_REVISION = ""
 DEFAULT_VARIANT = "checkpoint"
 
 

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 from mx import config, runtime
 from mx.api.common import tls_of
-from mx.wire.client import CoordinatorClient, ModelStatus, SourceStatus
+from mx.core.reference import parse_reference
+from mx.wire.client import CoordinatorClient
+from mx.wire.listed import ModelStatus, SourceStatus
 
 T = TypeVar("T")
 
@@ -22,8 +24,12 @@ def list_models(
 def list_sources(
     model: str = "", *, coordinator: str | None = None, settings: config.Settings | None = None
 ) -> list[SourceStatus]:
-    """Every source (of `model`, if given) with its lease. Raises CoordinatorError."""
-    return _ask(lambda client: client.list_sources(model), coordinator, settings)
+    """Every source (of `model`, if given: NAME, NAME:REVISION or NAME@PIN) with its lease.
+
+    Raises CoordinatorError, ConfigError."""
+    wanted = parse_reference(model)
+    found = _ask(lambda client: client.list_sources(wanted.name), coordinator, settings)
+    return [each for each in found if wanted.fits(each.record.model, each.record.ref.identity)]
 
 
 def _ask(

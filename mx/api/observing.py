@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from mx import config, runtime
 from mx.api.common import tls_of
 from mx.core.pulls import PullStatus
+from mx.core.reference import parse_reference
 from mx.errors import ClosedError
-from mx.wire.client import CoordinatorClient, SourceStatus
+from mx.wire.client import CoordinatorClient
+from mx.wire.listed import SourceStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,27 @@ class Observer:
         )
 
     def look(self, model: str = "") -> Overview:
-        """Everything, or what concerns one model. Raises CoordinatorError, ClosedError."""
+        """Everything, or what concerns one model (NAME, NAME:REVISION or NAME@PIN).
+
+        Raises CoordinatorError, ConfigError, ClosedError.
+        """
         if self._client is None:
             raise ClosedError("the observer was closed")
         return self._loop.run(self._look(self._client, model))
 
     @staticmethod
     async def _look(client: CoordinatorClient, model: str) -> Overview:
-        pulls, sources = await asyncio.gather(client.list_pulls(model), client.list_sources(model))
-        return Overview(tuple(pulls), tuple(sources))
+        wanted = parse_reference(model)
+        any_pin = replace(wanted, pin="")  # a pull does not tell its identity
+        pulls, sources = await asyncio.gather(
+            client.list_pulls(wanted.name), client.list_sources(wanted.name)
+        )
+        return Overview(
+            tuple(each for each in pulls if any_pin.fits(each.model, b"")),
+            tuple(
+                each for each in sources if wanted.fits(each.record.model, each.record.ref.identity)
+            ),
+        )
 
     def close(self) -> None:
         """End the connection. Idempotent."""

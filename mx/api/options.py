@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from mx import config
-from mx.api.common import tls_of, transports
+from mx.api.common import DEFAULT_VARIANT, tls_of, transports
 from mx.api.relaying import Relay
 from mx.api.serving import source_options
+from mx.core.reference import parse_reference
 from mx.errors import ConfigError
 from mx.puller.options import PullOptions
 from mx.puller.relay import MakeRelay
@@ -21,11 +22,14 @@ def pull_options(
     out: str | Path | None,
     settings: config.Settings,
     *,
+    revision: str,
+    variant: str,
     transport: str | None,
     wait_s: float | None = None,
     **rest: Any,
 ) -> PullOptions:
     """The options of `pull` and `plan`, checked. Raises ConfigError."""
+    reference = parse_reference(model, revision=revision, variant=variant)
     known = transports()
     if transport is not None and transport not in known:
         raise ConfigError(
@@ -44,7 +48,9 @@ def pull_options(
         raise ConfigError(f"wait_s={wait_s} is not a time to wait", hint="0 is not to wait")
     tls = tls_of(settings)
     return PullOptions(
-        name=model,
+        name=reference.pinned_name,
+        revision=reference.revision,
+        variant=reference.variant or DEFAULT_VARIANT,
         peer=where if how == "peer" and where else None,
         disk=disk,
         fall_back_to_disk=how == "auto",

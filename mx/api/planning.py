@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mx import config, runtime
-from mx.api.common import DEFAULT_VARIANT, NEWEST_REVISION, transports
+from mx.api.common import transports
 from mx.api.options import pull_options
 from mx.puller.planning import PlannedPull, plan_pull, target_place
 
@@ -12,8 +12,8 @@ def plan(
     model: str,
     *,
     source: str = "peer",
-    revision: str = NEWEST_REVISION,
-    variant: str = DEFAULT_VARIANT,
+    revision: str = "",
+    variant: str = "",
     coordinator: str | None = None,
     transport: str | None = None,
     attach: bool = True,

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
-from mx.api.common import DEFAULT_VARIANT, NEWEST_REVISION, resolve_device, transports
+from mx.api.common import resolve_device, transports
+from mx.api.layers import layer_tensors, tensors_of
 from mx.api.options import pull_options, writable_bytes
 from mx.api.relaying import Relay
 from mx.api.reusing import Holder, held_by
@@ -27,7 +29,7 @@ from mx.memory.readiness import LayerSignals
 from mx.puller.options import PullOptions
 from mx.puller.progress import Teller
 from mx.puller.puller import Puller
-from mx.puller.report import LayerEvent, Progress, PullReport
+from mx.puller.report import LayerEvent, Progress, PullReport, summary
 from mx.puller.state import PullState
 from mx.source.model import HeldModel
 from mx.transport import DeviceView, Span, host_view
@@ -52,7 +54,7 @@ class Pull:
         self._loop = loop
         self._options = options
         self._settings = settings
-        self._state = PullState(started_s)
+        self._state = PullState(started_s, tensors_of(weakref.ref(self)))
         self._puller, self._task = loop.run(self._begin(options))
         self._view: Span | None = None
         self._held: Source | None = None
@@ -68,6 +70,10 @@ class Pull:
         )
         task.add_done_callback(lambda _: self._teller.ended())
         return puller, task
+
+    def __repr__(self) -> str:
+        """One line: the model and how far it is."""
+        return f"<Pull {self.model}: {self._state.error or summary(self.progress())}>"
 
     # -- layers -----------------------------------------------------------------------------------
 
@@ -177,14 +183,10 @@ class Pull:
 
         Raises IndexError where there is no such layer.
         """
-        from mx.memory.tensors import state_dict
-
         if layer < 0 or self._state.wait_layer(layer) is None:
             raise IndexError(f"there is no layer {layer}")
         manifest, view = self._arena_view()
-        names = {tensor.name for tensor in manifest.layout.tensors if tensor.layer == layer}
-        ties = {alias.name for alias in manifest.layout.aliases if alias.target in names}
-        return state_dict(view, manifest.layout, names | ties)
+        return layer_tensors(view, manifest.layout, layer)
 
     def signals(self) -> LayerSignals:
         """For a pull into a GPU: have streams wait for layers, instead of the CPU. The object is
@@ -329,8 +331,8 @@ def pull(
     model: str,
     *,
     source: str = "peer",
-    revision: str = NEWEST_REVISION,
-    variant: str = DEFAULT_VARIANT,
+    revision: str = "",
+    variant: str = "",
     coordinator: str | None = None,
     device: str = "cpu",
     out: str | Path | None = None,
@@ -344,8 +346,9 @@ def pull(
     resume: bool = True,
     settings: config.Settings | None = None,
 ) -> Pull:
-    """Start pulling `model` (NAME, or NAME@IDENTITY to pin the weights); returns at once. Without
-    a `revision` NAME means its newest one, and a pin the weights in whichever revision.
+    """Start pulling `model`; returns at once. It is NAME, NAME:REVISION, or NAME@IDENTITY to pin
+    the weights. Without a revision, there or in `revision`, NAME means its newest one, and a pin
+    the weights in whichever revision; without a `variant` it is "checkpoint".
 
     `source` is "peer" (whom the coordinator at `coordinator` knows), "peer=HOST:PORT" (one
     source, no coordinator), "disk=PATH", or "auto[=PATH]": peers first, then the disk. `out` is a

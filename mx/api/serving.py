@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 from mx import config, runtime, trace
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.limits import Bounds
+from mx.core.reference import parse_reference
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ClosedError, ConfigError, CoordinatorError
 from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
+from mx.storage.names import model_name_of
 from mx.transport import Transport, host_view
+from mx.units import format_bytes
 from mx.wire.client import CoordinatorClient
 
 if TYPE_CHECKING:
@@ -47,6 +50,12 @@ class Source:
         self._lock = threading.RLock()
         self.coordinator_address = coordinator_address
         self.endpoint = server.endpoint
+
+    def __repr__(self) -> str:
+        """One line: what is served, and where."""
+        state = "closed" if self._closed.is_set() else f"at {self.endpoint}"
+        size = format_bytes(self.manifest.layout.payload_nbytes)
+        return f"<Source {self.model}: {size}, {state}>"
 
     @property
     def model(self) -> ModelKey:
@@ -218,9 +227,10 @@ def hold(
 
 
 async def _join_or_embed(
-    address: str, *, explicit: bool, embed: bool, settings: config.Settings
+    address: str, *, named_by: str, embed: bool, settings: config.Settings
 ) -> Coordinator | None:
-    """Make sure that a coordinator answers at `address`. Returns the one embedded, if it was."""
+    """Make sure that a coordinator answers at `address`, which `named_by` (if anything) names.
+    Returns the one embedded, if it was."""
     client = CoordinatorClient(
         address,
         tls=tls_of(settings),
@@ -230,8 +240,10 @@ async def _join_or_embed(
     try:
         await client.list_models()
         return None
-    except CoordinatorError:
-        if explicit or not embed:
+    except CoordinatorError as error:
+        if named_by and embed:
+            error.hint += f"; none is embedded here, since {named_by} names one"
+        if named_by or not embed:
             raise
     finally:
         await client.close()
@@ -243,12 +255,30 @@ async def _join_or_embed(
     return coordinator
 
 
+def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
+    if not model and isinstance(what, str | Path):
+        model = model_name_of(Path(what))
+    if not model:
+        raise ConfigError("what is served has no name", hint="give it one with `model`")
+    reference = parse_reference(model, revision=revision, variant=variant)
+    if reference.pin:
+        raise ConfigError(
+            f"{model!r} pins an identity, and what is served has the one that it has",
+            hint=f"serve it as {reference.name}",
+        )
+    return ModelKey(
+        reference.name,
+        reference.revision or DEFAULT_REVISION,
+        reference.variant or DEFAULT_VARIANT,
+    )
+
+
 def serve(
     what: str | Path | Any,
     *,
-    model: str,
-    revision: str = DEFAULT_REVISION,
-    variant: str = DEFAULT_VARIANT,
+    model: str = "",
+    revision: str = "",
+    variant: str = "",
     coordinator: str | None = None,
     embed: bool = True,
     device: str = "cpu",
@@ -261,8 +291,9 @@ def serve(
     """Hold a model warm and let others read it. Returns once it is registered.
 
     `what` is a checkpoint (a safetensors file or a folder), a state dict of CPU tensors, or a
-    `torch.nn.Module`; tensors are copied, so that later changes to them reach nobody. Without
-    `coordinator` (HOST:PORT) it joins the one that answers at the settings' address, else embeds
+    `torch.nn.Module`; tensors are copied, so that later changes to them reach nobody. `model` is
+    NAME or NAME:REVISION; a checkpoint has its folder's name by default. Without `coordinator`
+    (HOST:PORT) it joins the one that answers at the settings' address, else embeds
     one there (unless `embed` is False). `device` is where it is held: "cpu", or "cuda:N" for a
     copy in that GPU's memory. At most `max_readers` read at a time, and get at most
     `max_bandwidth` together ("500MB/s", or a number of bytes per second; None: as the settings
@@ -276,9 +307,11 @@ def serve(
     settings = config.given(
         settings or config.load(), max_readers=max_readers, max_bandwidth=max_bandwidth
     )
-    key = ModelKey(model, revision, variant)
-    explicit = coordinator is not None or settings.is_set("coordinator")
+    key = _key_of(what, model, revision, variant)
     address = coordinator or settings.coordinator
+    named_by = "`coordinator`" if coordinator else ""
+    if settings.is_set("coordinator") and address == settings.coordinator:
+        named_by = settings.origin("coordinator")
     loop = runtime.acquire()
     try:
         server = loop.run(start_source(source_options(settings), transports()))
@@ -286,7 +319,7 @@ def serve(
         held: HeldModel | None = None
         try:
             embedded = loop.run(
-                _join_or_embed(address, explicit=explicit, embed=embed, settings=settings)
+                _join_or_embed(address, named_by=named_by, embed=embed, settings=settings)
             )
             held = hold(what, key, where, settings, on_progress=on_progress, cancelled=cancelled)
             loop.run(offer(server, held, address))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from mx.cli import bench, demo, listing, plan, pull, serve, show, top, topo
+from mx.cli import bench, demo, listing, options, plan, pull, serve, show, top, topo
+from mx.cli.commands import Command, Group
 
 app = typer.Typer(
     name="mx",
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -27,22 +27,9 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        import mx
-
-        print(f"mx {mx.__version__}")
-        raise typer.Exit
-
-
 @app.callback()
 def root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Show the version and exit.", is_eager=True, callback=_version
-        ),
-    ] = False,
+    version: options.Version = False,
 ) -> None:
     """Move a model's weights from a machine that holds them into one that needs them.
 
@@ -51,13 +38,13 @@ def root(
     """
 
 
-app.command("serve")(serve.serve)
-app.command("pull")(pull.pull)
-app.command("plan")(plan.plan)
-app.command("models")(listing.models)
-app.command("sources")(listing.sources)
-app.command("top")(top.top)
-app.command("topo")(topo.topo)
-app.command("demo")(demo.demo)
-app.command("bench")(bench.bench)
+app.command("serve", cls=Command)(serve.serve)
+app.command("pull", cls=Command)(pull.pull)
+app.command("plan", cls=Command)(plan.plan)
+app.command("models", cls=Command)(listing.models)
+app.command("sources", cls=Command)(listing.sources)
+app.command("top", cls=Command)(top.top)
+app.command("topo", cls=Command)(topo.topo)
+app.command("demo", cls=Command)(demo.demo)
+app.command("bench", cls=Command)(bench.bench)
 app.add_typer(show.app, name="config")

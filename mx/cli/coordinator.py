@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mx.cli import options, outcome
+from mx.cli.commands import Command
 from mx.coordinator import daemon
 
 app = typer.Typer(
@@ -17,7 +18,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=Command)
 def coordinator(
     context: typer.Context,
     coordinator_listen: Annotated[
@@ -33,9 +34,10 @@ def coordinator(
         typer.Option(help="Where to keep what is registered. (default: memory)", metavar="memory"),
     ] = None,
     lease_s: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            help="How long a source stays listed without a heartbeat. (default: 5)", metavar="S"
+            help="How long a source stays listed without a heartbeat. (default: 5)",
+            metavar="TIME",
         ),
     ] = None,
     tls_cert: options.TlsCert = None,
@@ -45,6 +47,7 @@ def coordinator(
     config: options.ConfigFile = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
+    version: options.Version = False,
 ) -> None:
     """Know who holds which layers of which model, and tell those who ask.
 
@@ -59,6 +62,7 @@ def coordinator(
       --tls-ca ours.pem`
     """
     settings = options.settings_of(context)
+    outcome.ignore_hangup()
 
     def listening(address: str) -> None:
         if as_json:

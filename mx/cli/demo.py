@@ -22,7 +22,7 @@ from mx.cli import demo_models as models
 from mx.cli import options, outcome
 from mx.cli.processes import Child
 from mx.errors import ConfigError, IntegrityError
-from mx.units import GB, format_bytes, format_seconds
+from mx.units import GB, count, format_bytes, format_seconds
 
 START_TIMEOUT_S = 60.0
 #: Reading, moving and checking a model may take long on a slow disk, but not forever.
@@ -152,7 +152,8 @@ def _show(example: models.Example, folder: Path, coordinator: str, console: Cons
         served = source.answer(WORK_TIMEOUT_S)
         console.print(
             f"\n[bold]source[/]       process {source.pid} at {served['endpoint']}: "
-            f"{example.about}, {format_bytes(served['bytes'])} in {served['layers']} layers"
+            f"{example.about}, {format_bytes(served['bytes'])} in "
+            f"{count(served['layers'], 'layer')}"
         )
         reference = models.Reference(example.path)
         memcpy = _memcpy(min(GB, max(1, int(served["bytes"]))))

@@ -11,7 +11,7 @@ from mx.cli import options, outcome
 from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from mx.wire.client import SourceStatus
+    from mx.wire.listed import SourceStatus
 
 
 def models(
@@ -71,7 +71,7 @@ def models(
 
 def sources(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="[MODEL]")] = "",
+    model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="MODEL")] = "",
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mx.cli.outcome import notes, say
-from mx.units import format_bytes
+from mx.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from mx.api import Progress, Pull, PullReport
@@ -99,10 +99,10 @@ def render(progress: Progress, elapsed_s: float, *, rows: int) -> Group:
             bar = ProgressBar(total=max(total, 1), completed=done if total else int(complete))
             state = Text("ready", style="green") if complete else Text(f"{ready}/{count}")
             table.add_row(Text(label), bar, state)
-    rate = progress.bytes_done / elapsed_s / 1e9 if elapsed_s > 0 else 0.0
+    rate = progress.bytes_done / elapsed_s if elapsed_s > 0 else 0.0
     total_line = Text.assemble(
         (progress.phase, "bold"),
         f"  {format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
-        f"  {rate:.2f} GB/s  {progress.layers_ready}/{progress.layers_total} layers ready",
+        f"  {format_rate(rate)}  {progress.layers_ready}/{progress.layers_total} layers ready",
     )
     return Group(table, total_line)

@@ -102,6 +102,22 @@ MaxBandwidth = Annotated[
         metavar="RATE",
     ),
 ]
+
+
+def _transport_names() -> list[str]:
+    from mx import registry
+
+    return registry.names()
+
+
+OneTransport = Annotated[
+    str | None,
+    typer.Option(
+        help="Only this one, like shm, tcp or ucx.",
+        metavar="NAME",
+        autocompletion=_transport_names,
+    ),
+]
 ConfigFile = Annotated[
     str | None,
     typer.Option(
@@ -133,6 +149,26 @@ Trace = Annotated[
 ]
 
 
+def _show_version(wanted: bool, context: typer.Context) -> None:
+    if wanted:
+        import mx
+
+        print(f"{context.find_root().info_name} {mx.__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        help="Show the version and exit.",
+        is_eager=True,
+        callback=_show_version,
+        rich_help_panel=_COMMON,
+    ),
+]
+
+
 def settings_of(context: typer.Context) -> Settings:
     """The settings for a verb: its options first, then environment, file and defaults.
 
@@ -141,7 +177,11 @@ def settings_of(context: typer.Context) -> Settings:
     known = set(config.setting_names())
     given: dict[str, Any] = {n: v for n, v in context.params.items() if n in known}
     settings = config.load(
-        given, file=context.params.get("config") or context.params.get("config_file")
+        given,
+        file=context.params.get("config") or context.params.get("config_file"),
+        flag_names={
+            option.name: option.opts[0] for option in context.command.params if option.name
+        },
     )
     level = "debug" if context.params.get("debug") else settings.log_level
     logging.basicConfig(

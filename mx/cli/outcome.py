@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,7 +25,13 @@ notes = Console(stderr=True, highlight=False)
 
 def say(text: str) -> None:
     """A line for people on standard error, as it is: no markup, no wrapping."""
-    notes.print(text, markup=False, soft_wrap=True)
+    with contextlib.suppress(OSError):  # the terminal was closed, and a server goes on
+        notes.print(text, markup=False, soft_wrap=True)
+
+
+def ignore_hangup() -> Any:
+    """Go on when the terminal is closed (SIGHUP), as servers do. Returns the handler before."""
+    return signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def emit(result: Mapping[str, object]) -> None:

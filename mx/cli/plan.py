@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mx.cli import options, outcome
 from mx.errors import EXIT_NO_SOURCE
-from mx.units import format_bytes, format_seconds
+from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.core.planner import Way
@@ -20,7 +20,10 @@ def plan(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="NAME, or NAME@IDENTITY to insist on those weights.", metavar="MODEL"),
+        typer.Argument(
+            help="NAME, NAME:REVISION, or NAME@IDENTITY to insist on those weights.",
+            metavar="MODEL",
+        ),
     ],
     source: Annotated[
         str,
@@ -34,11 +37,9 @@ def plan(
         str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
     ] = "",
     variant: Annotated[
-        str, typer.Option(help="Which of its variants.", metavar="V")
-    ] = "checkpoint",
-    transport: Annotated[
-        str | None, typer.Option(help="Consider only this one.", metavar="NAME")
-    ] = None,
+        str, typer.Option(help="Which of its variants. (default: checkpoint)", metavar="V")
+    ] = "",
+    transport: options.OneTransport = None,
     no_attach: Annotated[
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
     ] = False,
@@ -134,13 +135,13 @@ def _chosen(way: Way) -> str:
 def _show(planned: PlannedPull) -> None:
     found = planned.plan
     estimate_s = planned.estimate_s
-    summary = f"{planned.model}: {format_bytes(planned.nbytes)} in {planned.layers} layers"
+    summary = f"{planned.model}: {format_bytes(planned.nbytes)} in {count(planned.layers, 'layer')}"
     if estimate_s is None:
         summary += ", and no way to get them here"
     elif found.chosen[0].attach:
         summary += ", attached without a copy"
     else:
-        summary += f", about {format_seconds(estimate_s)} at {found.gb_per_s:.3g} GB/s"
+        summary += f", about {format_seconds(estimate_s)} at {format_rate(found.gb_per_s * 1e9)}"
     print(summary)
     table = Table("source", "path", "use", box=None, pad_edge=False)
     table.add_column("GB/s", justify="right")

@@ -10,7 +10,7 @@ import typer
 
 from mx.cli import live, options, outcome
 from mx.cli.serve import Stop
-from mx.units import format_bytes, format_seconds
+from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Pull, PullReport
@@ -20,7 +20,10 @@ def pull(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="NAME, or NAME@IDENTITY to insist on those weights.", metavar="MODEL"),
+        typer.Argument(
+            help="NAME, NAME:REVISION, or NAME@IDENTITY to insist on those weights.",
+            metavar="MODEL",
+        ),
     ],
     source: Annotated[
         str,
@@ -35,8 +38,8 @@ def pull(
         str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
     ] = "",
     variant: Annotated[
-        str, typer.Option(help="Which of its variants.", metavar="V")
-    ] = "checkpoint",
+        str, typer.Option(help="Which of its variants. (default: checkpoint)", metavar="V")
+    ] = "",
     out: Annotated[
         str | None,
         typer.Option(
@@ -52,15 +55,14 @@ def pull(
     hold: Annotated[
         bool, typer.Option("--hold", help="Stay, and pass the model on to others.")
     ] = False,
-    transport: Annotated[
-        str | None, typer.Option(help="Only this one, like shm, tcp or ucx.", metavar="NAME")
-    ] = None,
+    transport: options.OneTransport = None,
     verify: Annotated[
         str,
         typer.Option(
             help="chunks: digests that guard against accidents. strong: also the identity, "
             "against peers that lie.",
             metavar="chunks|strong",
+            autocompletion=lambda: ["chunks", "strong"],
         ),
     ] = "chunks",
     no_attach: Annotated[
@@ -74,18 +76,18 @@ def pull(
         int | None, typer.Option(help="TCP connections for the weights. (default: 2)", metavar="N")
     ] = None,
     stall_timeout_s: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            help="Give a source up that sends nothing for so long. (default: 4)", metavar="S"
+            help="Give a source up that sends nothing for so long. (default: 4)", metavar="TIME"
         ),
     ] = None,
     wait_s: Annotated[
-        float | None,
+        str | None,
         typer.Option(
             "--wait",
-            "--wait-s",
-            help="Wait so long for a source when there is none (any more). (default: 0)",
-            metavar="S",
+            help="Wait so long for a source when there is none (any more): 90 (seconds), 1m. "
+            "(default: 0)",
+            metavar="TIME",
         ),
     ] = None,
     max_readers: options.MaxReaders = None,
@@ -168,10 +170,10 @@ def _closing(pull: Pull) -> Iterator[Pull]:
 def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
     # Nothing is copied to attach: a rate of it would say nothing.
     attached = all(path.attached for path in report.paths)
-    rate = "" if attached else f" ({report.gb_per_s:.2f} GB/s)"
+    rate = "" if attached else f" ({format_rate(report.gb_per_s * 1e9)})"
     lines = [
         f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)}{rate}, "
-        f"{report.layers} layers, the first after {format_seconds(report.first_layer_s)}, "
+        f"{count(report.layers, 'layer')}, the first after {format_seconds(report.first_layer_s)}, "
         f"verified by {report.verified}"
     ]
     for path in report.paths:
@@ -182,7 +184,8 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
         over = f" over {path.rail}" if path.rail else ""
         lines.append(f"  {path.transport} from {path.source}{over}: {how}")
     if report.retries:
-        lines.append(f"  {report.retries} chunks were fetched again")
+        again = "chunk was" if report.retries == 1 else "chunks were"
+        lines.append(f"  {report.retries} {again} fetched again")
     lines += [f"  left {each.source}: {each.reason}" for each in report.left]
     if report.fallback:
         lines.append(f"  no source could be used; taken from {report.fallback}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import live, options, outcome
-from mx.units import format_bytes
+from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
     from mx.api import Source
@@ -24,12 +24,23 @@ def serve(
     checkpoint: Annotated[
         str, typer.Argument(help="A safetensors file, or a folder of them.", metavar="CHECKPOINT")
     ],
-    model: Annotated[str, typer.Option(help="The name to serve it under.", metavar="NAME")],
-    revision: Annotated[str, typer.Option(help="The revision's label.", metavar="R")] = "main",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="The name to serve it under, or NAME:REVISION. (default: the folder's name)",
+            metavar="NAME",
+        ),
+    ] = "",
+    revision: Annotated[
+        str, typer.Option(help="The revision's label. (default: main)", metavar="R")
+    ] = "",
     variant: Annotated[
         str,
-        typer.Option(help="Which of the model's variants this is, such as a rank.", metavar="V"),
-    ] = "checkpoint",
+        typer.Option(
+            help="Which of the model's variants this is, such as a rank. (default: checkpoint)",
+            metavar="V",
+        ),
+    ] = "",
     device: Annotated[
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
@@ -49,8 +60,10 @@ def serve(
         typer.Option(help="The unit of verification and retry. (default: 16MiB)", metavar="SIZE"),
     ] = None,
     drain_grace_s: Annotated[
-        float | None,
-        typer.Option(help="How long running reads may take to finish. (default: 10)", metavar="S"),
+        str | None,
+        typer.Option(
+            help="How long running reads may take to finish. (default: 10)", metavar="TIME"
+        ),
     ] = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
@@ -71,6 +84,7 @@ def serve(
       --tls-cert me.pem --tls-key me.key --tls-ca ours.pem`
     """
     settings = options.settings_of(context)
+    outcome.ignore_hangup()
     from mx import api
 
     with options.tracing(settings):
@@ -115,14 +129,15 @@ def _announce(source: Source, *, as_json: bool) -> None:
     where = "itself, at" if source.embedded else "the one at"
     outcome.say(
         f"serving {source.model}: {format_bytes(layout.payload_nbytes)} in "
-        f"{len(layout.layers)} layers, identity {source.identity_hex[:16]}\n"
+        f"{count(len(layout.layers), 'layer')}, identity {source.identity_hex[:16]}\n"
         f"  at {source.endpoint}, coordinator: {where} {source.coordinator_address}\n"
         f"  stop with Ctrl-C"
     )
 
 
 class Stop:
-    """What SIGTERM and Ctrl-C mean while serving: finish; the second time: now."""
+    """What SIGTERM and Ctrl-C mean while serving: finish; the second time: now. SIGHUP, which a
+    terminal sends that is closed, means nothing to a server."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -131,6 +146,7 @@ class Stop:
     @contextmanager
     def on_signals(self) -> Iterator[None]:
         previous = {n: signal.signal(n, self._take) for n in (signal.SIGTERM, signal.SIGINT)}
+        previous[signal.SIGHUP] = outcome.ignore_hangup()
         try:
             yield
         finally:

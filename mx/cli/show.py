@@ -10,8 +10,11 @@ from rich.table import Table
 
 from mx import config
 from mx.cli import options, outcome
+from mx.cli.commands import Command, Group
 
-app = typer.Typer(name="config", help="Settings and where they come from.", no_args_is_help=True)
+app = typer.Typer(
+    name="config", cls=Group, help="Settings and where they come from.", no_args_is_help=True
+)
 
 
 @app.callback()
@@ -19,7 +22,7 @@ def root() -> None:
     """Settings and where they come from."""
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(
     context: typer.Context,
     coordinator: options.Coordinator = None,

@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mx.cli import options, outcome
+from mx.cli.keys import Keys
 from mx.cli.listing import source_object
 from mx.errors import CoordinatorError
-from mx.units import format_bytes, format_seconds
+from mx.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Observer, Overview
@@ -31,7 +32,7 @@ _STYLES = {"complete": "green", "failed": "red"}
 def top(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="Only what concerns this one.", metavar="[MODEL]")
+        str, typer.Argument(help="Only what concerns this one.", metavar="MODEL")
     ] = "",
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     coordinator: options.Coordinator = None,
@@ -43,7 +44,7 @@ def top(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Watch pulls and sources, until Ctrl-C.
+    """Watch pulls and sources, until q or Ctrl-C.
 
     Each pull by layer, in order: ready, in part, not yet; each source by readers
     and by what it gives. Where standard output is no terminal it is shown once.
@@ -75,14 +76,17 @@ def top(
 
 def _watch(observer: Observer, model: str, address: str, console: Console) -> None:
     overview, note = observer.look(model), ""
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             title = Text.assemble(
-                ("mx top", "bold"), f"  {address}  {time.strftime('%H:%M:%S')}  ", (note, "red")
+                ("mx top", "bold"),
+                f"  {address}  {time.strftime('%H:%M:%S')}  q ends it  ",
+                (note, "red"),
             )
             tables = render(overview, ascii_only=console.options.ascii_only)
             live.update(Group(title, Text(), tables), refresh=True)
-            time.sleep(INTERVAL_S)
+            if "q" in keys.wait(INTERVAL_S).lower():
+                return
             try:
                 overview, note = observer.look(model), ""
             except CoordinatorError as error:
@@ -92,7 +96,7 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
 def render(overview: Overview, *, ascii_only: bool = False) -> Group:
     """Both tables."""
     pulls = Table("pull of", "by", "layers", box=None, pad_edge=False)
-    for name in ("ready", "bytes", "GB/s", "time", "sources", "retries"):
+    for name in ("ready", "bytes", "rate", "time", "sources", "retries"):
         pulls.add_column(name, justify="right")
     pulls.add_column("")
     for pull in overview.pulls:
@@ -103,14 +107,14 @@ def render(overview: Overview, *, ascii_only: bool = False) -> Group:
             marks(pull, ascii_only=ascii_only),
             f"{pull.layers_ready}/{pull.layers}",
             f"{format_bytes(pull.done_bytes)} of {format_bytes(pull.nbytes)}",
-            f"{pull.gb_per_s:.3g}",
+            format_rate(pull.gb_per_s * 1e9),
             format_seconds(pull.seconds),
             str(len(pull.sources)),
             str(pull.retries),
             Text("" if phase == "running" else phase, style=_STYLES.get(phase, "")),
         )
     sources = Table("source of", "endpoint", "host", "role", "state", box=None, pad_edge=False)
-    for name in ("layers", "readers", "GB/s"):
+    for name in ("layers", "readers", "rate"):
         sources.add_column(name, justify="right")
     for status in overview.sources:
         record = status.record
@@ -122,7 +126,7 @@ def render(overview: Overview, *, ascii_only: bool = False) -> Group:
             record.state.value,
             str(sum(end - begin for begin, end in record.table.held)),
             str(status.readers),
-            f"{status.gb_per_s:.3g}",
+            format_rate(status.gb_per_s * 1e9),
         )
     return Group(
         pulls if overview.pulls else Text("no pulls"),

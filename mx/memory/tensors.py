@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from mx.core.layout import kind_nbytes
 from mx.core.types import DTYPE_BITS, Alias, Layout, Tensor
 from mx.cuda.device import find_ordinal
 from mx.cuda.driver import load
+from mx.memory.extras import torch_missing
 from mx.transport import DeviceView, Span
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise torch_missing(error) from None
 
 #: safetensors' names for what torch has too; anything else is handed out as bytes.
 TORCH_DTYPES: dict[str, torch.dtype] = {

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch.nn.parameter import is_lazy
-
 from mx.core.manifest import TensorSpec
 from mx.core.types import Alias
 from mx.errors import ConfigError
+from mx.memory.extras import torch_missing
 from mx.memory.tensors import TORCH_DTYPES
+
+try:
+    import torch
+    from torch.nn.parameter import is_lazy
+except ModuleNotFoundError as error:
+    raise torch_missing(error) from None
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

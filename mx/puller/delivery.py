@@ -88,7 +88,7 @@ class Delivery:
             start = place.arena_offset
             self._output.layer_ready(layer, arena[start : start + place.nbytes])
         at_s = time.monotonic() - self._state.started_s
-        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s)
+        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s, self._state.tensors_of)
         with Telling(self._on_error):  # of what a callback raises
             if self._state.layer_ready(event):
                 self._on_last()

@@ -15,9 +15,10 @@ from mx.puller.links import plan_ways
 from mx.puller.locate import Locator
 from mx.puller.options import PullOptions
 from mx.transport import Transport
+from mx.units import count, format_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlannedPull:
     """`nbytes` are those of the model's tensors, `place` is the target's."""
 
@@ -27,6 +28,12 @@ class PlannedPull:
     layers: int
     place: Place
     plan: Plan
+
+    def __repr__(self) -> str:
+        """One line: the model, and the paths that a pull would take."""
+        chosen = ", ".join(f"{way.label} from {way.source.endpoint}" for way in self.plan.chosen)
+        size = f"{format_bytes(self.nbytes)} in {count(self.layers, 'layer')}"
+        return f"<PlannedPull {self.model}: {size}, {chosen or 'no way to get them here'}>"
 
     @property
     def estimate_s(self) -> float | None:

@@ -7,12 +7,15 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mx.core.types import Layout
 from mx.errors import ClosedError, DigestError, IncompleteError, LocalError, MxError
 from mx.puller.lanes import Lane
-from mx.units import format_bytes
+from mx.units import count, format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 class VerifiedBy(enum.Enum):
@@ -24,6 +27,14 @@ class VerifiedBy(enum.Enum):
     SOURCE = "source"
 
 
+def no_tensors(layer: int) -> dict[str, torch.Tensor]:
+    """What a layer's event gives once its pull is gone. Raises ClosedError."""
+    raise ClosedError(f"the pull of layer {layer} is gone, and its tensors with it")
+
+
+TensorsOf = Callable[[int], "dict[str, torch.Tensor]"]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerEvent:
     """A layer is ready: every byte landed and verified. `at_s` counts from the pull's start."""
@@ -33,6 +44,19 @@ class LayerEvent:
     nbytes: int
     verified_by: str
     at_s: float
+    tensors_of: TensorsOf = field(default=no_tensors, repr=False, compare=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the layer's tensors by name, as `Pull.layer_state_dict` does.
+
+        Returns:
+            Views of the pull's memory, which they keep alive; no copy.
+
+        Raises:
+            ClosedError: The pull was closed, or is gone.
+            ConfigError: torch is not installed.
+        """
+        return self.tensors_of(self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +80,14 @@ class Progress:
     phase: str = "resolving"
     sources: tuple[str, ...] = ()
     retries: int = 0
+
+
+def summary(progress: Progress) -> str:
+    """ "reading, 3/26 layers, 72.1 MB of 633 MB"."""
+    return (
+        f"{progress.phase}, {progress.layers_ready}/{count(progress.layers_total, 'layer')}, "
+        f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
+    )
 
 
 class Reading(Protocol):
@@ -214,7 +246,7 @@ def final_error(
     """What a pull that ran out of sources fails with: how far it came, and each cause once."""
     said = "; ".join(dict.fromkeys(cause.message for cause in causes)) or "no source was left"
     far = (
-        f"pull of {model} stopped after {layers_ready} of {len(layout.layers)} layers, "
+        f"pull of {model} stopped after {layers_ready} of {count(len(layout.layers), 'layer')}, "
         f"{format_bytes(bytes_done)} of {format_bytes(layout.payload_nbytes)}: {said}"
     )
     if causes and isinstance(causes[-1], DigestError):

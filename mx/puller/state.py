@@ -13,7 +13,14 @@ from typing import TypeVar
 
 from mx.core.types import Manifest
 from mx.errors import MxError
-from mx.puller.report import LayerEvent, PathReport, PullReport, VerifiedBy
+from mx.puller.report import (
+    LayerEvent,
+    PathReport,
+    PullReport,
+    TensorsOf,
+    VerifiedBy,
+    no_tensors,
+)
 
 T = TypeVar("T")
 Callback = Callable[[LayerEvent], None]
@@ -32,8 +39,10 @@ class PullState:
     """Thread-safe. Events come in the order in which layers become ready; `event(i)` is the
     i-th layer's. `started_s` (monotonic) is when the pull was called for."""
 
-    def __init__(self, started_s: float) -> None:
+    def __init__(self, started_s: float, tensors_of: TensorsOf = no_tensors) -> None:
+        """`tensors_of` gives the tensors of a layer that is ready; events hand it on."""
         self.started_s = started_s
+        self.tensors_of = tensors_of
         self.first_read_s = 0.0
         self._condition = threading.Condition()
         self._events: dict[int, LayerEvent] = {}

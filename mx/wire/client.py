@@ -21,6 +21,7 @@ from mx.errors import (
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
+from mx.wire.listed import ModelStatus, SourceStatus
 from mx.wire.progress import Tell, pull_from_wire, telling
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -52,25 +53,6 @@ class Resolution:
     ref: ManifestRef
     sources: list[SourceRecord]
     documents: dict[bytes, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """`nbytes` and `layers` as an origin registered them; 0 where none is left."""
-
-    model: ModelKey
-    ref: ManifestRef
-    nbytes: int
-    layers: int
-    sources: int
-
-
-@dataclass(frozen=True, slots=True)
-class SourceStatus:
-    record: SourceRecord
-    lease_left_s: float
-    readers: int
-    gb_per_s: float
 
 
 class CoordinatorClient:

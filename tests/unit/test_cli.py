@@ -100,7 +100,7 @@ def test_help_lists_verbs_and_exit_codes(run_mx: Mx) -> None:
     [
         (("pul",), "No such command 'pul'"),
         (("pull",), "Missing argument 'MODEL'"),
-        (("serve", "somewhere"), "Missing option '--model'"),
+        (("serve",), "Missing argument 'CHECKPOINT'"),
         (("pull", "m", "--fast"), "No such option"),
         (("pull", "m", "--streams", "many"), "Invalid value for '--streams'"),
         (("pull", "m", "--coordinator", "nowhere"), "must be HOST:PORT"),

@@ -170,13 +170,13 @@ def test_missing_rows_and_ragged_columns_are_refused() -> None:
         decoder.check(pb.TableRows(layer=[1], offset=[1, 2]))
 
 
-@pytest.mark.parametrize("name", ["", "a@b", "a\tb", "n" * 257, "a "])
+@pytest.mark.parametrize("name", ["", "a@b", "a:b", "a[b", "a\tb", "n" * 257, "a "])
 def test_a_bad_name_is_the_callers_mistake(name: str) -> None:
     with pytest.raises(ConfigError):
         codec.check_model_key(ModelKey(name))
 
 
-@pytest.mark.parametrize("name", ["n" * 256, "Qwen/Qwen3-8B", "模型", "a b", "..", "a:b"])
+@pytest.mark.parametrize("name", ["n" * 256, "Qwen/Qwen3-8B", "模型", "a b", ".."])
 def test_good_names(name: str) -> None:
     codec.check_model_key(ModelKey(name))
     assert codec.key_from_wire(codec.key_to_wire(ModelKey(name))) == ModelKey(name)

@@ -1,0 +1,61 @@
+"""Single keys from a terminal, without Enter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from types import TracebackType
+from typing import Any
+
+
+class Keys:
+    """A context in which standard input, if it is a terminal, gives keys as they are pressed and
+    echoes none. Ctrl-C interrupts as ever. What was set before is set again at the end."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        self._before: Any = None
+
+    def __enter__(self) -> Keys:
+        with contextlib.suppress(OSError, ValueError, termios.error):  # no input, or no terminal
+            descriptor = sys.stdin.fileno()
+            self._before = termios.tcgetattr(descriptor)
+            tty.setcbreak(descriptor)
+            self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            with contextlib.suppress(termios.error):  # the terminal was closed
+                termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
+        self._descriptor = -1
+
+    def wait(self, seconds: float) -> str:
+        """Wait for keys.
+
+        Args:
+            seconds: For how long at most.
+
+        Returns:
+            What was pressed, "" if nothing was. Where there is no terminal it only waits.
+        """
+        if self._descriptor < 0:
+            time.sleep(seconds)
+            return ""
+        ready, _, _ = select.select([self._descriptor], [], [], seconds)
+        if not ready:
+            return ""
+        pressed = os.read(self._descriptor, 64)
+        if not pressed:  # its end: it would be ready for ever
+            self._descriptor = -1
+        return pressed.decode(errors="replace")

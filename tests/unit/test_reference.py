@@ -1,0 +1,76 @@
+"""How people name models."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx import codec
+from mx.core.reference import ModelReference, parse_reference
+from mx.core.types import ModelKey
+from mx.errors import ConfigError
+
+PIN = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ("llama", ModelReference("llama")),
+        ("org/llama-8b", ModelReference("org/llama-8b")),
+        ("llama:v2", ModelReference("llama", "v2")),
+        ("llama:main.2[rank-0]", ModelReference("llama", "main.2", "rank-0")),
+        ("llama[rank-0]", ModelReference("llama", "", "rank-0")),
+        (f"llama@{PIN}", ModelReference("llama", pin=PIN)),
+        (f"llama:v2@{PIN[:8]}", ModelReference("llama", "v2", pin=PIN[:8])),
+        ("", ModelReference("")),
+    ],
+)
+def test_a_reference_is_read(text: str, means: ModelReference) -> None:
+    assert parse_reference(text) == means
+
+
+@pytest.mark.parametrize("text", ["llama:", "llama@", ":v2", "@abc", "llama[", "llama[x]y"])
+def test_what_names_no_model_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="NAME:REVISION"):
+        parse_reference(text)
+
+
+def test_a_revision_may_stand_in_the_name_or_beside_it_but_not_twice() -> None:
+    assert parse_reference("llama", revision="v2").revision == "v2"
+    assert parse_reference("llama:v2", revision="v2").revision == "v2"
+    with pytest.raises(ConfigError, match="v3"):
+        parse_reference("llama:v2", revision="v3")
+    with pytest.raises(ConfigError, match="variant"):
+        parse_reference("llama[a]", variant="b")
+
+
+def registrable(key: ModelKey) -> bool:
+    try:
+        codec.check_model_key(key)
+    except ConfigError:
+        return False
+    return True
+
+
+TEXT = st.text(st.sampled_from("ab1.:-/[]@ \n"), min_size=1, max_size=8)
+
+
+@given(st.builds(ModelKey, TEXT, TEXT, TEXT).filter(registrable))
+def test_what_a_key_prints_as_names_it(key: ModelKey) -> None:
+    found = parse_reference(str(key))
+    assert (found.name, found.revision or "main", found.variant or "checkpoint") == (
+        key.name,
+        key.revision,
+        key.variant,
+    )
+    assert found.fits(key, b"")
+
+
+def test_a_reference_fits_what_it_names() -> None:
+    key, identity = ModelKey("llama", "v2"), bytes.fromhex(PIN)
+    for text in ("", "llama", "llama:v2", "llama@AB", f"llama:v2[checkpoint]@{PIN}"):
+        assert parse_reference(text).fits(key, identity), text
+    for text in ("other", "llama:v1", "llama@cd", "llama[rank-0]"):
+        assert not parse_reference(text).fits(key, identity), text
