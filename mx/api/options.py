@@ -18,10 +18,12 @@ from mx.wire.address import is_local
 
 def pull_options(
     model: str,
-    source: str,
-    out: str | Path | None,
     settings: config.Settings,
     *,
+    peer: str | None = None,
+    path: str | Path | None = None,
+    fallback: str | Path | None = None,
+    out: str | Path | None = None,
     revision: str,
     variant: str,
     transport: str | None,
@@ -35,25 +37,19 @@ def pull_options(
         raise ConfigError(
             f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
         )
-    how, _, where = source.partition("=")
-    if how not in ("peer", "disk", "auto") or (how == "disk" and not where):
-        raise ConfigError(
-            f"--from {source} is not understood",
-            hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",
-        )
-    disk = Path(where) if where and how in ("disk", "auto") else None
-    if how == "auto" and disk is None and Path(model).exists():
-        disk = Path(model)
+    if sum(where is not None for where in (peer, path, fallback)) > 1:
+        raise ConfigError("only one of `peer`, `path` and `fallback` says where to pull from")
     if wait_s is not None and not wait_s >= 0:  # NaN is not either
         raise ConfigError(f"wait_s={wait_s} is not a time to wait", hint="0 is not to wait")
+    disk = path if path is not None else fallback
     tls = tls_of(settings)
     return PullOptions(
         name=reference.pinned_name,
         revision=reference.revision,
         variant=reference.variant or DEFAULT_VARIANT,
-        peer=where if how == "peer" and where else None,
-        disk=disk,
-        fall_back_to_disk=how == "auto",
+        peer=peer,
+        disk=None if disk is None else Path(disk),
+        fall_back_to_disk=fallback is not None,
         out=None if out is None else Path(out),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
@@ -66,7 +62,7 @@ def pull_options(
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,
-        relay=_relays(settings, where if how == "peer" and where else rest.get("coordinator")),
+        relay=_relays(settings, peer or rest.get("coordinator")),
         **rest,
     )
 

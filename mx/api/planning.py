@@ -11,7 +11,7 @@ from mx.puller.planning import PlannedPull, plan_pull, target_place
 def plan(
     model: str,
     *,
-    source: str = "peer",
+    peer: str | None = None,
     revision: str = "",
     variant: str = "",
     coordinator: str | None = None,
@@ -27,9 +27,8 @@ def plan(
     settings = settings or config.load()
     options = pull_options(
         model,
-        source,
-        None,
         settings,
+        peer=peer,
         revision=revision,
         variant=variant,
         coordinator=coordinator or settings.coordinator,

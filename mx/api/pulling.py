@@ -330,7 +330,9 @@ class Pull:
 def pull(
     model: str,
     *,
-    source: str = "peer",
+    peer: str | None = None,
+    path: str | Path | None = None,
+    fallback: str | Path | None = None,
     revision: str = "",
     variant: str = "",
     coordinator: str | None = None,
@@ -350,9 +352,10 @@ def pull(
     the weights. Without a revision, there or in `revision`, NAME means its newest one, and a pin
     the weights in whichever revision; without a `variant` it is "checkpoint".
 
-    `source` is "peer" (whom the coordinator at `coordinator` knows), "peer=HOST:PORT" (one
-    source, no coordinator), "disk=PATH", or "auto[=PATH]": peers first, then the disk. `out` is a
-    folder to write a checkpoint to; `hold` keeps the memory in a form that others can read and
+    It comes from the sources that the coordinator at `coordinator` knows; with `peer` from that
+    one (HOST:PORT), without a coordinator; with `path` from a checkpoint on disk; with
+    `fallback` from sources, and from that checkpoint if none can be used. `out` is a folder to
+    write a checkpoint to; `hold` keeps the memory in a form that others can read and
     allows `Pull.hold`. `transport` forces one by name. `verify="strong"` also compares every
     tensor with the model's identity. `device` is "cpu", or "cuda:N" for that GPU's memory, which
     `out` and "strong" copy back to the host. `attach=False` copies even where memory could be
@@ -379,9 +382,11 @@ def pull(
         raise ConfigError(f"verify={verify!r} is not understood", hint="it is chunks or strong")
     options = pull_options(
         model,
-        source,
-        out,
         settings,
+        peer=peer,
+        path=path,
+        fallback=fallback,
+        out=out,
         revision=revision,
         variant=variant,
         coordinator=coordinator or settings.coordinator,

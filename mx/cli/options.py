@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
 
 import typer
 
@@ -208,6 +209,33 @@ def tls_of(settings: Settings) -> TlsFiles | None:
     if not settings.tls_cert:
         return None
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+
+
+class Where(TypedDict, total=False):
+    """Where to pull from, as arguments of `pull`."""
+
+    peer: str
+    path: str
+    fallback: str
+
+
+def where_from(text: str, model: str) -> Where:
+    """Return what `--from` says, as the arguments of `pull`. Raises ConfigError."""
+    if text == "peer":
+        return {}
+    if text == "auto":
+        return {"fallback": model} if Path(model).exists() else {}
+    how, _, where = text.partition("=")
+    if how == "peer" and where:
+        return {"peer": where}
+    if how == "disk" and where:
+        return {"path": where}
+    if how == "auto" and where:
+        return {"fallback": where}
+    raise ConfigError(
+        f"--from {text} is not understood",
+        hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",
+    )
 
 
 def coordinator_of(settings: Settings) -> str | None:

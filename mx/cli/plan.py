@@ -70,7 +70,7 @@ def plan(
 
     planned = api.plan(
         model,
-        source=source,
+        peer=options.where_from(source, model).get("peer"),
         revision=revision,
         variant=variant,
         coordinator=options.coordinator_of(settings),

@@ -127,7 +127,7 @@ def pull(
         _closing(
             api.pull(
                 model,
-                source=source,
+                **options.where_from(source, model),
                 revision=revision,
                 variant=variant,
                 coordinator=options.coordinator_of(settings),

@@ -13,7 +13,8 @@ from mx.core.types import ModelKey
 from mx.errors import ConfigError
 
 _REFERENCE = re.compile(
-    r"(?P<name>[^:@\[\]]*)(:(?P<revision>[^@\[\]]*))?(\[(?P<variant>[^\[\]@]+)\])?(@(?P<pin>.*))?",
+    r"(?P<name>[^:@\[\]]*)(:(?P<revision>[^@\[\]]*))?"
+    r"(\[(?P<variant>[^\[\]@]+)\])?(@(?P<pin>.*))?",
     re.S,
 )
 

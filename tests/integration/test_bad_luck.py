@@ -267,7 +267,7 @@ HOSTILE = {
 def test_malformed_checkpoints(tmp_path: Path, what: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(HOSTILE[what])
-    with api.pull("m", source=f"disk={path}") as pull:
+    with api.pull("m", path=path) as pull:
         error = error_of(pull)
     assert error.exit_code == EXIT_INTEGRITY
     assert "model.safetensors" in str(error)
@@ -296,7 +296,7 @@ def test_a_model_larger_than_memory_is_refused_before_anything_is_taken(
     path = tmp_path / "model.safetensors"
     path.write_bytes(safetensors_bytes({"a": entry([nbytes], 0, nbytes)}))
     os.truncate(path, path.stat().st_size + nbytes)  # sparse: 4 TiB that are not there
-    with api.pull("m", source=f"disk={path}") as pull:
+    with api.pull("m", path=path) as pull:
         error = error_of(pull)
     assert isinstance(error, CapacityError)
     assert "are free" in str(error)
@@ -443,7 +443,7 @@ def test_a_peer_that_speaks_garbage(run: Run, coordinator: str) -> None:
         thread.start()
         try:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-            with api.pull("m", source=f"peer={address}") as pull:
+            with api.pull("m", peer=address) as pull:
                 assert isinstance(error_of(pull), MxError)
             with api.pull("m", coordinator=address) as pull:
                 assert isinstance(error_of(pull), MxError)

@@ -149,7 +149,7 @@ def test_the_sources_of_a_process_take_bounds_from_the_call(
             max_bandwidth="80MB/s",
             settings=settings,
         ) as source,
-        api.pull("m", source=f"peer={source.endpoint}", transport="shm", attach=False) as pull,
+        api.pull("m", peer=source.endpoint, transport="shm", attach=False) as pull,
     ):
         assert pull.wait(30).bytes == MODEL_NBYTES
 

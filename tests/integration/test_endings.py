@@ -48,9 +48,7 @@ def test_disk_takes_over_though_the_first_attempt_had_begun_to_write(
     out = tmp_path / "out"
     with (
         offering(held_model("m", corrupt=flip_everything), coordinator),
-        api.pull(
-            "m", coordinator=coordinator, source=f"auto={checkpoint}", attach=False, out=out
-        ) as pull,
+        api.pull("m", coordinator=coordinator, fallback=checkpoint, attach=False, out=out) as pull,
     ):
         assert pull.wait(30).fallback == "disk"
         assert pull.progress().layers_ready == 10
@@ -60,8 +58,8 @@ def test_disk_takes_over_though_the_first_attempt_had_begun_to_write(
 def test_a_pinned_identity_is_not_replaced_by_what_the_disk_holds(
     coordinator: str, checkpoint: Path
 ) -> None:
-    wanted = f"auto={checkpoint}"
-    with api.pull("m@0123456789abcdef", coordinator=coordinator, source=wanted) as pull:
+    pin = "0123456789abcdef"
+    with api.pull(f"m@{pin}", coordinator=coordinator, fallback=checkpoint) as pull:
         error = error_of(pull)
     assert isinstance(error, CheckpointError)
     assert "0123456789abcdef" in str(error)
@@ -120,8 +118,8 @@ def test_what_is_held_is_lost_neither_with_its_source_nor_with_its_failure(
     expected = load_file(checkpoint)
     listed = api.list_sources("m", coordinator=coordinator)
     nobody = f"127.0.0.1:{free_port()}"
-    peer = f"peer={listed[0].record.endpoint}"
-    with api.pull("m", source=peer, coordinator=nobody, hold=True) as pull:
+    peer = listed[0].record.endpoint
+    with api.pull("m", peer=peer, coordinator=nobody, hold=True) as pull:
         pull.wait(30)
         with pytest.raises(CoordinatorError):
             pull.hold()

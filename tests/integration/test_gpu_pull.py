@@ -96,8 +96,7 @@ def source(fake: FakeDriver, checkpoint: Path, settings: config.Settings) -> Ite
 
 
 def pull(source: api.Source, settings: config.Settings, **options: Any) -> api.Pull:
-    where = f"peer={source.endpoint}"
-    return api.pull("m", source=where, settings=settings, device="cuda:1", **options)
+    return api.pull("m", peer=source.endpoint, settings=settings, device="cuda:1", **options)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -163,8 +162,7 @@ def test_a_failed_pull_lets_streams_go(
 
 
 def test_signals_are_for_gpus(source: api.Source, settings: config.Settings) -> None:
-    where = f"peer={source.endpoint}"
-    with api.pull("m", source=where, settings=settings) as found:
+    with api.pull("m", peer=source.endpoint, settings=settings) as found:
         with pytest.raises(ConfigError, match="cuda:N"):
             found.signals()
         found.wait(30)
@@ -185,8 +183,7 @@ def test_written_to_disk_by_a_copy_back(
 def test_from_disk(
     fake: FakeDriver, checkpoint: Path, weights: dict[str, torch.Tensor], settings: config.Settings
 ) -> None:
-    where = f"disk={checkpoint}"
-    with api.pull("m", source=where, settings=settings, device="cuda:0") as found:
+    with api.pull("m", path=checkpoint, settings=settings, device="cuda:0") as found:
         found.wait(30)
         assert same(found.state_dict(), weights)
         assert fake.used_nbytes(0) and not fake.used_nbytes(1)

@@ -152,9 +152,9 @@ def test_identity_pins(run: Run, coordinator: str, checkpoint: Path) -> None:
 def test_a_peer_is_enough(run: Run, coordinator: str, checkpoint: Path) -> None:
     endpoint = serve(run, checkpoint, "m", coordinator).json()["endpoint"]
     nobody = f"127.0.0.1:{free_port()}"
-    with api.pull("m", source=f"peer={endpoint}", coordinator=nobody) as pull:
+    with api.pull("m", peer=endpoint, coordinator=nobody) as pull:
         assert same(pull.state_dict(), load_file(checkpoint))
-    with api.pull("other", source=f"peer={endpoint}", coordinator=nobody) as pull:
+    with api.pull("other", peer=endpoint, coordinator=nobody) as pull:
         error = error_of(pull)
     assert isinstance(error, UnknownModelError)
     assert "nothing of that name" in str(error)
@@ -175,20 +175,20 @@ def test_serve_embeds_a_coordinator_where_none_answers(run: Run, checkpoint: Pat
 
 
 def test_from_disk_and_fall_back(run: Run, coordinator: str, checkpoint: Path) -> None:
-    with api.pull("m", source=f"disk={checkpoint}") as pull:
+    with api.pull("m", path=checkpoint) as pull:
         report = pull.wait(30)
         assert report.fallback is None
         assert report.paths[0].transport == "disk"
         assert same(pull.state_dict(), load_file(checkpoint))
-    with api.pull("m", source=f"auto={checkpoint}", coordinator=coordinator) as pull:
+    with api.pull("m", fallback=checkpoint, coordinator=coordinator) as pull:
         report = pull.wait(30)
         assert report.fallback == "disk"
         assert same(pull.state_dict(), load_file(checkpoint))
     serve(run, checkpoint, "m", coordinator)
-    with api.pull("m", source=f"auto={checkpoint}", coordinator=coordinator) as pull:
+    with api.pull("m", fallback=checkpoint, coordinator=coordinator) as pull:
         assert pull.wait(30).fallback is None
-    with pytest.raises(ConfigError, match="not understood"):
-        api.pull("m", source="floppy")
+    with pytest.raises(ConfigError, match="only one of"):
+        api.pull("m", peer="127.0.0.1:1", path=checkpoint)
 
 
 def test_state_dicts_and_modules_are_served_with_their_ties(coordinator: str) -> None:

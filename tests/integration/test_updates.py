@@ -176,7 +176,7 @@ def test_readers_finish_within_the_grace_and_attached_tensors_stay(
         with api.pull("m", coordinator=coordinator) as pull:
             assert pull.wait(30).model == "m:main.2"
             assert versions_of(pull.state_dict()) == {2}
-        with api.pull("m", source=f"peer={source.endpoint}", coordinator=coordinator) as pull:
+        with api.pull("m", peer=source.endpoint, coordinator=coordinator) as pull:
             assert versions_of(pull.state_dict()) == {2}
     assert versions_of(tensors) == {1}
 
@@ -278,7 +278,7 @@ def test_only_the_owner_updates(
         assert len(api.list_sources("m", coordinator=coordinator)) == 2
         with pytest.raises(BindingError, match="another's"):
             api.serve(changed, model="m", revision="main.2", coordinator=coordinator)
-        with api.pull("m", source=f"peer={other.endpoint}", coordinator=coordinator) as pull:
+        with api.pull("m", peer=other.endpoint, coordinator=coordinator) as pull:
             assert pull.wait(30).manifest == other.identity_hex
     assert [str(m.model) for m in api.list_models(coordinator=coordinator)] == ["m"]
     with (
@@ -300,7 +300,7 @@ def test_without_a_coordinator_the_old_weights_are_served_on(run: Run) -> None:
         after = Holdings.now()
         assert len(after.mappings) == len(before.mappings)
         assert str(source.model) == "m"
-        with api.pull("m", source=f"peer={source.endpoint}", coordinator=address) as pull:
+        with api.pull("m", peer=source.endpoint, coordinator=address) as pull:
             assert versions_of(pull.state_dict()) == {1}
         _, second = start_coordinator(run, port=port)
         second.until(lambda: bool(api.list_sources("m", coordinator=address)), "source again")

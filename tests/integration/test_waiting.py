@@ -56,7 +56,7 @@ def test_a_pull_that_is_there_first(run: Run, checkpoint: Path) -> None:
 
 def test_a_named_peer_that_is_not_there_yet(run: Run, checkpoint: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
-    with api.pull("m", source=f"peer={address}", wait_s=50, attach=False) as pull:
+    with api.pull("m", peer=address, wait_s=50, attach=False) as pull:
         time.sleep(0.5)
         run(
             "serve", str(checkpoint), "--model", "m", "--listen", address,
