@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -79,6 +80,7 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
 
 def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -> int:
     """Say what went wrong, for people and (with `--json`) for programs. Returns `exit_code`."""
+    message, hint = in_flags(message), in_flags(hint)
     if as_json:
         error = {"type": kind, "message": message, "hint": hint, "exit_code": exit_code}
         emit({"error": error})

@@ -1,0 +1,57 @@
+"""Errors speak the interface that was used."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import mx
+import mx_transports
+from mx.cli.words import in_flags
+
+
+@pytest.mark.parametrize(
+    ("said", "typed"),
+    [
+        ("`wait_s` waits longer", "--wait waits longer"),
+        ("name one with `peer=HOST:PORT`", "name one with --from peer=HOST:PORT"),
+        ("give `path`", "give --from disk"),
+        ("say `insecure=True`", "say --insecure"),
+        ("copy with `attach=False`", "copy with --no-attach"),
+        ("`listen=10.0.0.1:0`", "--listen 10.0.0.1:0"),
+        ("`tls_cert`, `tls_key` and `tls_ca`", "--tls-cert, --tls-key and --tls-ca"),
+        ("`into` is read-only", "`into` is read-only"),
+        ("`close()` it", "`close()` it"),
+    ],
+)
+def test_arguments_become_flags(said: str, typed: str) -> None:
+    assert in_flags(said) == typed
+
+
+def _messages(path: Path) -> list[tuple[int, str]]:
+    """Every text in a module but for its docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    }  # a docstring is an expression that is nothing but a text
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+    ]
+
+
+def test_the_library_names_no_flags() -> None:
+    ours = ("cli", "testing")
+    found = [
+        f"{path}:{line}: {text}"
+        for package in (mx, mx_transports)
+        for path in Path(str(package.__file__)).parent.rglob("*.py")
+        if not set(path.relative_to(Path(str(package.__file__)).parent).parts) & set(ours)
+        for line, text in _messages(path)
+        if re.search(r"(?<![\w-])--[a-z]", text) and "--gpus" not in text
+    ]
+    assert not found, "\n".join(found)
