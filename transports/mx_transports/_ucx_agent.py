@@ -119,7 +119,11 @@ def new_agent(nixl: Any, engine_config: str) -> tuple[Any, list[int]]:
     options.useProgThread = options.useListenThread = options.captureTelemetry = False
     options.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = nixl.nixlAgent(secrets.token_hex(8), options)
-    backends = [agent.createBackend("UCX", {"engine_config": engine_config})]
+    try:
+        backends = [agent.createBackend("UCX", {"engine_config": engine_config})]
+    except BaseException:
+        del agent  # the traceback keeps this frame, and would keep an agent of no use
+        raise
     if crashes_at_exit():
         exit_without_destructors()
     return agent, backends
