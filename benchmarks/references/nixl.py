@@ -24,6 +24,8 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
+from mx_transports._ucx_agent import load_rdma_core
+
 _MIB = 1 << 20
 _HUGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
@@ -38,6 +40,7 @@ def _agent() -> tuple[Any, Any, list[int]]:
             break
         except ModuleNotFoundError:
             continue
+    load_rdma_core()  # else this process dies when it exits, where rdma-core is installed
     options = nixl.nixlAgentConfig()
     options.useProgThread = options.useListenThread = options.captureTelemetry = False
     options.syncMode = nixl.NIXL_THREAD_SYNC_NONE

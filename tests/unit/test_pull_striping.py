@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mx.core.types import CHUNK_BYTES
@@ -29,16 +31,36 @@ def speeds(draw: st.DrawFn, at_least: int = 1, at_most: int = 8, factor: float =
     return [top * draw(parts) for _ in range(draw(st.integers(at_least, at_most)))]
 
 
+class Steady(NamedTuple):
+    """A lane whose speed never changes."""
+
+    bytes_per_s: float
+    estimate_bytes_per_s: float
+    streams: int
+
+    def lane(self) -> SimulatedLane:
+        return SimulatedLane(
+            [(0.0, self.bytes_per_s)], self.estimate_bytes_per_s, streams=self.streams
+        )
+
+
 @st.composite
-def steady(draw: st.DrawFn, at_least: int = 1) -> list[SimulatedLane]:
+def steady(draw: st.DrawFn, at_least: int = 1) -> list[Steady]:
     return [
-        SimulatedLane(
-            [(0.0, speed)],
-            estimate=speed * draw(st.floats(1 / WRONG, WRONG)),
+        Steady(
+            speed,
+            estimate_bytes_per_s=speed * draw(st.floats(1 / WRONG, WRONG)),
             streams=draw(st.sampled_from((1, 2, 4))),
         )
         for speed in draw(speeds(at_least))
     ]
+
+
+@st.composite
+def steady_pulls(draw: st.DrawFn) -> tuple[list[Steady], list[int]]:
+    """Lanes, and the layers in MiB of a model that keeps them busy for long."""
+    lanes = draw(steady())
+    return lanes, draw(layers(len(lanes), 640))
 
 
 @st.composite
@@ -74,13 +96,35 @@ def speed_of(lane: SimulatedLane) -> float:
     return lane.speeds[0][1]
 
 
+BURST_LAYERS_MIB = [
+    202, 258, 212, 531, 372, 440, 322, 435, 504, 332, 211, 317,
+    434, 421, 261, 257, 417, 186, 202, 518, 322, 225, 419, 186,
+]  # fmt: skip
+#: Four streams side by side looked 22% faster than they were: their lane took 2.3 chunks too many,
+#: and ended last.
+BURSTS = (
+    [
+        Steady(2697098537.016598, 2932514550.2206297, 2),
+        Steady(2099793819.9842553, 2708861780.511999, 2),
+        Steady(9442126290.079212, 9108460415.570116, 4),
+        Steady(2099793819.9842553, 2978570013.4557385, 2),
+        Steady(1e10, 8e9, 2),
+        Steady(1e10, 11071947466.72878, 1),
+        Steady(1e10, 11013151263.18902, 4),
+    ],
+    BURST_LAYERS_MIB,
+)
+
+
+@pytest.mark.timeout(150)  # up to 20 s of one core, of which others may use both
 @EXAMPLES
-@given(st.data())
+@given(steady_pulls())
+@example(BURSTS)
 def test_lanes_carry_their_shares_end_together_and_keep_nearly_to_the_order(
-    data: st.DataObject,
+    pull: tuple[list[Steady], list[int]],
 ) -> None:
-    lanes = data.draw(steady())
-    layer_mib = data.draw(layers(len(lanes), 640))
+    steadies, layer_mib = pull
+    lanes = [each.lane() for each in steadies]
     run = Simulation(grid_of(layer_mib), lanes).run()
     assert run.completed
     nbytes, together = total_nbytes(layer_mib), sum(map(speed_of, lanes))
@@ -131,7 +175,7 @@ def test_interfaces_that_promise_far_too_much_are_seen_through(
 @EXAMPLES
 @given(st.data())
 def test_what_happens_to_lanes_costs_no_more_than_those_lanes(data: st.DataObject) -> None:
-    first, *others = data.draw(steady(at_least=2))
+    first, *others = (each.lane() for each in data.draw(steady(at_least=2)))
     layer_mib = data.draw(layers(1 + len(others), 96))
     nbytes = total_nbytes(layer_mib)
     ends_s = nbytes / sum(map(speed_of, (first, *others)))
@@ -149,7 +193,7 @@ def test_what_happens_to_lanes_costs_no_more_than_those_lanes(data: st.DataObjec
 @EXAMPLES
 @given(st.data())
 def test_when_all_lanes_die_the_pull_fails_and_names_each(data: st.DataObject) -> None:
-    lanes = data.draw(steady())
+    lanes = [each.lane() for each in data.draw(steady())]
     layer_mib = data.draw(layers(len(lanes), 96))
     ends_s = total_nbytes(layer_mib) / sum(map(speed_of, lanes))
     for lane in lanes:

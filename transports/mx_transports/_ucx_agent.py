@@ -15,7 +15,9 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import importlib.machinery
 import importlib.util
 import json
@@ -34,6 +36,8 @@ BUSY, IDLE = b"B", b"I"
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _PROT_READ, _MAP_SHARED = 1, 1
+#: The system's rdma-core, by what all of it is built on, and the libraries that this needs.
+_RDMA_CORE, _LIBNL, _LIBNL_ROUTE = "libibverbs.so.1", "libnl-3.so.200", "libnl-route-3.so.200"
 #: While nobody reads, UCX gets to look after its connections this often: 0.1% of a core.
 IDLE_POLL_S = 0.05
 #: Polls between two looks at anything else, and what each takes at most if it finds nothing (1.5
@@ -68,14 +72,61 @@ def failures(nixl: ModuleType) -> tuple[type[Exception], ...]:
     )
 
 
+def load_rdma_core() -> None:
+    """Load the system's rdma-core, where there is one, before UCX does.
+
+    NIXL's wheel has copies of libibverbs and libnl under names of their own. UCX's module for EFA
+    needs the system's libefa, and with it the system's libibverbs and libnl. Loaded together with
+    that module, these find their symbols in the wheel's copies: the constructors of the system's
+    libnl enter themselves in the lists of the other libnl, and its destructors, which run when the
+    process exits, follow a pointer that was never set: SIGSEGV, exit code 139. Loaded first and by
+    itself, the system's rdma-core is bound to its own libraries, and exits are as without it.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(_RDMA_CORE)
+
+
+def crashes_at_exit() -> bool:
+    """Return True if UCX was loaded before `load_rdma_core` could prevent the harm, as it is by
+    other users of NIXL in this process: the system's libnl does not know of its own caches."""
+    try:
+        ctypes.CDLL(_LIBNL_ROUTE, mode=os.RTLD_NOLOAD)
+        lookup = ctypes.CDLL(_LIBNL, mode=os.RTLD_NOLOAD).nl_cache_ops_lookup
+    except (OSError, AttributeError):
+        return False
+    lookup.restype = ctypes.c_void_p
+    return lookup(b"route/link") is None
+
+
+@functools.cache
+def exit_without_destructors() -> None:
+    """Have this process end without the destructors of its libraries, its exit code kept.
+
+    `exit` calls C's handlers in the reverse order of their registration, the destructors last.
+    So handlers registered from now on run, C's streams are flushed, and then the process is gone;
+    handlers that were registered before are skipped. Python's own end comes earlier and is whole.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
+
+
 def new_agent(nixl: Any, engine_config: str) -> tuple[Any, list[int]]:
     """An agent under a random name, and its UCX back-end. Raises what `failures` lists."""
+    load_rdma_core()
     options = nixl.nixlAgentConfig()
     # No progress threads: they spin.
     options.useProgThread = options.useListenThread = options.captureTelemetry = False
     options.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     agent = nixl.nixlAgent(secrets.token_hex(8), options)
-    return agent, [agent.createBackend("UCX", {"engine_config": engine_config})]
+    try:
+        backends = [agent.createBackend("UCX", {"engine_config": engine_config})]
+    except BaseException:
+        del agent  # the traceback keeps this frame, and would keep an agent of no use
+        raise
+    if crashes_at_exit():
+        exit_without_destructors()
+    return agent, backends
 
 
 def confine() -> None:

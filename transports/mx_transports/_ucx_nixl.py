@@ -17,7 +17,8 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -143,8 +144,12 @@ class Pin:
 class TargetAgent:
     """An agent that reads from one peer. Not thread-safe; not in need of any other thread.
 
-    Every method raises PathError or PeerLostError, `peer` named. After `close` nothing is written
-    to registered memory any more, whatever was in flight.
+    Every method raises PathError or PeerLostError, `peer` named. Once `close` has returned True
+    nothing is written to registered memory any more, whatever was in flight.
+
+    NIXL has no call that ends an agent: it ends with the last reference to it. So there is one
+    reference, here. Methods take it for the length of one call and keep neither the agent nor
+    one of its methods in a variable: a traceback would keep that, and with it the agent.
     """
 
     def __init__(self, peer: str, device: str) -> None:
@@ -156,8 +161,10 @@ class TargetAgent:
         self._success = nixl.NIXL_SUCCESS
         self._failures = _ucx_agent.failures(nixl)
         self._agent: Any = None
+        self._alive: Callable[[], object | None] = lambda: None
         with self._edge(f"a UCX agent on {device or 'any device'}"), _library_loaded():
             self._agent, self._backends = _ucx_agent.new_agent(nixl, engine_config(device))
+        self._alive = weakref.ref(self._agent)
 
     @contextlib.contextmanager
     def _edge(self, what: str, hint: str = "") -> Iterator[None]:
@@ -204,11 +211,11 @@ class TargetAgent:
     def poll(self, handle: int) -> bool:
         """Let UCX work while there is anything to do, for POLL_S at most; has the read ended?
         Then its handle is no more. `worked` says whether there was anything."""
-        status_of, success, clock = self._agent.getXferStatus, self._success, time.perf_counter
+        success, clock = self._success, time.perf_counter
         began_s = before_s = clock()
         try:
             polls = 0
-            while status_of(handle) != success:
+            while self._agent.getXferStatus(handle) != success:
                 polls += 1
                 if polls % _ucx_agent.POLLS:
                     continue
@@ -225,6 +232,12 @@ class TargetAgent:
         except self._failures as error:
             raise self._translate(error, "a read failed") from error
 
-    def close(self) -> None:
-        """Destroy the agent: connections, registrations, and transfers in flight. Idempotent."""
+    def close(self) -> bool:
+        """Destroy the agent: connections, registrations, and transfers in flight.
+
+        Returns:
+            True once it is destroyed. False while something else still refers to it, and it may
+            write to memory: to be called again.
+        """
         self._agent = None
+        return self._alive() is None

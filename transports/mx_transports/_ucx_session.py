@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import select
 import time
 from collections import deque
@@ -38,7 +40,12 @@ READS = 6
 #: loopback, as the socket's buffer goes on filling, and a fifth less of the CPU's time.
 PAUSE_S = 20e-6
 _ANSWER_TICK_S = 0.05
+#: Between two looks at whether an agent that something keeps alive is gone, the first and the
+#: longest.
+_FENCE_TICK_S, _MAX_FENCE_TICK_S = 0.01, 1.0
 MAX_U64 = (1 << 64) - 1
+
+log = logging.getLogger("mx.transports.ucx")
 
 
 class _Flight:
@@ -106,8 +113,7 @@ class UcxSession(LaneSession):
             failure = error
             raise
         finally:
-            # Before anything is failed: until now UCX, or a NIC, may write to destinations.
-            self._agent.close()
+            self._fence()
             with self._wake:
                 # Under the lock, so that `abort` never meets a descriptor that is another's.
                 self._stream.close()
@@ -115,6 +121,28 @@ class UcxSession(LaneSession):
             for flight in flights:
                 flight.pins.clear()
                 self._fail(flight.read, failure)
+
+    def _fence(self) -> None:
+        """Return once the agent is destroyed, however long that takes.
+
+        Until then UCX, or a NIC, may write to destinations. What is failed here is read again by
+        another session, into the same places: so nothing is failed before the agent is gone.
+        """
+        if self._agent.close():
+            return
+        # It may be in a cycle of references, as tracebacks are.
+        tick_s = _FENCE_TICK_S
+        gc.collect()
+        if not self._agent.close():
+            log.error(
+                "%s by ucx: the connection has ended, but something in this process still refers "
+                "to its agent, which may write to memory; what it was reading waits for that",
+                self._peer,
+            )
+        while not self._agent.close():
+            time.sleep(tick_s)
+            tick_s = min(2 * tick_s, _MAX_FENCE_TICK_S)
+            gc.collect()
 
     def _take_reads(self) -> bool:
         """Begin what is queued, waiting for it if nothing is under way. False at the end."""
@@ -188,8 +216,8 @@ class UcxSession(LaneSession):
             flight.refused = status
             self._say(END, flight.number)
             return
-        self._flights.remove(flight)
         self._unregister(flight)
+        self._flights.remove(flight)
         status = flight.refused or status
         if status == frames.OK:
             flight.read.sink.done()
