@@ -57,8 +57,10 @@ class StateStore(Protocol):
         *,
         replaces_revision: bool,
         row_count: int,
+        address: str = "",
     ) -> SourceRecord:
-        """PeerProtocolError where a document of the manifest is neither given nor held."""
+        """`address` is where the registration came from. Raises PeerProtocolError where a
+        document of the manifest is neither given nor held."""
 
     async def heartbeat(
         self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
@@ -130,6 +132,7 @@ class MemoryState:
         *,
         replaces_revision: bool,
         row_count: int,
+        address: str = "",
     ) -> SourceRecord:
         now = self.now()
         for digest, nbytes in zip(record.ref.digests, record.ref.sizes, strict=True):
@@ -146,7 +149,12 @@ class MemoryState:
             for digest in fresh:
                 self._shelf.put(now, digest, documents[digest])
             return self._members.register(
-                now, record, secret, replaces_revision=replaces_revision, row_count=row_count
+                now,
+                record,
+                secret,
+                replaces_revision=replaces_revision,
+                row_count=row_count,
+                address=address,
             )
         except MxError:
             self._shelf.discard(fresh)
