@@ -34,13 +34,6 @@ _MAX_MISSING = 4096
 #: A manifest this small is sent along with the answer to Resolve; each document is one page.
 _INLINE_BYTES = 1 << 20
 
-_EVENT_KINDS = {
-    ChangeKind.UP: pb.WatchEvent.KIND_SOURCE_UP,
-    ChangeKind.CHANGED: pb.WatchEvent.KIND_SOURCE_CHANGED,
-    ChangeKind.LAYERS: pb.WatchEvent.KIND_LAYERS,
-    ChangeKind.GONE: pb.WatchEvent.KIND_SOURCE_GONE,
-}
-
 
 class CoordinatorServicer(PullsServicer):
     """Give it to `mx.wire.server.listen`; `stop` ends the watches."""
@@ -190,7 +183,7 @@ class CoordinatorServicer(PullsServicer):
         )
         nbytes = 0
         for listed in found.sources[:_MAX_RESOLVED]:
-            source = self._messages.of(listed.record, listed.row_count)
+            source = self._messages.source(listed.record, listed.row_count)
             nbytes += source.ByteSize()
             if nbytes > ANSWER_BYTES and response.sources:
                 break
@@ -226,7 +219,7 @@ class CoordinatorServicer(PullsServicer):
         now = self._state.now()
         statuses = [
             pb.SourceStatus(
-                source=self._messages.of(listed.record, listed.row_count),
+                source=self._messages.source(listed.record, listed.row_count),
                 lease_left_s=max(0.0, listed.lease_until_s - now),
                 readers=listed.readers,
                 gb_per_s=listed.gb_per_s,
@@ -247,7 +240,7 @@ class CoordinatorServicer(PullsServicer):
                 while not self._stopping:
                     watcher.woken.clear()
                     while watcher.behind:
-                        events = map(self._event, watcher.take(_WATCH_SLICE))
+                        events = map(self._messages.event, watcher.take(_WATCH_SLICE))
                         for message in _watch_messages(events, in_batches=request.batches):
                             yield message
                     if snapshot:
@@ -273,13 +266,6 @@ class CoordinatorServicer(PullsServicer):
         for name in names:
             for watcher in self._watchers.get(name, ()):
                 watcher.woken.set()
-
-    def _event(self, change: Change) -> pb.WatchEvent:
-        if change.kind is ChangeKind.GONE:
-            source = codec.source_to_wire(change.record, row_count=0)
-        else:
-            source = self._messages.of(change.record, change.row_count)
-        return pb.WatchEvent(kind=_EVENT_KINDS[change.kind], source=source, reason=change.reason)
 
 
 def _watch_messages(

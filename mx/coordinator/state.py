@@ -25,6 +25,10 @@ from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, MxError, PeerProtocolError
 from mx.units import MIB
 
+#: Before its first heartbeat a source stays listed for so many leases: when a thousand register at
+#: once, its heartbeat stream waits until the registrations before it have been heard.
+_FIRST_LEASES = 3
+
 Listener = Callable[[Sequence[Change]], None]
 
 
@@ -104,7 +108,12 @@ class MemoryState:
         self.epoch = uuid.uuid4().hex
         self.lease_s = lease_s
         self.now = clock
-        self._members = Membership(lease_s=lease_s, binding_grace_s=grace_s, limits=limits)
+        self._members = Membership(
+            lease_s=lease_s,
+            first_lease_s=_FIRST_LEASES * lease_s,
+            binding_grace_s=grace_s,
+            limits=limits,
+        )
         self._shelf = DocumentShelf(limit_bytes=document_limit_bytes, grace_s=grace_s)
         self._listeners: list[Listener] = []
 

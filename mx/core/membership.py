@@ -98,15 +98,25 @@ class Membership:
     """The machine. Not thread-safe. A `now` that goes back counts as the latest one seen."""
 
     def __init__(
-        self, *, lease_s: float = 5.0, binding_grace_s: float = 60.0, limits: Limits | None = None
+        self,
+        *,
+        lease_s: float = 5.0,
+        first_lease_s: float | None = None,
+        binding_grace_s: float = 60.0,
+        limits: Limits | None = None,
     ) -> None:
+        """`first_lease_s` is how long a source stays listed before its first heartbeat, at least
+        `lease_s`, which is the default."""
         self.lease_s = lease_s
+        self.first_lease_s = max(lease_s, first_lease_s or lease_s)
         self.binding_grace_s = binding_grace_s
         self.limits = limits or Limits()
         self._now = -math.inf
         self._sources: dict[str, Listed] = {}
         self._from: Counter[str] = Counter()  # sources by address
-        # Source ids in the order in which their leases, and their tombstones, end.
+        # Source ids in the order in which their leases end: of those that have yet to send a
+        # heartbeat, and of the others; and those that are gone in the order they are forgotten.
+        self._first_leases: OrderedDict[str, None] = OrderedDict()
         self._leases: OrderedDict[str, None] = OrderedDict()
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
         self._bindings = Bindings(
@@ -170,7 +180,7 @@ class Membership:
             self._left(known.address)
         self._from[address] += 1
         self._sources[record.source_id] = listed
-        self._renew(listed)
+        self._renew(listed, first=True)
         self._tombstones.pop(record.source_id, None)
         if before is None:
             self._changes.append(Change(ChangeKind.UP, record, row_count=row_count))
@@ -227,11 +237,12 @@ class Membership:
         else in proportion to what ends."""
         self._now = max(self._now, now)
         now = self._now
-        while self._leases:
-            source_id = next(iter(self._leases))
-            if self._sources[source_id].lease_until_s > now:
-                break
-            self._drop(source_id, "lease expired")
+        for leases in (self._first_leases, self._leases):
+            while leases:
+                source_id = next(iter(leases))
+                if self._sources[source_id].lease_until_s > now:
+                    break
+                self._drop(source_id, "lease expired")
         while self._tombstones:
             source_id = next(iter(self._tombstones))
             if self._tombstones[source_id].until_s > now:
@@ -330,10 +341,12 @@ class Membership:
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
         self._changes.append(Change(kind, record, before, row_count=listed.row_count))
 
-    def _renew(self, listed: Listed) -> None:
-        listed.lease_until_s = self._now + self.lease_s
-        self._leases[listed.record.source_id] = None
-        self._leases.move_to_end(listed.record.source_id)
+    def _renew(self, listed: Listed, *, first: bool = False) -> None:
+        source_id = listed.record.source_id
+        listed.lease_until_s = self._now + (self.first_lease_s if first else self.lease_s)
+        self._first_leases.pop(source_id, None)
+        self._leases.pop(source_id, None)
+        (self._first_leases if first else self._leases)[source_id] = None
 
     def _left(self, address: str) -> None:
         self._from[address] -= 1
@@ -342,7 +355,8 @@ class Membership:
 
     def _drop(self, source_id: str, reason: str) -> None:
         listed = self._sources.pop(source_id)
-        del self._leases[source_id]
+        self._first_leases.pop(source_id, None)
+        self._leases.pop(source_id, None)
         self._left(listed.address)
         record = listed.record
         by = listed.secret_digest if reason == "deregistered" else b""
