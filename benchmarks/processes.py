@@ -27,12 +27,12 @@ class Cluster:
     def __init__(self) -> None:
         self.coordinator = f"127.0.0.1:{free_port()}"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.start(
+        self.coordinator_pid = self.start(
             "-c",
             "from mx.cli import coordinator_main; coordinator_main()",
             "--listen",
             self.coordinator,
-        )
+        ).pid
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             try:

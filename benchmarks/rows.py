@@ -14,7 +14,7 @@ from mx.registry import transports
 from mx.transport import Unavailable
 from mx.units import MIB
 
-from . import harness, links
+from . import coordinator, harness, links
 from .checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
 from .memory import source_overhead_nbytes, target_overhead_nbytes
 from .processes import Cluster
@@ -233,7 +233,18 @@ def memory_rows(cluster: Cluster, checkpoint: Path) -> list[harness.Row]:
 
 
 #: What `run` can measure, in its order.
-NAMES = ("attach", "copy", "tcp", "ucx", "links", "first", "control", "read", "memory")
+NAMES = (
+    "attach",
+    "copy",
+    "tcp",
+    "ucx",
+    "links",
+    "first",
+    "control",
+    "read",
+    "memory",
+    "coordinator",
+)
 
 
 def run(
@@ -258,6 +269,7 @@ def run(
             "control": lambda: control_rows(cluster, folder, rounds),
             "read": lambda: [read_cost_row(rounds)],
             "memory": lambda: memory_rows(cluster, checkpoint),
+            "coordinator": coordinator.rows,
         }
         for name in NAMES:
             if only is None or name in only:

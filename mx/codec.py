@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
+from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
 from mx.core.topology import Place
 from mx.core.types import (
+    NAME_CHARS,
     AddressTable,
     ManifestRef,
     ModelKey,
@@ -19,7 +21,6 @@ from mx.core.types import (
     SourceRecord,
     SourceRole,
     SourceState,
-    TableRow,
 )
 from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
@@ -27,13 +28,19 @@ from mx.wire.address import split_address
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
 
-NAME_CHARS = 256
 SECRET_BYTES = (16, 64)
 MAX_DOCUMENT_BYTES = 256 * MIB
-MAX_REGIONS = 4096
-MAX_RANGES = 4096
+#: A source has one region, or one for each allocation of a live engine.
+MAX_REGIONS = 64
+#: No memory is larger: what a source's regions have together, and what a pull moves.
+MAX_TOTAL_BYTES = MAX_ARENA_BYTES
+#: No layout has more layers than tensors.
+MAX_LAYERS = MAX_TENSORS
+#: Beyond it a rate (GB/s) or a time (s) was not measured.
+MAX_QUANTITY = 1e9
+#: A source of as many layers as a name may give, every other one of them held.
+MAX_RANGES = 2048
 MAX_ROWS = 2_000_000
-ROWS_PER_PAGE = 16_384
 # Eight GPUs with all their peers and eight interfaces take 11,300; a place as it is registered,
 # with one GPU at most, 2,500 to 3,700.
 _MAX_PLACE_CHARS = 16_384
@@ -146,7 +153,7 @@ def ranges_to_wire(ranges: Iterable[tuple[int, int]]) -> list[pb.Range]:
 def ranges_from_wire(
     message: Sequence[pb.Range], what: str = "held"
 ) -> tuple[tuple[int, int], ...]:
-    """Half-open, not empty, ascending and disjoint."""
+    """Half-open, not empty, ascending, disjoint, and of layers that a layout may have."""
     if len(message) > MAX_RANGES:
         raise _refuse(f"{what}: more than {MAX_RANGES} ranges")
     ranges = tuple((item.begin, item.end) for item in message)
@@ -155,7 +162,16 @@ def ranges_from_wire(
         if not last_end <= begin < end:
             raise _refuse(f"{what}: [{begin}, {end}) is empty, out of order or overlaps")
         last_end = end
+    if last_end > MAX_LAYERS:
+        raise _refuse(f"{what}: layer {last_end - 1} is more than any layout has")
     return ranges
+
+
+def rate_from_wire(value: float, what: str) -> float:
+    """A rate or time, which is finite and may be added to others."""
+    if not 0 <= value <= MAX_QUANTITY:  # NaN is not either
+        raise _refuse(f"{what}: {value:g} is no rate or time")
+    return value
 
 
 def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.AddressTable:
@@ -187,8 +203,8 @@ def _region_from_wire(index: int, message: pb.Region) -> Region:
     layers = None
     if message.HasField("layers"):
         layers = (message.layers.begin, message.layers.end)
-        if layers[0] >= layers[1]:
-            raise _refuse(f"{where}: layers [{layers[0]}, {layers[1]}) are empty")
+        if not layers[0] < layers[1] <= MAX_LAYERS:
+            raise _refuse(f"{where}: layers [{layers[0]}, {layers[1]}) are empty or none")
     return Region(index, message.device, message.base, message.nbytes, layers)
 
 
@@ -199,6 +215,9 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
     if message.rows > MAX_ROWS:
         raise _refuse(f"more than {MAX_ROWS} rows")
     regions = tuple(_region_from_wire(i, item) for i, item in enumerate(message.regions))
+    total = sum(region.nbytes for region in regions)
+    if total > MAX_TOTAL_BYTES:
+        raise _refuse(f"regions: {total} bytes are more than any memory has")
     last_end = 0
     for begin, end in sorted(region.layers for region in regions if region.layers):
         if begin < last_end:
@@ -224,85 +243,15 @@ def check_held(
     """
     if rows if rows is not None else len(table.rows):
         return
-    spans: list[list[int]] = []
-    for begin, end in sorted(region.layers for region in table.regions if region.layers):
-        if spans and spans[-1][1] == begin:
-            spans[-1][1] = end
-        else:
-            spans.append([begin, end])
+    spans = iter(sorted(region.layers for region in table.regions if region.layers))
+    low = high = 0
     for begin, end in held:
-        if not any(low <= begin and end <= high for low, high in spans):
+        # Both are ascending: each span is looked at once. Spans that touch are one.
+        while end > high and (span := next(spans, None)) is not None:
+            low = low if span[0] == high else span[0]
+            high = span[1]
+        if not low <= begin < end <= high:
             raise _refuse(f"held: layers [{begin}, {end}) are in no region")
-
-
-def rows_to_wire(rows: Sequence[TableRow]) -> Iterator[pb.TableRows]:
-    """Pages that stay under the default message limit."""
-    for first in range(0, len(rows), ROWS_PER_PAGE):
-        page = rows[first : first + ROWS_PER_PAGE]
-        yield pb.TableRows(
-            layer=[row.layer for row in page],
-            offset=[row.offset for row in page],
-            nbytes=[row.nbytes for row in page],
-            region=[row.region for row in page],
-            region_offset=[row.region_offset for row in page],
-        )
-
-
-class RowsDecoder:
-    """Checks the pages of one table's rows as they come.
-
-    Rows are ascending by (layer, offset), do not overlap, and stay inside the regions that want
-    rows. `expected` is the number announced.
-    """
-
-    def __init__(self, table: AddressTable, expected: int) -> None:
-        self._sizes = [-1 if region.layers else region.nbytes for region in table.regions]
-        self._expected = expected
-        self._count = 0
-        self._layer = 0
-        self._end = 0
-
-    def check(self, page: pb.TableRows) -> int:
-        """How many rows the page has. Raises PeerProtocolError."""
-        columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
-        count = len(page.layer)
-        if any(len(column) != count for column in columns):
-            raise _refuse("rows: the columns differ in length")
-        if self._count + count > self._expected:
-            raise _refuse(f"rows: more than the {self._expected} announced")
-        sizes, last_layer, last_end = self._sizes, self._layer, self._end
-        for layer, offset, nbytes, region, region_offset in zip(*columns, strict=True):
-            if layer != last_layer:
-                if layer < last_layer:
-                    raise self._wrong(layer, offset, "is out of order")
-                last_layer, last_end = layer, 0
-            if offset < last_end:
-                raise self._wrong(layer, offset, "is out of order or overlaps")
-            last_end = offset + nbytes
-            if not nbytes or last_end > _U64:
-                raise self._wrong(layer, offset, f"has {nbytes} bytes")
-            if region >= len(sizes) or sizes[region] < 0:
-                raise self._wrong(layer, offset, f"names region {region}, which takes no rows")
-            if region_offset + nbytes > sizes[region]:
-                raise self._wrong(layer, offset, f"lies outside region {region}")
-        self._layer, self._end = last_layer, last_end
-        self._count += count
-        return count
-
-    def feed(self, page: pb.TableRows) -> list[TableRow]:
-        """The page's rows, checked."""
-        self.check(page)
-        columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
-        return [TableRow(*row) for row in zip(*columns, strict=True)]
-
-    def finish(self) -> None:
-        """Raises PeerProtocolError if fewer rows came than were announced."""
-        if self._count != self._expected:
-            raise _refuse(f"rows: {self._count} of {self._expected} came")
-
-    @staticmethod
-    def _wrong(layer: int, offset: int, what: str) -> PeerProtocolError:
-        return _refuse(f"rows: the extent of layer {layer} at {offset} {what}")
 
 
 def source_to_wire(

@@ -9,13 +9,13 @@ from typing import Any
 ANSWER_BYTES = 2 << 20
 
 
-def pages_of(messages: Iterable[Any]) -> Iterable[list[Any]]:
-    """At least one page, so that an empty list still answers."""
+def pages_of(messages: Iterable[Any], page_bytes: int = ANSWER_BYTES) -> Iterable[list[Any]]:
+    """Pages of about `page_bytes`; at least one, so that an empty list still answers."""
     page: list[Any] = []
     nbytes = 0
     for message in messages:
         size = message.ByteSize()
-        if page and nbytes + size > ANSWER_BYTES:
+        if page and nbytes + size > page_bytes:
             yield page
             page, nbytes = [], 0
         page.append(message)

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from mx import codec
+from mx.coordinator.bounds import StreamBounds, address_of
+from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.pulls import PullsServicer
 from mx.coordinator.state import StateStore
-from mx.coordinator.watchers import INTERVAL_S, Watcher
-from mx.core.membership import Change, ChangeKind, Listed
-from mx.errors import CapacityError, ClosedError, PeerProtocolError
-from mx.wire.documents import Assembler, pages
+from mx.coordinator.uploads import Upload
+from mx.coordinator.watchers import INTERVAL_S, Watcher, WatchLog
+from mx.core.membership import Change, ChangeKind
+from mx.errors import ClosedError, PeerProtocolError
+from mx.wire.documents import pages
+from mx.wire.rows import RowsDecoder
 from mx.wire.v1 import coordinator_pb2 as pb
 
 _T = TypeVar("_T")
 
-MAX_WATCHERS = 4096
 REGISTER_TIMEOUT_S = 60.0
+#: A source whose lease is over this many times, and that says nothing, has gone.
+_SILENT_LEASES = 4
+_SILENT_S = 15.0
+#: What a watcher that does not read keeps here: about two such messages.
+_WATCH_BYTES = 32 << 10
+_WATCH_SLICE = 64
 _MAX_RESOLVED = 256
 _MAX_MISSING = 4096
 #: A manifest this small is sent along with the answer to Resolve; each document is one page.
 _INLINE_BYTES = 1 << 20
-
-_EVENT_KINDS = {
-    ChangeKind.UP: pb.WatchEvent.KIND_SOURCE_UP,
-    ChangeKind.CHANGED: pb.WatchEvent.KIND_SOURCE_CHANGED,
-    ChangeKind.LAYERS: pb.WatchEvent.KIND_LAYERS,
-    ChangeKind.GONE: pb.WatchEvent.KIND_SOURCE_GONE,
-}
 
 
 class CoordinatorServicer(PullsServicer):
@@ -39,7 +41,13 @@ class CoordinatorServicer(PullsServicer):
     def __init__(self, state: StateStore) -> None:
         super().__init__(state.now)
         self._state = state
-        self._watchers: set[Watcher] = set()
+        self._messages = SourceMessages()
+        self._log = WatchLog()
+        self._watchers: dict[str, set[Watcher]] = {}
+        # A thousand sources may stand behind one address, but no address takes all there is.
+        self._registering = StreamBounds("registrations", in_all=4096, per_address=2048)
+        self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_address=4096)
+        self._watching = StreamBounds("watches", in_all=4096, per_address=1024)
         self._stopping = False
         self._stopped = asyncio.Event()
         state.subscribe(self._on_changes)
@@ -48,53 +56,47 @@ class CoordinatorServicer(PullsServicer):
         """End every watch and heartbeat stream, and refuse new ones."""
         self._stopping = True
         self._stopped.set()
-        for watcher in self._watchers:
-            watcher.woken.set()
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.woken.set()
 
     # -- sources --------------------------------------------------------------------------------
 
     async def Register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:
-        del context
-        try:
-            async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                return await self._register(requests)
-        except TimeoutError:
-            raise PeerProtocolError(
-                f"the registration took more than {REGISTER_TIMEOUT_S:g} s"
-            ) from None
+        with self._registering.admitted(context):
+            try:
+                async with asyncio.timeout(REGISTER_TIMEOUT_S):
+                    return await self._register(requests, address_of(context))
+            except TimeoutError:
+                raise PeerProtocolError(
+                    f"the registration took more than {REGISTER_TIMEOUT_S:g} s"
+                ) from None
 
-    async def _register(self, requests: AsyncIterator[Any]) -> pb.RegisterResponse:
+    async def _register(self, requests: AsyncIterator[Any], address: str) -> pb.RegisterResponse:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("part") != "source":
             raise PeerProtocolError("Register: the first message carries the source")
         source = first.source
         record = codec.source_from_wire(source)
         secret = codec.secret_from_wire(source.binding_secret)
-        refs = list(zip(record.ref.digests, record.ref.sizes, strict=True))
-        assembler = Assembler(refs, who=record.endpoint)
-        rows = codec.RowsDecoder(record.table, source.table.rows)
-        absent = set(await self._state.missing(record.ref.digests))
-        reserved = sum({digest: nbytes for digest, nbytes in refs if digest in absent}.values())
-        await self._state.reserve(reserved)
-        try:
+        rows = RowsDecoder(record.table, source.table.rows)
+        async with Upload(self._state, record) as upload:
             async for request in requests:
                 match request.WhichOneof("part"):
                     case "page":
-                        # One that is held need not come again, but may: it came while we asked.
-                        assembler.add(request.page)
+                        await upload.add(request.page)
                     case "rows":
                         rows.check(request.rows)
                     case _:
                         raise PeerProtocolError("Register: pages and rows follow the source")
             rows.finish()
-        finally:
-            await self._state.unreserve(reserved)
         record = await self._state.register(
             record,
-            assembler.documents,
+            upload.documents,
             secret,
             replaces_revision=source.replaces_revision,
             row_count=source.table.rows,
+            address=address,
         )
         return pb.RegisterResponse(
             source_id=record.source_id,
@@ -113,38 +115,43 @@ class CoordinatorServicer(PullsServicer):
     async def Heartbeat(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any
     ) -> AsyncIterator[pb.HeartbeatResponse]:
-        del context
-        async for request in self._until_stopped(requests):
-            if not 0 <= request.gb_per_s < float("inf"):
-                raise PeerProtocolError("gb_per_s is no rate")
-            await self._state.heartbeat(
-                codec.source_id_from_wire(request.source_id),
-                codec.secret_from_wire(request.binding_secret),
-                codec.state_from_wire(request.state),
-                request.readers,
-                request.gb_per_s,
-            )
-            yield pb.HeartbeatResponse(
-                lease_s=self._state.lease_s, coordinator_epoch=self._state.epoch
-            )
+        with self._beating.admitted(context):
+            async for request in self._until_stopped(requests):
+                await self._state.heartbeat(
+                    codec.source_id_from_wire(request.source_id),
+                    codec.secret_from_wire(request.binding_secret),
+                    codec.state_from_wire(request.state),
+                    request.readers,
+                    codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
+                )
+                yield pb.HeartbeatResponse(
+                    lease_s=self._state.lease_s, coordinator_epoch=self._state.epoch
+                )
 
     async def _until_stopped(self, requests: AsyncIterator[_T]) -> AsyncIterator[_T]:
         """gRPC complains at length of streams that it has to cut."""
+        silent_s = max(_SILENT_S, _SILENT_LEASES * self._state.lease_s)
         stopping = asyncio.create_task(self._stopped.wait(), name="mx-heartbeat-end")
+        reading: asyncio.Future[_T | None] | None = None
         try:
             while True:
                 reading = asyncio.ensure_future(anext(requests, None))
-                await asyncio.wait((reading, stopping), return_when=asyncio.FIRST_COMPLETED)
-                if not reading.done():
-                    reading.cancel()
-                    await asyncio.gather(reading, return_exceptions=True)
+                await asyncio.wait(
+                    (reading, stopping), timeout=silent_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if stopping.done() and not reading.done():
                     return
+                if not reading.done():
+                    raise PeerProtocolError(f"no heartbeat came for {silent_s:g} s")
                 request = reading.result()
                 if request is None:
                     return
                 yield request
         finally:
             stopping.cancel()
+            if reading is not None and not reading.done():
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
 
     async def Advertise(self, request: pb.AdvertiseRequest, context: Any) -> pb.AdvertiseResponse:
         del context
@@ -176,7 +183,7 @@ class CoordinatorServicer(PullsServicer):
         )
         nbytes = 0
         for listed in found.sources[:_MAX_RESOLVED]:
-            source = _source(listed)
+            source = self._messages.source(listed.record, listed.row_count)
             nbytes += source.ByteSize()
             if nbytes > ANSWER_BYTES and response.sources:
                 break
@@ -212,7 +219,7 @@ class CoordinatorServicer(PullsServicer):
         now = self._state.now()
         statuses = [
             pb.SourceStatus(
-                source=_source(listed),
+                source=self._messages.source(listed.record, listed.row_count),
                 lease_left_s=max(0.0, listed.lease_until_s - now),
                 readers=listed.readers,
                 gb_per_s=listed.gb_per_s,
@@ -223,43 +230,50 @@ class CoordinatorServicer(PullsServicer):
             yield pb.ListSourcesResponse(sources=page, coordinator_epoch=self._state.epoch)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
-        del context
-        if len(self._watchers) >= MAX_WATCHERS:
-            raise CapacityError(f"the coordinator has {MAX_WATCHERS} watchers, its limit")
-        listed = await self._state.sources(request.name)
-        watcher = Watcher(request.name, request.revision, [s.record for s in listed])
-        # The messages are made before anything else can change what is listed.
-        snapshot = [_up(s) for s in listed if watcher.wants(s.record)]
-        self._watchers.add(watcher)
-        try:
-            for event in snapshot:
-                yield event
-            yield pb.WatchEvent(kind=pb.WatchEvent.KIND_SNAPSHOT_END)
-            while not self._stopping:
-                await watcher.woken.wait()
-                for change in watcher.drain():
-                    yield _event(change)
-                await asyncio.sleep(INTERVAL_S)
-        finally:
-            self._watchers.discard(watcher)
+        with self._watching.admitted(context):
+            await self._state.tick()
+            watcher = Watcher(self._log, request.name, request.revision)
+            watchers = self._watchers.setdefault(request.name, set())
+            watchers.add(watcher)
+            snapshot = True
+            try:
+                while not self._stopping:
+                    watcher.woken.clear()
+                    while watcher.behind:
+                        events = map(self._messages.event, watcher.take(_WATCH_SLICE))
+                        for message in _watch_messages(events, in_batches=request.batches):
+                            yield message
+                    if snapshot:
+                        yield pb.WatchEvent(kind=pb.WatchEvent.KIND_SNAPSHOT_END)
+                        snapshot = False
+                    await watcher.woken.wait()
+                    await asyncio.sleep(INTERVAL_S)
+            finally:
+                watchers.discard(watcher)
+                if not watchers and self._watchers.get(request.name) is watchers:
+                    del self._watchers[request.name]
         raise ClosedError("the coordinator is shutting down")
 
     def _on_changes(self, changes: Sequence[Change]) -> None:
-        for watcher in self._watchers:
-            watcher.push(changes)
+        self._log.push(changes)
+        names = {""}
+        for change in changes:
+            names.add(change.record.model.name)
+            if change.before is not None:
+                names.add(change.before.model.name)
+            if change.kind is ChangeKind.GONE:
+                self._messages.forget(change.record.source_id)
+        for name in names:
+            for watcher in self._watchers.get(name, ()):
+                watcher.woken.set()
 
 
-def _source(listed: Listed) -> pb.Source:
-    return codec.source_to_wire(listed.record, row_count=listed.row_count)
-
-
-def _up(listed: Listed) -> pb.WatchEvent:
-    return pb.WatchEvent(kind=pb.WatchEvent.KIND_SOURCE_UP, source=_source(listed))
-
-
-def _event(change: Change) -> pb.WatchEvent:
-    return pb.WatchEvent(
-        kind=_EVENT_KINDS[change.kind],
-        source=codec.source_to_wire(change.record, row_count=0),
-        reason=change.reason,
-    )
+def _watch_messages(
+    events: Iterable[pb.WatchEvent], *, in_batches: bool
+) -> Iterator[pb.WatchEvent]:
+    if not in_batches:
+        yield from events
+        return
+    for page in pages_of(events, _WATCH_BYTES):
+        if page:
+            yield pb.WatchEvent(batch=page)

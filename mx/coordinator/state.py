@@ -25,6 +25,10 @@ from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, MxError, PeerProtocolError
 from mx.units import MIB
 
+#: Before its first heartbeat a source stays listed for so many leases: when a thousand register at
+#: once, its heartbeat stream waits until the registrations before it have been heard.
+_FIRST_LEASES = 3
+
 Listener = Callable[[Sequence[Change]], None]
 
 
@@ -57,8 +61,10 @@ class StateStore(Protocol):
         *,
         replaces_revision: bool,
         row_count: int,
+        address: str = "",
     ) -> SourceRecord:
-        """PeerProtocolError where a document of the manifest is neither given nor held."""
+        """`address` is where the registration came from. Raises PeerProtocolError where a
+        document of the manifest is neither given nor held."""
 
     async def heartbeat(
         self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
@@ -102,7 +108,12 @@ class MemoryState:
         self.epoch = uuid.uuid4().hex
         self.lease_s = lease_s
         self.now = clock
-        self._members = Membership(lease_s=lease_s, binding_grace_s=grace_s, limits=limits)
+        self._members = Membership(
+            lease_s=lease_s,
+            first_lease_s=_FIRST_LEASES * lease_s,
+            binding_grace_s=grace_s,
+            limits=limits,
+        )
         self._shelf = DocumentShelf(limit_bytes=document_limit_bytes, grace_s=grace_s)
         self._listeners: list[Listener] = []
 
@@ -130,6 +141,7 @@ class MemoryState:
         *,
         replaces_revision: bool,
         row_count: int,
+        address: str = "",
     ) -> SourceRecord:
         now = self.now()
         for digest, nbytes in zip(record.ref.digests, record.ref.sizes, strict=True):
@@ -146,7 +158,12 @@ class MemoryState:
             for digest in fresh:
                 self._shelf.put(now, digest, documents[digest])
             return self._members.register(
-                now, record, secret, replaces_revision=replaces_revision, row_count=row_count
+                now,
+                record,
+                secret,
+                replaces_revision=replaces_revision,
+                row_count=row_count,
+                address=address,
             )
         except MxError:
             self._shelf.discard(fresh)

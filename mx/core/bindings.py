@@ -19,10 +19,11 @@ from __future__ import annotations
 import hmac
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from mx.core.types import ManifestRef, ModelKey
+from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
 from mx.errors import BindingError, CapacityError, ConfigError, UnknownModelError
 
 MIN_PIN_DIGITS = 8
@@ -45,11 +46,13 @@ def update_number(revision: str, root: str = MAIN) -> int:
 @dataclass(slots=True)
 class Binding:
     """What one variant is bound to. `owner` is the digest of its first origin's secret, b"" while
-    there was none; `sources` are the ids of those listed, in order (the values mean nothing)."""
+    there was none, `address` where it was bound from; `sources` are the ids of those listed, in
+    order (the values mean nothing)."""
 
     key: ModelKey
     ref: ManifestRef
     owner: bytes = field(repr=False)
+    address: str = ""
     sources: dict[str, None] = field(default_factory=dict)
 
 
@@ -64,9 +67,11 @@ class _Bundle:
 class Bindings:
     """Not thread-safe; `now` never goes back. `due_s` is when `lapse` has something to do."""
 
-    def __init__(self, *, grace_s: float, limit: int) -> None:
+    def __init__(self, *, grace_s: float, limit: int, limit_per_address: int) -> None:
         self.grace_s = grace_s
         self.limit = limit
+        self.limit_per_address = limit_per_address
+        self._from: Counter[str] = Counter()  # variants by address
         self.due_s = math.inf
         self._count = 0
         self._names: dict[str, dict[str, _Bundle]] = {}
@@ -81,7 +86,13 @@ class Bindings:
         return bundle.variants.get(key.variant) if bundle else None
 
     def admit(
-        self, key: ModelKey, ref: ManifestRef, owner: bytes, *, replaces_revision: bool
+        self,
+        key: ModelKey,
+        ref: ManifestRef,
+        owner: bytes,
+        *,
+        replaces_revision: bool,
+        address: str = "",
     ) -> ModelKey:
         """The key that `ref` may be bound to, which is another revision for an update.
 
@@ -103,6 +114,11 @@ class Bindings:
         if binding is None:
             if self._count >= self.limit:
                 raise CapacityError(f"the coordinator knows {self._count} models, its limit")
+            if self._from[address] >= self.limit_per_address:
+                raise CapacityError(
+                    f"the coordinator knows {self._from[address]} models from {address}, its "
+                    "limit for one address"
+                )
         elif binding.ref.layout != ref.layout:
             raise BindingError(
                 f"{key} has these weights in another layout", hint="name another variant"
@@ -110,7 +126,14 @@ class Bindings:
         return key
 
     def bind(
-        self, key: ModelKey, ref: ManifestRef, owner: bytes, source_id: str, *, base: str
+        self,
+        key: ModelKey,
+        ref: ManifestRef,
+        owner: bytes,
+        source_id: str,
+        *,
+        base: str,
+        address: str = "",
     ) -> None:
         """Count a source under a key from `admit`; `base` is the revision it asked for. A relay's
         `owner` is b""."""
@@ -121,8 +144,9 @@ class Bindings:
             bundle = revisions[key.revision] = _Bundle(owner, root)
         bundle.owner = bundle.owner or owner
         if key.variant not in bundle.variants:
-            bundle.variants[key.variant] = Binding(key, ref, owner)
+            bundle.variants[key.variant] = Binding(key, ref, owner, address)
             self._count += 1
+            self._from[address] += 1
         binding = bundle.variants[key.variant]
         binding.owner = binding.owner or owner
         binding.sources[source_id] = None
@@ -239,6 +263,12 @@ class Bindings:
             self._root(key.name, revision) != root or key.variant in revisions[revision].variants
         ):
             number += 1
+        if len(revision) > NAME_CHARS:
+            raise BindingError(
+                f"an update of {key.revision[:40]}… would be a revision of {len(revision)} "
+                f"characters, more than {NAME_CHARS}",
+                hint="register these weights under a shorter --revision",
+            )
         return replace(key, revision=revision)
 
     def _in_use(self, name: str, revision: str) -> bool:
@@ -263,6 +293,10 @@ class Bindings:
         revisions = self._names[name]
         bundle = revisions.pop(revision)
         self._count -= len(bundle.variants)
+        for binding in bundle.variants.values():
+            self._from[binding.address] -= 1
+            if not self._from[binding.address]:
+                del self._from[binding.address]
         base = revisions.get(bundle.base) if bundle.base else None
         if base is not None and not self._in_use(name, bundle.base):
             self._let_lapse(now, base)

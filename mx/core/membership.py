@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import hmac
 import math
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,20 +33,25 @@ class ChangeKind(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Change:
     """One source's step. `before` is its record until now (None: it was not listed), `record`
-    the one from now on; both are the last one where it is GONE, and `reason` says why."""
+    the one from now on; both are the last one where it is GONE, and `reason` says why.
+    `row_count` is that of the record's table, whose rows are not kept."""
 
     kind: ChangeKind
     record: SourceRecord
     before: SourceRecord | None = None
     reason: str = ""
+    row_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Beyond these a registration is refused with CapacityError."""
+    """Beyond these a registration is refused with CapacityError. One address may take a part of
+    what there is: enough for a thousand sources behind it."""
 
     models: int = 4096
     sources: int = 10_000
+    models_per_address: int = 1024
+    sources_per_address: int = 4096
 
 
 @dataclass(slots=True)
@@ -56,6 +62,7 @@ class Listed:
     secret_digest: bytes = field(repr=False)
     lease_until_s: float
     row_count: int = 0
+    address: str = ""
     readers: int = 0
     gb_per_s: float = 0.0
 
@@ -91,16 +98,32 @@ class Membership:
     """The machine. Not thread-safe. A `now` that goes back counts as the latest one seen."""
 
     def __init__(
-        self, *, lease_s: float = 5.0, binding_grace_s: float = 60.0, limits: Limits | None = None
+        self,
+        *,
+        lease_s: float = 5.0,
+        first_lease_s: float | None = None,
+        binding_grace_s: float = 60.0,
+        limits: Limits | None = None,
     ) -> None:
+        """`first_lease_s` is how long a source stays listed before its first heartbeat, at least
+        `lease_s`, which is the default."""
         self.lease_s = lease_s
+        self.first_lease_s = max(lease_s, first_lease_s or lease_s)
         self.binding_grace_s = binding_grace_s
         self.limits = limits or Limits()
         self._now = -math.inf
-        self._due = math.inf  # nothing ends before this
         self._sources: dict[str, Listed] = {}
-        self._bindings = Bindings(grace_s=binding_grace_s, limit=self.limits.models)
-        self._tombstones: dict[str, _Tombstone] = {}
+        self._from: Counter[str] = Counter()  # sources by address
+        # Source ids in the order in which their leases end: of those that have yet to send a
+        # heartbeat, and of the others; and those that are gone in the order they are forgotten.
+        self._first_leases: OrderedDict[str, None] = OrderedDict()
+        self._leases: OrderedDict[str, None] = OrderedDict()
+        self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
+        self._bindings = Bindings(
+            grace_s=binding_grace_s,
+            limit=self.limits.models,
+            limit_per_address=self.limits.models_per_address,
+        )
         self._changes: list[Change] = []
 
     def take_changes(self) -> list[Change]:
@@ -118,9 +141,10 @@ class Membership:
         *,
         replaces_revision: bool = False,
         row_count: int = 0,
+        address: str = "",
     ) -> SourceRecord:
         """List a source, or renew one. Returns its record as listed: its revision is a new one
-        after `replaces_revision` with other weights.
+        after `replaces_revision` with other weights. `address` is where it registers from.
 
         Raises BindingError, NotAllowedError, StaleGenerationError or CapacityError.
         """
@@ -130,28 +154,39 @@ class Membership:
         self._check_owner(record, digest, known)
         if known is None and len(self._sources) >= self.limits.sources:
             raise CapacityError(f"the coordinator lists {len(self._sources)} sources, its limit")
+        if known is None and self._from[address] >= self.limits.sources_per_address:
+            raise CapacityError(
+                f"the coordinator lists {self._from[address]} sources from {address}, its limit "
+                "for one address"
+            )
         owner = b"" if record.role is SourceRole.RELAY else digest
         key = self._bindings.admit(
-            record.model, record.ref, owner, replaces_revision=replaces_revision
+            record.model,
+            record.ref,
+            owner,
+            replaces_revision=replaces_revision,
+            address=address,
         )
         # From here on nothing fails.
         base = record.model.revision
         record = replace(record, model=key)
-        self._bindings.bind(key, record.ref, owner, record.source_id, base=base)
+        self._bindings.bind(key, record.ref, owner, record.source_id, base=base, address=address)
         before = known.record if known else None
         if before is not None and before.model != key:
             self._bindings.leave(self._now, before.model, record.source_id, by=digest)
-        lease_until_s = self._now + self.lease_s
-        listed = Listed(record, digest, lease_until_s, row_count)
+        listed = Listed(record, digest, self._now, row_count, address)
         if known is not None:
             listed.readers, listed.gb_per_s = known.readers, known.gb_per_s
+            self._left(known.address)
+        self._from[address] += 1
         self._sources[record.source_id] = listed
+        self._renew(listed, first=True)
         self._tombstones.pop(record.source_id, None)
-        self._due = min(self._due, lease_until_s)
         if before is None:
-            self._changes.append(Change(ChangeKind.UP, record))
+            self._changes.append(Change(ChangeKind.UP, record, row_count=row_count))
         elif before != record:
-            self._changes.append(Change(ChangeKind.CHANGED, record, before))
+            change = Change(ChangeKind.CHANGED, record, before, row_count=row_count)
+            self._changes.append(change)
         return record
 
     def heartbeat(
@@ -167,7 +202,7 @@ class Membership:
         """Renew a lease. Raises UnknownSourceError, NotAllowedError."""
         self.tick(now)
         listed = self._owned(source_id, secret)
-        listed.lease_until_s = self._now + self.lease_s
+        self._renew(listed)
         listed.readers, listed.gb_per_s = readers, gb_per_s
         self._update(listed, replace(listed.record, state=state))
 
@@ -198,23 +233,22 @@ class Membership:
             self._drop(source_id, "deregistered")
 
     def tick(self, now: float) -> None:
-        """Let time pass: leases, bindings and tombstones end. Cheap while nothing is due."""
+        """Let time pass: leases, bindings and tombstones end. Cheap while nothing is due, and
+        else in proportion to what ends."""
         self._now = max(self._now, now)
-        if self._now < min(self._due, self._bindings.due_s):
-            return
         now = self._now
-        ended = [i for i, listed in self._sources.items() if listed.lease_until_s <= now]
-        for source_id in ended:
-            self._drop(source_id, "lease expired")
+        for leases in (self._first_leases, self._leases):
+            while leases:
+                source_id = next(iter(leases))
+                if self._sources[source_id].lease_until_s > now:
+                    break
+                self._drop(source_id, "lease expired")
+        while self._tombstones:
+            source_id = next(iter(self._tombstones))
+            if self._tombstones[source_id].until_s > now:
+                break
+            del self._tombstones[source_id]
         self._bindings.lapse(now)
-        self._tombstones = {i: t for i, t in self._tombstones.items() if t.until_s > now}
-        self._due = min(
-            (
-                *(listed.lease_until_s for listed in self._sources.values()),
-                *(tombstone.until_s for tombstone in self._tombstones.values()),
-            ),
-            default=math.inf,
-        )
 
     # -- questions (call `tick` first) ------------------------------------------------------------
 
@@ -305,18 +339,32 @@ class Membership:
         listed.record = record
         only_layers = replace(record, table=before.table) == before
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
-        self._changes.append(Change(kind, record, before))
+        self._changes.append(Change(kind, record, before, row_count=listed.row_count))
+
+    def _renew(self, listed: Listed, *, first: bool = False) -> None:
+        source_id = listed.record.source_id
+        listed.lease_until_s = self._now + (self.first_lease_s if first else self.lease_s)
+        self._first_leases.pop(source_id, None)
+        self._leases.pop(source_id, None)
+        (self._first_leases if first else self._leases)[source_id] = None
+
+    def _left(self, address: str) -> None:
+        self._from[address] -= 1
+        if not self._from[address]:
+            del self._from[address]
 
     def _drop(self, source_id: str, reason: str) -> None:
         listed = self._sources.pop(source_id)
+        self._first_leases.pop(source_id, None)
+        self._leases.pop(source_id, None)
+        self._left(listed.address)
         record = listed.record
         by = listed.secret_digest if reason == "deregistered" else b""
         self._bindings.leave(self._now, record.model, source_id, by=by)
         while len(self._tombstones) >= self.limits.sources:
-            del self._tombstones[next(iter(self._tombstones))]
+            self._tombstones.popitem(last=False)
         until_s = self._now + self.binding_grace_s
         self._tombstones[source_id] = _Tombstone(listed.secret_digest, record.generation, until_s)
-        self._due = min(self._due, until_s)
         self._changes.append(Change(ChangeKind.GONE, record, record, reason))
 
 

@@ -18,6 +18,7 @@ EXPIRE_S = 5.0
 #: How long a pull that has ended can still be seen.
 ENDED_S = 3.0
 MAX_PULLS = 4096
+_LEAST_INTERVAL_S = 0.2
 
 
 class PullPhase(enum.Enum):
@@ -58,17 +59,20 @@ class _Told:
 
 
 class PullBoard:
-    """The pulls there are. A `teller` is whoever tells of one: others can't, as long as it does."""
+    """The pulls there are. A `teller` tells of one pull: others can't, as long as it does."""
 
     def __init__(self, limit: int = MAX_PULLS) -> None:
         self._limit = limit
         self._told: dict[str, _Told] = {}
+        self._tells_of: dict[object, str] = {}
         self._due_s = math.inf
 
     def tell(self, now: float, teller: object, status: PullStatus) -> None:
-        """Raises NotAllowedError where somebody else tells of that pull, CapacityError where
-        there are too many."""
+        """Raises NotAllowedError where somebody else tells of that pull, or this teller of another
+        one, CapacityError where there are too many."""
         self.tick(now)
+        if self._tells_of.get(teller, status.pull_id) != status.pull_id:
+            raise NotAllowedError(f"this stream tells of another pull than {status.pull_id}")
         known = self._told.get(status.pull_id)
         if known is not None and known.teller is not teller:
             raise NotAllowedError(f"somebody else tells of pull {status.pull_id}")
@@ -76,25 +80,33 @@ class PullBoard:
             raise CapacityError(f"the coordinator shows {self._limit} pulls, its limit")
         until_s = now + EXPIRE_S
         self._told[status.pull_id] = _Told(teller, status, until_s)
+        self._tells_of[teller] = status.pull_id
         self._due_s = min(self._due_s, until_s)
 
     def end(self, now: float, teller: object) -> None:
         """Nothing more comes from this one; what had not ended, failed."""
-        for told in self._told.values():
-            if told.teller is teller:
-                if told.status.phase is PullPhase.RUNNING:
-                    told.status = replace(told.status, phase=PullPhase.FAILED)
-                told.until_s = now + ENDED_S
-                self._due_s = min(self._due_s, told.until_s)
+        told = self._told.get(self._tells_of.pop(teller, ""))
+        if told is None or told.teller is not teller:
+            return
+        if told.status.phase is PullPhase.RUNNING:
+            told.status = replace(told.status, phase=PullPhase.FAILED)
+        told.until_s = now + ENDED_S
+        self._due_s = min(self._due_s, told.until_s)
 
     def tick(self, now: float) -> None:
         """Forget what is due. Cheap while nothing is."""
         if now < self._due_s:
             return
         self._told = {i: told for i, told in self._told.items() if told.until_s > now}
-        self._due_s = min((told.until_s for told in self._told.values()), default=math.inf)
+        next_s = min((told.until_s for told in self._told.values()), default=math.inf)
+        # Many that end one after the other are looked through a few times a second, not for each.
+        self._due_s = max(next_s, now + _LEAST_INTERVAL_S)
 
     def pulls(self, now: float, name: str = "") -> list[PullStatus]:
         """All, or those of one model name, the oldest first."""
         self.tick(now)
-        return [told.status for told in self._told.values() if name in ("", told.status.model.name)]
+        return [
+            told.status
+            for told in self._told.values()
+            if told.until_s > now and name in ("", told.status.model.name)
+        ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -17,6 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 _T = TypeVar("_T")
 _MAX_ITEMS = 1024
 _MAX_INT = 1 << 63
+_MAX_QUANTITY = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _value(hint: Any, value: object, name: str) -> object:
         raise ValueError(f"{name} has the wrong type")
     if isinstance(value, str) and not value.isprintable():
         raise ValueError(f"{name} has characters that can't be printed")
-    if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+    if isinstance(value, float) and not 0 <= value <= _MAX_QUANTITY:  # NaN is not either
         raise ValueError(f"{name} is not a quantity")
     if type(value) is int and not -1 <= value < _MAX_INT:
         raise ValueError(f"{name} is out of range")

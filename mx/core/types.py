@@ -24,6 +24,9 @@ LAYER_ALIGNMENT_BYTES = 4096
 CHUNK_BYTES = 16 * MIB
 BLOCK_BYTES = MIB
 
+#: A model's name, revision and variant have at most so many characters each.
+NAME_CHARS = 256
+
 #: Bits per element of each safetensors dtype (safetensors 0.8). Those below 8 travel as bytes.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,

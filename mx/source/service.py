@@ -18,6 +18,7 @@ from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel
 from mx.transport import Exposure, Sending
+from mx.wire.rows import rows_to_wire
 from mx.wire.talk import Talk
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
@@ -113,7 +114,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     ) -> AsyncIterator[common_pb2.TableRows]:
         if request.source_id not in self.models:
             raise PeerRefusedError("this process serves no such source")
-        for page in codec.rows_to_wire(self._record_of(self.models[request.source_id]).table.rows):
+        for page in rows_to_wire(self._record_of(self.models[request.source_id]).table.rows):
             yield page
 
     async def Open(

@@ -22,10 +22,12 @@ from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.listed import ModelStatus, SourceStatus
+from mx.wire.listing import Lists
 from mx.wire.progress import Tell, pull_from_wire, telling
+from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
-from mx.wire.watching import WatchKind, WatchUpdate, watch_kind
+from mx.wire.watching import WatchUpdate, update_from_wire
 
 _UPLOAD_TIMEOUT_S = 60.0  # a manifest of many tensors takes longer than a question
 _FIRST_BACKOFF_S = 0.2
@@ -76,6 +78,7 @@ class CoordinatorClient:
         self._channel = dial(address, tls=tls, insecure=insecure)
         service = pb.DESCRIPTOR.services_by_name["Coordinator"]
         self._stub = Stub(self._channel, service, self.remote)
+        self._lists = Lists(self.remote)
         self._secrets: dict[str, bytes] = {}
         self._epochs: dict[str, str] = {}
 
@@ -119,7 +122,7 @@ class CoordinatorClient:
             for digest, data in wanted.items():
                 for page in wire_documents.pages(digest, data):
                     yield pb.RegisterRequest(page=page)
-            for rows in codec.rows_to_wire(record.table.rows):
+            for rows in rows_to_wire(record.table.rows):
                 yield pb.RegisterRequest(rows=rows)
 
         big = bool(wanted or record.table.rows)
@@ -292,7 +295,7 @@ class CoordinatorClient:
             return Resolution(
                 codec.key_from_wire(answer.model),
                 ref,
-                [codec.source_from_wire(source) for source in answer.sources],
+                self._lists.read("source", answer.sources, codec.source_from_wire),
                 inlined.documents,
             )
 
@@ -301,60 +304,37 @@ class CoordinatorClient:
 
         Close the iterator when done. Raises as the other calls do when the coordinator goes.
         """
-        stream = self._stub.Watch(pb.WatchRequest(name=name, revision=revision))
+        stream = self._stub.Watch(pb.WatchRequest(name=name, revision=revision, batches=True))
         try:
             with self._reading():
                 async for event in stream:
-                    kind = watch_kind(event.kind)
-                    record = None
-                    if kind is not WatchKind.SNAPSHOT_END:
-                        record = codec.source_from_wire(event.source)
-                    yield WatchUpdate(kind, record, event.reason)
+                    events = event.batch or (event,)
+                    for update in self._lists.read("change", events, update_from_wire):
+                        yield update
         finally:
             stream.cancel()
 
     async def list_models(self) -> list[ModelStatus]:
+        """Every model that is known. A bad entry is skipped, with a warning; so it is below."""
+        call = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s)
         with self._reading():
-            return [
-                ModelStatus(
-                    codec.key_from_wire(model.model),
-                    codec.ref_from_wire(model.manifest),
-                    model.nbytes,
-                    model.layers,
-                    model.sources,
-                )
-                async for page in self._stub.ListModels(
-                    pb.ListModelsRequest(), timeout=self._timeout_s
-                )
-                for model in page.models
-            ]
+            messages = [model async for page in call for model in page.models]
+        return self._lists.read("model", messages, _model_status)
 
     async def list_sources(self, name: str = "") -> list[SourceStatus]:
         """All, or those of one model name."""
+        request = pb.ListSourcesRequest(name=name)
+        call = self._stub.ListSources(request, timeout=self._timeout_s)
         with self._reading():
-            return [
-                SourceStatus(
-                    codec.source_from_wire(status.source),
-                    status.lease_left_s,
-                    status.readers,
-                    status.gb_per_s,
-                )
-                async for page in self._stub.ListSources(
-                    pb.ListSourcesRequest(name=name), timeout=self._timeout_s
-                )
-                for status in page.sources
-            ]
+            messages = [status async for page in call for status in page.sources]
+        return self._lists.read("source", messages, _source_status)
 
     async def list_pulls(self, name: str = "") -> list[PullStatus]:
         """The pulls that tell how far they are: all, or those of one model name."""
+        call = self._stub.ListPulls(pb.ListPullsRequest(name=name), timeout=self._timeout_s)
         with self._reading():
-            return [
-                pull_from_wire(pull)
-                async for page in self._stub.ListPulls(
-                    pb.ListPullsRequest(name=name), timeout=self._timeout_s
-                )
-                for pull in page.pulls
-            ]
+            messages = [pull async for page in call for pull in page.pulls]
+        return self._lists.read("pull", messages, pull_from_wire)
 
     def telling(self) -> AbstractAsyncContextManager[Tell]:
         """Tell how far a pull is; see `mx.wire.progress.telling`."""
@@ -365,3 +345,22 @@ class CoordinatorClient:
     ) -> dict[bytes, bytes]:
         """Documents by (digest, nbytes); see `mx.wire.documents.fetch`."""
         return await wire_documents.fetch(self._channel, refs, who=self.remote, timeout_s=timeout_s)
+
+
+def _model_status(model: pb.Model) -> ModelStatus:
+    return ModelStatus(
+        codec.key_from_wire(model.model),
+        codec.ref_from_wire(model.manifest),
+        model.nbytes,
+        model.layers,
+        model.sources,
+    )
+
+
+def _source_status(status: pb.SourceStatus) -> SourceStatus:
+    return SourceStatus(
+        codec.source_from_wire(status.source),
+        codec.rate_from_wire(status.lease_left_s, "lease_left_s"),
+        status.readers,
+        codec.rate_from_wire(status.gb_per_s, "gb_per_s"),
+    )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from mx.codec import key_from_wire, key_to_wire, source_id_from_wire
+from mx.codec import (
+    MAX_TOTAL_BYTES,
+    key_from_wire,
+    key_to_wire,
+    rate_from_wire,
+    source_id_from_wire,
+)
 from mx.core.pulls import PullPhase, PullStatus
 from mx.errors import ConfigError, CoordinatorError, PeerProtocolError
 from mx.wire.address import split_address
@@ -21,7 +26,6 @@ Tell = Callable[[PullStatus], Awaitable[None]]
 MAX_LAYERS = 1 << 16
 MAX_SOURCES = 16
 _MAX_HOST_CHARS = 256
-_U64 = 1 << 64
 
 _PHASES = {
     PullPhase.RUNNING: pb.PullProgress.PHASE_RUNNING,
@@ -60,11 +64,10 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
     ready = int.from_bytes(message.ready, "little")
     if ready.bit_length() > message.layers:
         raise PeerProtocolError(f"layer {ready.bit_length() - 1} of {message.layers} is ready")
+    if message.nbytes > MAX_TOTAL_BYTES:
+        raise PeerProtocolError(f"a pull of {message.nbytes} bytes")
     if message.done_bytes > message.nbytes:
         raise PeerProtocolError(f"{message.done_bytes} of {message.nbytes} bytes have come")
-    for rate in (message.seconds, message.gb_per_s):
-        if not 0 <= rate < math.inf:  # NaN is not either
-            raise PeerProtocolError(f"{rate} is no time or rate")
     if len(message.host) > _MAX_HOST_CHARS or not (message.host or "-").isprintable():
         raise PeerProtocolError("that is no host's name")
     if len(message.sources) > MAX_SOURCES:
@@ -84,10 +87,10 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
         ready=ready,
         nbytes=message.nbytes,
         done_bytes=message.done_bytes,
-        seconds=message.seconds,
+        seconds=rate_from_wire(message.seconds, "seconds"),
         sources=tuple(message.sources),
         retries=message.retries,
-        gb_per_s=message.gb_per_s,
+        gb_per_s=rate_from_wire(message.gb_per_s, "gb_per_s"),
     )
 
 

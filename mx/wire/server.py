@@ -41,9 +41,17 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     # Who connects and says nothing is let go.
     ("grpc.server_handshake_timeout_ms", 5000),
-    ("grpc.max_concurrent_streams", 1024),
+    # One process has a handful of streams open; more than this wait at the client.
+    ("grpc.max_concurrent_streams", 256),
+    # Calls that have come and that the event loop has not taken yet. Beyond the first number
+    # (1,000 by default) gRPC cancels some of the new ones at random, with no word to either side:
+    # a thousand sources that register at once passed it while the loop was busy.
+    ("grpc.server.max_pending_requests", 16_384),
+    ("grpc.server.max_pending_requests_hard_limit", 32_768),
 )
 
+#: Who opens a call and sends nothing is refused after this.
+FIRST_MESSAGE_S = 15.0
 
 _DRAIN_TIMEOUT_S = 2.0
 _DRAIN_MESSAGES = 1024  # pages of 1 MiB: more than any registration has
@@ -85,16 +93,28 @@ def _checked(request: object) -> object:
 
 
 class _CheckedRequests:
-    """A request stream that raises for a message that did not parse."""
+    """A request stream that raises for a message that did not parse, and for a first one that
+    does not come within `FIRST_MESSAGE_S`."""
 
-    def __init__(self, requests: AsyncIterator[object]) -> None:
-        self._requests = requests
+    def __init__(self, requests: AsyncIterator[object], method: str) -> None:
+        self._requests = aiter(requests)
+        self._method = method
+        self._deadline_s: float | None = FIRST_MESSAGE_S
 
     def __aiter__(self) -> AsyncIterator[object]:
         return self
 
     async def __anext__(self) -> object:
-        return _checked(await anext(self._requests))
+        timeout_s, self._deadline_s = self._deadline_s, None
+        if timeout_s is None:
+            return _checked(await anext(self._requests))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return _checked(await anext(self._requests))
+        except TimeoutError:
+            raise PeerProtocolError(
+                f"{self._method}: nothing was sent within {timeout_s:g} s"
+            ) from None
 
 
 async def _abort(context: Any, error: MxError) -> None:
@@ -123,39 +143,45 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
     def malformed() -> MxError:
         return PeerProtocolError(f"{method.full_name}: malformed {method.input_type.name}")
 
-    def incoming(request: Any) -> Any:
-        return _CheckedRequests(aiter(request)) if streams_in else _checked(request)
+    async def incoming(requests: Any) -> Any:
+        checked = _CheckedRequests(requests, method.name)
+        if streams_in:
+            return checked
+        async for request in checked:
+            return request
+        raise PeerProtocolError(f"{method.name}: there was no request")
 
-    async def answer(request: Any, context: Any) -> Any:
+    async def answer(requests: Any, context: Any) -> Any:
         try:
-            return await behaviour(incoming(request), context)
+            return await behaviour(await incoming(requests), context)
         except MxError as error:
             if streams_in:
-                await _drain(request)
+                await _drain(requests)
             await _abort(context, error)
 
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+    async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(incoming(request), context):
+            async for response in behaviour(await incoming(requests), context):
                 yield response
         except MxError as error:
             await _abort(context, error)
 
-    async def write(request: Any, context: Any) -> None:
+    async def write(requests: Any, context: Any) -> None:
         try:
-            await behaviour(incoming(request), context)
+            await behaviour(await incoming(requests), context)
         except MxError as error:
             await _abort(context, error)
 
     handler: Any = answer
     if streams_out:
         handler = stream if inspect.isasyncgenfunction(behaviour) else write
-    maker: Any = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[streams_in, streams_out]
+    # A single request is read as a stream of one, which looks the same on the wire: gRPC itself
+    # would wait for it for ever.
+    maker: Any = (
+        grpc.stream_stream_rpc_method_handler
+        if streams_out
+        else grpc.stream_unary_rpc_method_handler
+    )
     return maker(
         handler,
         request_deserializer=parser(method.input_type, malformed),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from mx.codec import source_from_wire
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -27,8 +28,12 @@ class WatchUpdate:
     reason: str = ""
 
 
-def watch_kind(value: int) -> WatchKind:
+def update_from_wire(event: pb.WatchEvent) -> WatchUpdate:
+    """One change. Raises PeerProtocolError for what makes no sense."""
     try:
-        return WatchKind(value)
+        kind = WatchKind(event.kind)
     except ValueError:
-        raise PeerProtocolError(f"watch event of kind {value}") from None
+        raise PeerProtocolError(f"a watch event of kind {event.kind}") from None
+    if kind is WatchKind.SNAPSHOT_END:
+        return WatchUpdate(kind, None, event.reason)
+    return WatchUpdate(kind, source_from_wire(event.source), event.reason)

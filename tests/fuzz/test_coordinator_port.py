@@ -18,6 +18,7 @@ from mx import codec
 from mx.coordinator.daemon import Coordinator
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
+from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.daemon import daemon, terminate
 from tests.records import by_digest, make_documents, make_record, scattered_rows
@@ -90,7 +91,7 @@ def valid_requests() -> dict[str, list[bytes]]:
             for digest, data in by_digest(DOCUMENTS).items()
             for page in pages(digest, data)
         ),
-        *(pb.RegisterRequest(rows=rows) for rows in codec.rows_to_wire(record.table.rows)),
+        *(pb.RegisterRequest(rows=rows) for rows in rows_to_wire(record.table.rows)),
     ]
     requests: dict[str, list[Any]] = {
         "Register": registration,

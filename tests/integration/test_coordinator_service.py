@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from mx.errors import (
 )
 from mx.wire import documents as wire_documents
 from mx.wire.client import CoordinatorClient
+from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.watching import WatchKind, WatchUpdate
 from tests.records import by_digest, make_documents, make_record, scattered_rows
@@ -106,17 +107,15 @@ async def test_models_and_sources_are_listed() -> None:
 
 
 async def test_more_sources_than_one_message_holds() -> None:
-    region = make_record(DOCUMENTS).table.regions[0]
-    regions = tuple(replace(region, index=i, layers=(i, i + 1)) for i in range(4096))
     async with coordinator(lease_s=60.0) as client:
-        for _ in range(16):
+        for _ in range(200):
             record = make_record(DOCUMENTS)
-            table = replace(record.table, regions=regions)
+            place = replace(record.place, driver="x" * 16_000)
             await client.register(
-                replace(record, table=table), by_digest(DOCUMENTS), binding_secret=SECRET
+                replace(record, place=place), by_digest(DOCUMENTS), binding_secret=SECRET
             )
-        assert len(await client.list_sources()) == 16
-        assert 0 < len((await client.resolve("llama")).sources) <= 16
+        assert len(await client.list_sources()) == 200
+        assert 0 < len((await client.resolve("llama")).sources) < 200
 
 
 async def raw(client: CoordinatorClient, method: str, *messages: bytes) -> grpc.aio.AioRpcError:
@@ -169,7 +168,7 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
     ]
     wrong = pb.RegisterRequest.FromString(pages[0])
     wrong.page.data = b"x" * len(wrong.page.data)
-    rows = next(codec.rows_to_wire(scattered_rows(2)))
+    rows = next(rows_to_wire(scattered_rows(2)))
     outside = pb.RegisterRequest(rows=rows)
     outside.rows.region_offset[1] = 1 << 44
     scattered = source_message(rows=scattered_rows(2), held=((0, 1),))
@@ -417,8 +416,12 @@ async def test_who_tells_nonsense_or_of_anothers_pull_is_refused() -> None:
 
 
 async def test_many_pulls_come_in_pages() -> None:
-    async with coordinator() as client, client.telling() as tell:
+    async with coordinator() as client, AsyncExitStack() as stack:
+        clients = [CoordinatorClient(client.remote.address) for _ in range(2)]
+        for each in clients:
+            stack.push_async_callback(each.close)
         for number in range(400):
+            tell = await stack.enter_async_context(clients[number % 2].telling())
             await tell(a_pull(number, layers=1 << 16, ready=(1 << (1 << 16)) - 1))
         while len(await client.list_pulls()) < 400:
             await asyncio.sleep(0.01)

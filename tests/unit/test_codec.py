@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mx import codec
 from mx.core.types import AddressTable, ModelKey, Region, SourceRecord, TableRow
 from mx.errors import ConfigError, PeerProtocolError
+from mx.wire.rows import RowsDecoder, rows_to_wire
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
 from tests.records import make_documents, make_record, scattered_rows
@@ -29,8 +30,8 @@ def test_a_record_comes_back_as_it_went() -> None:
 def test_rows_come_back_in_pages_below_the_message_limit() -> None:
     rows = scattered_rows(50_000)
     table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 44),))
-    decoder = codec.RowsDecoder(table, len(rows))
-    pages = [page.SerializeToString() for page in codec.rows_to_wire(rows)]
+    decoder = RowsDecoder(table, len(rows))
+    pages = [page.SerializeToString() for page in rows_to_wire(rows)]
     assert max(map(len, pages)) < 1 << 20
     found = [row for page in pages for row in decoder.feed(pb.TableRows.FromString(page))]
     decoder.finish()
@@ -154,16 +155,16 @@ def test_rows_outside_what_was_registered_are_refused(
 ) -> None:
     expected = min(2, len(rows))
     for size in (1, len(rows)):  # also across pages
-        decoder = codec.RowsDecoder(SCATTERED, expected)
+        decoder = RowsDecoder(SCATTERED, expected)
         pages = [rows[i : i + size] for i in range(0, len(rows), size)]
         with pytest.raises(PeerProtocolError):
             for page in pages:
-                for message in codec.rows_to_wire([TableRow(*row) for row in page]):
+                for message in rows_to_wire([TableRow(*row) for row in page]):
                     decoder.check(message)
 
 
 def test_missing_rows_and_ragged_columns_are_refused() -> None:
-    decoder = codec.RowsDecoder(SCATTERED, 1)
+    decoder = RowsDecoder(SCATTERED, 1)
     with pytest.raises(PeerProtocolError, match="0 of 1"):
         decoder.finish()
     with pytest.raises(PeerProtocolError, match="columns"):

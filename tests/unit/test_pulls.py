@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mx.codec import MAX_TOTAL_BYTES
 from mx.core.pulls import ENDED_S, EXPIRE_S, PullBoard, PullPhase, PullStatus
 from mx.core.types import ModelKey
 from mx.errors import CapacityError, NotAllowedError, PeerProtocolError
@@ -57,9 +58,11 @@ def test_only_one_tells_of_a_pull_and_only_so_many_are_told_of() -> None:
     board.tell(0.0, teller, STATUS)
     with pytest.raises(NotAllowedError):
         board.tell(1.0, object(), STATUS)
-    board.tell(1.0, teller, replace(STATUS, pull_id=str(uuid.UUID(int=2))))
+    with pytest.raises(NotAllowedError, match="another pull"):
+        board.tell(1.0, teller, replace(STATUS, pull_id=str(uuid.UUID(int=2))))
+    board.tell(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=2))))
     with pytest.raises(CapacityError):
-        board.tell(1.0, teller, replace(STATUS, pull_id=str(uuid.UUID(int=3))))
+        board.tell(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=3))))
     board.tell(EXPIRE_S, object(), STATUS)  # forgotten by then, so anybody's
     assert len(board.pulls(EXPIRE_S)) == 2
 
@@ -68,7 +71,7 @@ def test_only_one_tells_of_a_pull_and_only_so_many_are_told_of() -> None:
     layers=st.integers(0, 300),
     data=st.data(),
     phase=st.sampled_from(PullPhase),
-    nbytes=st.integers(0, 2**64 - 1),
+    nbytes=st.integers(0, MAX_TOTAL_BYTES),
     seconds=st.floats(0, 1e9),
 )
 def test_a_status_survives_the_wire(
@@ -99,6 +102,8 @@ def test_a_status_survives_the_wire(
         {"layers": MAX_LAYERS + 1},
         {"ready": bytes(MAX_LAYERS // 8 + 1)},
         {"done_bytes": 1001},
+        {"nbytes": 2**64 - 1},
+        {"seconds": 1e300},
         {"seconds": float("nan")},
         {"gb_per_s": float("inf")},
         {"host": "a\x1b[2J"},

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.coordinator.watchers import Watcher
-from mx.core.membership import ChangeKind, Membership
-from mx.core.types import ModelKey, SourceRecord
-from mx.errors import MxError
+from mx.coordinator.watchers import Watcher, WatchLog
+from mx.core.membership import Change, ChangeKind, Membership
+from mx.core.types import ModelKey, SourceRecord, SourceState
+from mx.errors import CapacityError, MxError
 from tests.records import make_documents, make_record
 
 DOCUMENTS = make_documents("A")
@@ -32,58 +35,100 @@ steps = st.lists(
 )
 
 
-@given(steps, st.sampled_from(["", "x"]), st.integers(0, 30))
+@given(steps, st.sampled_from(["", "x"]), st.integers(0, 30), st.integers(1, 4))
 def test_a_watcher_ends_up_knowing_what_is_listed(
-    events: list[tuple[str, str, int]], name: str, begins: int
+    events: list[tuple[str, str, int]], name: str, begins: int, slice_limit: int
 ) -> None:
-    members = Membership()
-    watcher = Watcher(name, "", [])
+    members, log = Membership(), WatchLog()
+    watcher: Watcher | None = None
     told: dict[str, SourceRecord] = {}
     for i, (event, source_id, number) in enumerate(events):
-        try:
+        if i == begins:
+            watcher = Watcher(log, name)
+        with contextlib.suppress(MxError):
             if event in ("x", "y"):
                 members.register(0, RECORDS[source_id, event], SECRET)
             elif event == "layers":
                 members.advertise(0, source_id, SECRET, 1, [(0, 1)] if number % 2 else [])
+            elif event == "drain":
+                state = SourceState.DRAINING if number % 2 else SourceState.SERVING
+                members.heartbeat(0, source_id, SECRET, state)
             elif event == "gone":
                 members.deregister(0, source_id, SECRET)
-        except MxError:
-            continue
-        changes = members.take_changes()
-        if i < begins:
-            listed = [s.record for s in members.sources()]
-            watcher = Watcher(name, "", listed)
-            told = {r.source_id: r for r in listed if watcher.wants(r)}
-            continue
-        watcher.push(changes)
-        if number == 0:
-            hear(watcher, told)
-    hear(watcher, told)
+        log.push(members.take_changes())
+        if watcher is not None and number == 0:
+            hear(watcher, told, slice_limit)
+    watcher = watcher or Watcher(log, name)
+    hear(watcher, told, slice_limit)
     listed = [s.record for s in members.sources(name)]
     assert told == {record.source_id: record for record in listed}
-    assert list(watcher.drain()) == []
+    assert not watcher.behind and not watcher.take(4)
 
 
-def hear(watcher: Watcher, told: dict[str, SourceRecord]) -> None:
-    heard = list(watcher.drain())
+def hear(watcher: Watcher, told: dict[str, SourceRecord], limit: int) -> None:
+    heard = []
+    while watcher.behind:
+        news = watcher.take(limit)
+        assert len(news) <= limit
+        heard += news
     assert len({change.record.source_id for change in heard}) == len(heard)
     for change in heard:
         source_id = change.record.source_id
         assert (source_id in told) is (change.kind is not ChangeKind.UP)
         if change.kind is ChangeKind.GONE:
             del told[source_id]
-        else:
-            told[source_id] = change.record
+            continue
+        if change.kind is ChangeKind.LAYERS:
+            before = told[source_id]
+            assert replace(change.record, table=before.table) == before
+        told[source_id] = change.record
 
 
 def test_a_source_that_moves_to_another_name_is_gone_for_those_that_watch_the_old_one() -> None:
-    members = Membership()
+    members, log = Membership(), WatchLog()
     record = make_record(DOCUMENTS)
     members.register(0, record, SECRET)
-    watcher = Watcher("llama", "", [record])
-    members.take_changes()
-    moved = replace(record, model=ModelKey("other"))
-    members.register(0, moved, SECRET)
-    watcher.push(members.take_changes())
-    (change,) = watcher.drain()
-    assert (change.kind, change.record, change.reason) == (ChangeKind.GONE, record, "replaced")
+    log.push(members.take_changes())
+    watcher = Watcher(log, "llama")
+    assert [change.kind for change in watcher.take(9)] == [ChangeKind.UP]
+    members.register(0, replace(record, model=ModelKey("other")), SECRET)
+    log.push(members.take_changes())
+    (change,) = watcher.take(9)
+    assert (change.kind, change.reason) == (ChangeKind.GONE, "replaced")
+    assert (change.record.source_id, change.record.model) == (record.source_id, record.model)
+
+
+def test_what_is_kept_of_sources_that_are_gone_is_bounded() -> None:
+    members, log = Membership(), WatchLog(max_gone=8)
+    early, reader = Watcher(log), Watcher(log)
+    record = make_record(DOCUMENTS)
+    members.register(0, record, SECRET)
+    log.push(members.take_changes())
+    assert len(early.take(9)) == len(reader.take(9)) == 1
+    for _ in range(100):
+        fleeting = make_record(DOCUMENTS)
+        members.register(0, fleeting, SECRET)
+        log.push(members.take_changes())
+        members.deregister(0, fleeting.source_id, SECRET)
+        log.push(members.take_changes())
+        assert reader.take(99) == []  # it came and went unseen
+    assert len(log.after(0, 1000)) == 1 + 8
+    # Something of what `early` was to be told may be missing by now.
+    with pytest.raises(CapacityError, match="watch again"):
+        early.take(9)
+    newcomer = Watcher(log)
+    assert [change.record for change in newcomer.take(99)] == [record]
+
+
+def test_a_watcher_that_does_not_read_holds_nothing() -> None:
+    log = WatchLog()
+    watcher = Watcher(log)
+    before = _size(watcher)
+    for _ in range(200):
+        log.push([Change(ChangeKind.UP, make_record(DOCUMENTS))])
+    assert watcher.behind and _size(watcher) == before
+
+
+def _size(watcher: Watcher) -> int:
+    own = {name: value for name, value in vars(watcher).items() if name != "_log"}
+    return sum(map(sys.getsizeof, own.values()))

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from mx.wire.v1 import common_pb2 as mx_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmx/wire/v1/coordinator.proto\x12\nmx.wire.v1\x1a\x17mx/wire/v1/common.proto\"\xde\x02\n\x06Source\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12)\n\x08manifest\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.ManifestRef\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05place\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12$\n\x04role\x18\x06 \x01(\x0e\x32\x16.mx.wire.v1.SourceRole\x12&\n\x05state\x18\x07 \x01(\x0e\x32\x17.mx.wire.v1.SourceState\x12\'\n\x05table\x18\x08 \x01(\x0b\x32\x18.mx.wire.v1.AddressTable\x12\x12\n\ntransports\x18\t \x03(\t\x12\x11\n\tsource_id\x18\n \x01(\t\x12\x16\n\x0e\x62inding_secret\x18\x0b \x01(\x0c\x12\x19\n\x11replaces_revision\x18\x0c \x01(\x08\"\x88\x01\n\x0fRegisterRequest\x12$\n\x06source\x18\x01 \x01(\x0b\x32\x12.mx.wire.v1.SourceH\x00\x12 \n\x04page\x18\x02 \x01(\x0b\x32\x10.mx.wire.v1.PageH\x00\x12%\n\x04rows\x18\x03 \x01(\x0b\x32\x15.mx.wire.v1.TableRowsH\x00\x42\x06\n\x04part\"v\n\x10RegisterResponse\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x19\n\x11\x63oordinator_epoch\x18\x03 \x01(\t\x12#\n\x05model\x18\x04 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\"!\n\x0eMissingRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"\"\n\x0fMissingResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"\x88\x01\n\x10HeartbeatRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x0f\n\x07readers\x18\x02 \x01(\r\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.mx.wire.v1.SourceState\x12\x16\n\x0e\x62inding_secret\x18\x05 \x01(\x0c\"?\n\x11HeartbeatResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\t\"r\n\x10\x41\x64vertiseRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1f\n\x04held\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x16\n\x0e\x62inding_secret\x18\x04 \x01(\x0c\"\x13\n\x11\x41\x64vertiseResponse\">\n\x11\x44\x65registerRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x16\n\x0e\x62inding_secret\x18\x02 \x01(\x0c\"\x14\n\x12\x44\x65registerResponse\"[\n\x0eResolveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07variant\x18\x03 \x01(\t\x12\x18\n\x10inline_documents\x18\x04 \x01(\x08\"\xab\x01\n\x0fResolveResponse\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12)\n\x08manifest\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.ManifestRef\x12#\n\x07sources\x18\x03 \x03(\x0b\x32\x12.mx.wire.v1.Source\x12#\n\tdocuments\x18\x04 \x03(\x0b\x32\x10.mx.wire.v1.Page\".\n\x0cWatchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\"\xf5\x01\n\nWatchEvent\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.mx.wire.v1.WatchEvent.Kind\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.mx.wire.v1.Source\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x87\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11KIND_SNAPSHOT_END\x10\x01\x12\x12\n\x0eKIND_SOURCE_UP\x10\x02\x12\x17\n\x13KIND_SOURCE_CHANGED\x10\x03\x12\x14\n\x10KIND_SOURCE_GONE\x10\x04\x12\x0f\n\x0bKIND_LAYERS\x10\x05\"\x13\n\x11ListModelsRequest\"\x88\x01\n\x05Model\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12)\n\x08manifest\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.ManifestRef\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x0f\n\x07sources\x18\x05 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.mx.wire.v1.Model\"\"\n\x12ListSourcesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"k\n\x0cSourceStatus\x12\"\n\x06source\x18\x01 \x01(\x0b\x32\x12.mx.wire.v1.Source\x12\x14\n\x0clease_left_s\x18\x02 \x01(\x01\x12\x0f\n\x07readers\x18\x03 \x01(\r\x12\x10\n\x08gb_per_s\x18\x04 \x01(\x01\"[\n\x13ListSourcesResponse\x12)\n\x07sources\x18\x01 \x03(\x0b\x32\x18.mx.wire.v1.SourceStatus\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\t\"\xef\x02\n\x0cPullProgress\x12\x0f\n\x07pull_id\x18\x01 \x01(\t\x12#\n\x05model\x18\x02 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12-\n\x05phase\x18\x05 \x01(\x0e\x32\x1e.mx.wire.v1.PullProgress.Phase\x12\x0e\n\x06layers\x18\x06 \x01(\r\x12\r\n\x05ready\x18\x07 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x08 \x01(\x04\x12\x12\n\ndone_bytes\x18\t \x01(\x04\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12\x0f\n\x07sources\x18\x0b \x03(\t\x12\x0f\n\x07retries\x18\x0c \x01(\r\x12\x10\n\x08gb_per_s\x18\r \x01(\x01\"W\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_RUNNING\x10\x01\x12\x12\n\x0ePHASE_COMPLETE\x10\x02\x12\x10\n\x0cPHASE_FAILED\x10\x03\"9\n\x0fProgressRequest\x12&\n\x04pull\x18\x01 \x01(\x0b\x32\x18.mx.wire.v1.PullProgress\"\x12\n\x10ProgressResponse\" \n\x10ListPullsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x11ListPullsResponse\x12\'\n\x05pulls\x18\x01 \x03(\x0b\x32\x18.mx.wire.v1.PullProgress*`\n\x0bSourceState\x12\x1c\n\x18SOURCE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SOURCE_STATE_SERVING\x10\x01\x12\x19\n\x15SOURCE_STATE_DRAINING\x10\x02*X\n\nSourceRole\x12\x1b\n\x17SOURCE_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12SOURCE_ROLE_ORIGIN\x10\x01\x12\x15\n\x11SOURCE_ROLE_RELAY\x10\x02\x32\xb6\x06\n\x0b\x43oordinator\x12G\n\x08Register\x12\x1b.mx.wire.v1.RegisterRequest\x1a\x1c.mx.wire.v1.RegisterResponse(\x01\x12\x42\n\x07Missing\x12\x1a.mx.wire.v1.MissingRequest\x1a\x1b.mx.wire.v1.MissingResponse\x12L\n\tHeartbeat\x12\x1c.mx.wire.v1.HeartbeatRequest\x1a\x1d.mx.wire.v1.HeartbeatResponse(\x01\x30\x01\x12H\n\tAdvertise\x12\x1c.mx.wire.v1.AdvertiseRequest\x1a\x1d.mx.wire.v1.AdvertiseResponse\x12K\n\nDeregister\x12\x1d.mx.wire.v1.DeregisterRequest\x1a\x1e.mx.wire.v1.DeregisterResponse\x12\x42\n\x07Resolve\x12\x1a.mx.wire.v1.ResolveRequest\x1a\x1b.mx.wire.v1.ResolveResponse\x12;\n\x05Watch\x12\x18.mx.wire.v1.WatchRequest\x1a\x16.mx.wire.v1.WatchEvent0\x01\x12M\n\nListModels\x12\x1d.mx.wire.v1.ListModelsRequest\x1a\x1e.mx.wire.v1.ListModelsResponse0\x01\x12P\n\x0bListSources\x12\x1e.mx.wire.v1.ListSourcesRequest\x1a\x1f.mx.wire.v1.ListSourcesResponse0\x01\x12G\n\x08Progress\x12\x1b.mx.wire.v1.ProgressRequest\x1a\x1c.mx.wire.v1.ProgressResponse(\x01\x12J\n\tListPulls\x12\x1c.mx.wire.v1.ListPullsRequest\x1a\x1d.mx.wire.v1.ListPullsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmx/wire/v1/coordinator.proto\x12\nmx.wire.v1\x1a\x17mx/wire/v1/common.proto\"\xde\x02\n\x06Source\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12)\n\x08manifest\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.ManifestRef\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\r\n\x05place\x18\x04 \x01(\t\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12$\n\x04role\x18\x06 \x01(\x0e\x32\x16.mx.wire.v1.SourceRole\x12&\n\x05state\x18\x07 \x01(\x0e\x32\x17.mx.wire.v1.SourceState\x12\'\n\x05table\x18\x08 \x01(\x0b\x32\x18.mx.wire.v1.AddressTable\x12\x12\n\ntransports\x18\t \x03(\t\x12\x11\n\tsource_id\x18\n \x01(\t\x12\x16\n\x0e\x62inding_secret\x18\x0b \x01(\x0c\x12\x19\n\x11replaces_revision\x18\x0c \x01(\x08\"\x88\x01\n\x0fRegisterRequest\x12$\n\x06source\x18\x01 \x01(\x0b\x32\x12.mx.wire.v1.SourceH\x00\x12 \n\x04page\x18\x02 \x01(\x0b\x32\x10.mx.wire.v1.PageH\x00\x12%\n\x04rows\x18\x03 \x01(\x0b\x32\x15.mx.wire.v1.TableRowsH\x00\x42\x06\n\x04part\"v\n\x10RegisterResponse\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\x12\x19\n\x11\x63oordinator_epoch\x18\x03 \x01(\t\x12#\n\x05model\x18\x04 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\"!\n\x0eMissingRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"\"\n\x0fMissingResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"\x88\x01\n\x10HeartbeatRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x0f\n\x07readers\x18\x02 \x01(\r\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.mx.wire.v1.SourceState\x12\x16\n\x0e\x62inding_secret\x18\x05 \x01(\x0c\"?\n\x11HeartbeatResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\t\"r\n\x10\x41\x64vertiseRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x1f\n\x04held\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x16\n\x0e\x62inding_secret\x18\x04 \x01(\x0c\"\x13\n\x11\x41\x64vertiseResponse\">\n\x11\x44\x65registerRequest\x12\x11\n\tsource_id\x18\x01 \x01(\t\x12\x16\n\x0e\x62inding_secret\x18\x02 \x01(\x0c\"\x14\n\x12\x44\x65registerResponse\"[\n\x0eResolveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07variant\x18\x03 \x01(\t\x12\x18\n\x10inline_documents\x18\x04 \x01(\x08\"\xab\x01\n\x0fResolveResponse\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12)\n\x08manifest\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.ManifestRef\x12#\n\x07sources\x18\x03 \x03(\x0b\x32\x12.mx.wire.v1.Source\x12#\n\tdocuments\x18\x04 \x03(\x0b\x32\x10.mx.wire.v1.Page\"?\n\x0cWatchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07\x62\x61tches\x18\x1e \x01(\x08\"\x9c\x02\n\nWatchEvent\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.mx.wire.v1.WatchEvent.Kind\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.mx.wire.v1.Source\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12%\n\x05\x62\x61tch\x18\x1e \x03(\x0b\x32\x16.mx.wire.v1.WatchEvent\"\x87\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11KIND_SNAPSHOT_END\x10\x01\x12\x12\n\x0eKIND_SOURCE_UP\x10\x02\x12\x17\n\x13KIND_SOURCE_CHANGED\x10\x03\x12\x14\n\x10KIND_SOURCE_GONE\x10\x04\x12\x0f\n\x0bKIND_LAYERS\x10\x05\"\x13\n\x11ListModelsRequest\"\x88\x01\n\x05Model\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12)\n\x08manifest\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.ManifestRef\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x0f\n\x07sources\x18\x05 \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.mx.wire.v1.Model\"\"\n\x12ListSourcesRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"k\n\x0cSourceStatus\x12\"\n\x06source\x18\x01 \x01(\x0b\x32\x12.mx.wire.v1.Source\x12\x14\n\x0clease_left_s\x18\x02 \x01(\x01\x12\x0f\n\x07readers\x18\x03 \x01(\r\x12\x10\n\x08gb_per_s\x18\x04 \x01(\x01\"[\n\x13ListSourcesResponse\x12)\n\x07sources\x18\x01 \x03(\x0b\x32\x18.mx.wire.v1.SourceStatus\x12\x19\n\x11\x63oordinator_epoch\x18\x02 \x01(\t\"\xef\x02\n\x0cPullProgress\x12\x0f\n\x07pull_id\x18\x01 \x01(\t\x12#\n\x05model\x18\x02 \x01(\x0b\x32\x14.mx.wire.v1.ModelKey\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12-\n\x05phase\x18\x05 \x01(\x0e\x32\x1e.mx.wire.v1.PullProgress.Phase\x12\x0e\n\x06layers\x18\x06 \x01(\r\x12\r\n\x05ready\x18\x07 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x08 \x01(\x04\x12\x12\n\ndone_bytes\x18\t \x01(\x04\x12\x0f\n\x07seconds\x18\n \x01(\x01\x12\x0f\n\x07sources\x18\x0b \x03(\t\x12\x0f\n\x07retries\x18\x0c \x01(\r\x12\x10\n\x08gb_per_s\x18\r \x01(\x01\"W\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_RUNNING\x10\x01\x12\x12\n\x0ePHASE_COMPLETE\x10\x02\x12\x10\n\x0cPHASE_FAILED\x10\x03\"9\n\x0fProgressRequest\x12&\n\x04pull\x18\x01 \x01(\x0b\x32\x18.mx.wire.v1.PullProgress\"\x12\n\x10ProgressResponse\" \n\x10ListPullsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x11ListPullsResponse\x12\'\n\x05pulls\x18\x01 \x03(\x0b\x32\x18.mx.wire.v1.PullProgress*`\n\x0bSourceState\x12\x1c\n\x18SOURCE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SOURCE_STATE_SERVING\x10\x01\x12\x19\n\x15SOURCE_STATE_DRAINING\x10\x02*X\n\nSourceRole\x12\x1b\n\x17SOURCE_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12SOURCE_ROLE_ORIGIN\x10\x01\x12\x15\n\x11SOURCE_ROLE_RELAY\x10\x02\x32\xb6\x06\n\x0b\x43oordinator\x12G\n\x08Register\x12\x1b.mx.wire.v1.RegisterRequest\x1a\x1c.mx.wire.v1.RegisterResponse(\x01\x12\x42\n\x07Missing\x12\x1a.mx.wire.v1.MissingRequest\x1a\x1b.mx.wire.v1.MissingResponse\x12L\n\tHeartbeat\x12\x1c.mx.wire.v1.HeartbeatRequest\x1a\x1d.mx.wire.v1.HeartbeatResponse(\x01\x30\x01\x12H\n\tAdvertise\x12\x1c.mx.wire.v1.AdvertiseRequest\x1a\x1d.mx.wire.v1.AdvertiseResponse\x12K\n\nDeregister\x12\x1d.mx.wire.v1.DeregisterRequest\x1a\x1e.mx.wire.v1.DeregisterResponse\x12\x42\n\x07Resolve\x12\x1a.mx.wire.v1.ResolveRequest\x1a\x1b.mx.wire.v1.ResolveResponse\x12;\n\x05Watch\x12\x18.mx.wire.v1.WatchRequest\x1a\x16.mx.wire.v1.WatchEvent0\x01\x12M\n\nListModels\x12\x1d.mx.wire.v1.ListModelsRequest\x1a\x1e.mx.wire.v1.ListModelsResponse0\x01\x12P\n\x0bListSources\x12\x1e.mx.wire.v1.ListSourcesRequest\x1a\x1f.mx.wire.v1.ListSourcesResponse0\x01\x12G\n\x08Progress\x12\x1b.mx.wire.v1.ProgressRequest\x1a\x1c.mx.wire.v1.ProgressResponse(\x01\x12J\n\tListPulls\x12\x1c.mx.wire.v1.ListPullsRequest\x1a\x1d.mx.wire.v1.ListPullsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mx.wire.v1.coordinator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SOURCESTATE']._serialized_start=2742
-  _globals['_SOURCESTATE']._serialized_end=2838
-  _globals['_SOURCEROLE']._serialized_start=2840
-  _globals['_SOURCEROLE']._serialized_end=2928
+  _globals['_SOURCESTATE']._serialized_start=2798
+  _globals['_SOURCESTATE']._serialized_end=2894
+  _globals['_SOURCEROLE']._serialized_start=2896
+  _globals['_SOURCEROLE']._serialized_end=2984
   _globals['_SOURCE']._serialized_start=70
   _globals['_SOURCE']._serialized_end=420
   _globals['_REGISTERREQUEST']._serialized_start=423
@@ -63,35 +63,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESOLVERESPONSE']._serialized_start=1273
   _globals['_RESOLVERESPONSE']._serialized_end=1444
   _globals['_WATCHREQUEST']._serialized_start=1446
-  _globals['_WATCHREQUEST']._serialized_end=1492
-  _globals['_WATCHEVENT']._serialized_start=1495
-  _globals['_WATCHEVENT']._serialized_end=1740
-  _globals['_WATCHEVENT_KIND']._serialized_start=1605
-  _globals['_WATCHEVENT_KIND']._serialized_end=1740
-  _globals['_LISTMODELSREQUEST']._serialized_start=1742
-  _globals['_LISTMODELSREQUEST']._serialized_end=1761
-  _globals['_MODEL']._serialized_start=1764
-  _globals['_MODEL']._serialized_end=1900
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1902
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1957
-  _globals['_LISTSOURCESREQUEST']._serialized_start=1959
-  _globals['_LISTSOURCESREQUEST']._serialized_end=1993
-  _globals['_SOURCESTATUS']._serialized_start=1995
-  _globals['_SOURCESTATUS']._serialized_end=2102
-  _globals['_LISTSOURCESRESPONSE']._serialized_start=2104
-  _globals['_LISTSOURCESRESPONSE']._serialized_end=2195
-  _globals['_PULLPROGRESS']._serialized_start=2198
-  _globals['_PULLPROGRESS']._serialized_end=2565
-  _globals['_PULLPROGRESS_PHASE']._serialized_start=2478
-  _globals['_PULLPROGRESS_PHASE']._serialized_end=2565
-  _globals['_PROGRESSREQUEST']._serialized_start=2567
-  _globals['_PROGRESSREQUEST']._serialized_end=2624
-  _globals['_PROGRESSRESPONSE']._serialized_start=2626
-  _globals['_PROGRESSRESPONSE']._serialized_end=2644
-  _globals['_LISTPULLSREQUEST']._serialized_start=2646
-  _globals['_LISTPULLSREQUEST']._serialized_end=2678
-  _globals['_LISTPULLSRESPONSE']._serialized_start=2680
-  _globals['_LISTPULLSRESPONSE']._serialized_end=2740
-  _globals['_COORDINATOR']._serialized_start=2931
-  _globals['_COORDINATOR']._serialized_end=3753
+  _globals['_WATCHREQUEST']._serialized_end=1509
+  _globals['_WATCHEVENT']._serialized_start=1512
+  _globals['_WATCHEVENT']._serialized_end=1796
+  _globals['_WATCHEVENT_KIND']._serialized_start=1661
+  _globals['_WATCHEVENT_KIND']._serialized_end=1796
+  _globals['_LISTMODELSREQUEST']._serialized_start=1798
+  _globals['_LISTMODELSREQUEST']._serialized_end=1817
+  _globals['_MODEL']._serialized_start=1820
+  _globals['_MODEL']._serialized_end=1956
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1958
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2013
+  _globals['_LISTSOURCESREQUEST']._serialized_start=2015
+  _globals['_LISTSOURCESREQUEST']._serialized_end=2049
+  _globals['_SOURCESTATUS']._serialized_start=2051
+  _globals['_SOURCESTATUS']._serialized_end=2158
+  _globals['_LISTSOURCESRESPONSE']._serialized_start=2160
+  _globals['_LISTSOURCESRESPONSE']._serialized_end=2251
+  _globals['_PULLPROGRESS']._serialized_start=2254
+  _globals['_PULLPROGRESS']._serialized_end=2621
+  _globals['_PULLPROGRESS_PHASE']._serialized_start=2534
+  _globals['_PULLPROGRESS_PHASE']._serialized_end=2621
+  _globals['_PROGRESSREQUEST']._serialized_start=2623
+  _globals['_PROGRESSREQUEST']._serialized_end=2680
+  _globals['_PROGRESSRESPONSE']._serialized_start=2682
+  _globals['_PROGRESSRESPONSE']._serialized_end=2700
+  _globals['_LISTPULLSREQUEST']._serialized_start=2702
+  _globals['_LISTPULLSREQUEST']._serialized_end=2734
+  _globals['_LISTPULLSRESPONSE']._serialized_start=2736
+  _globals['_LISTPULLSRESPONSE']._serialized_end=2796
+  _globals['_COORDINATOR']._serialized_start=2987
+  _globals['_COORDINATOR']._serialized_end=3809
 # @@protoc_insertion_point(module_scope)

@@ -162,15 +162,17 @@ class ResolveResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., documents: _Optional[_Iterable[_Union[_common_pb2.Page, _Mapping]]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("name", "revision")
+    __slots__ = ("name", "revision", "batches")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
+    batches: bool
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., batches: bool = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("kind", "source", "reason")
+    __slots__ = ("kind", "source", "reason", "batch")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[WatchEvent.Kind]
@@ -188,10 +190,12 @@ class WatchEvent(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     kind: WatchEvent.Kind
     source: Source
     reason: str
-    def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    batch: _containers.RepeatedCompositeFieldContainer[WatchEvent]
+    def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reason: _Optional[str] = ..., batch: _Optional[_Iterable[_Union[WatchEvent, _Mapping]]] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

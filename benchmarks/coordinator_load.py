@@ -1,0 +1,267 @@
+"""Load on a coordinator, as a process of its own: sources, watchers and resolves.
+
+All sources connect and register at once, each over a connection of its own, and then send a
+heartbeat each second. When all are registered the storm is over, and what comes after it is timed.
+Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from mx import codec
+from mx.core.digest import document_digest
+from mx.core.topology import Nic, NumaNode, Place
+from mx.core.types import AddressTable, ManifestRef, ModelKey, Region, SourceRecord, SourceState
+from mx.errors import MxError
+from mx.wire.channel import Remote, Role, cut, dial
+from mx.wire.client import CoordinatorClient
+from mx.wire.rpc import Stub
+from mx.wire.v1 import coordinator_pb2 as pb
+
+MODELS = 10
+LAYERS = 82
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_SECRET = b"benchmark secret"
+_REGISTER_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Found:
+    """What the load met. `lost` counts heartbeat streams and watches that ended by themselves,
+    `refused` calls that failed; `retries` are attempts to register that were made again."""
+
+    lost: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    retries: int = 0
+    registered: int = 0
+    events: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+def documents_of(model: int) -> dict[bytes, bytes]:
+    """Four documents by digest, in a manifest's order; the layout is every model's."""
+    texts = [f"identity {model}", "layout", f"chunking {model}", "packaging"]
+    made = [text.encode().ljust(16 << 10, b".") for text in texts]
+    return {document_digest(data): data for data in made}
+
+
+def record_of(number: int) -> SourceRecord:
+    """A source as a server with two interfaces registers it."""
+    model = number % MODELS
+    documents = documents_of(model)
+    one, two, three, four = documents
+    sizes = [len(data) for data in documents.values()]
+    nics = tuple(
+        Nic(f"eth{i}", "up", (f"10.{i}.{number >> 8 & 255}.{number & 255}/16",), 100_000, 9000, 0)
+        for i in range(2)
+    )
+    place = Place(
+        boot_id=str(uuid.UUID(int=number)),
+        hostname=f"host-{number}",
+        uid=1000,
+        pid=number + 1,
+        addresses=tuple(nic.addresses[0].partition("/")[0] for nic in nics),
+        nics=nics,
+        numa_nodes=(NumaNode(0, "0-63", 256 << 30, (10, 21)), NumaNode(1, "64-127", 256 << 30)),
+    )
+    region = Region(0, "cpu", 0x7F00_0000_0000, 141 << 30, (0, LAYERS))
+    return SourceRecord(
+        source_id=str(uuid.uuid4()),
+        model=ModelKey(f"model-{model}"),
+        ref=ManifestRef(one, two, three, four, (sizes[0], sizes[1], sizes[2], sizes[3])),
+        endpoint=f"10.0.{number >> 8 & 255}.{number & 255}:7601",
+        place=place,
+        generation=1,
+        table=AddressTable(two, (region,), held=((0, LAYERS),)),
+        transports=("shm", "tcp", "ucx"),
+    )
+
+
+class Load:
+    """All of it, in one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._remote = Remote(Role.COORDINATOR, address)
+        self._ending = asyncio.Event()
+        self._storm_over = False
+        self.found = Found()
+
+    def _stub(self, channel: grpc.aio.Channel) -> Stub:
+        return Stub(channel, pb.DESCRIPTOR.services_by_name["Coordinator"], self._remote)
+
+    @staticmethod
+    def _name(error: BaseException) -> str:
+        """One for each cause: ids are left out."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            text = f"{error.code().name}: {error.details()}"
+        else:
+            text = f"{type(error).__name__}: {error}"
+        return _UUID.sub("ID", text)[:200]
+
+    async def source(self, number: int, registered: asyncio.Queue[int]) -> None:
+        """Register one, and keep its heartbeats going until the end."""
+        record = record_of(number)
+        client = CoordinatorClient(self._address, timeout_s=60.0)
+        channel = dial(self._address)
+        try:
+            async with asyncio.timeout(_REGISTER_TIMEOUT_S):
+                while True:
+                    try:
+                        await client.register(
+                            record, documents_of(number % MODELS), binding_secret=_SECRET
+                        )
+                        break
+                    except MxError as error:
+                        self.found.refused[f"register: {self._name(error)}"] += 1
+                        self.found.retries += 1
+                        await asyncio.sleep(random.uniform(0.1, 0.5))
+            self.found.registered += 1
+            await self._beat(self._stub(channel), record, registered)
+        finally:
+            await client.close()
+            await channel.close(None)
+
+    async def _beat(self, stub: Stub, record: SourceRecord, registered: asyncio.Queue[int]) -> None:
+        call = stub.Heartbeat()
+        request = pb.HeartbeatRequest(
+            source_id=record.source_id,
+            binding_secret=_SECRET,
+            state=codec.state_to_wire(SourceState.SERVING),
+        )
+        told = False
+        try:
+            while not self._ending.is_set():
+                start_s = time.monotonic()
+                await call.write(request)
+                answer = await call.read()
+                if not isinstance(answer, pb.HeartbeatResponse):
+                    self.found.lost[f"heartbeat: {(await call.code()).name}"] += 1
+                    return
+                self._timed(start_s)
+                if not told:
+                    told = True
+                    registered.put_nowait(1)
+                await asyncio.sleep(1.0)
+        except grpc.aio.AioRpcError as error:
+            self.found.lost[f"heartbeat: {self._name(error)}"] += 1
+        except asyncio.InvalidStateError:
+            self.found.lost[f"heartbeat: {(await call.code()).name}"] += 1
+        finally:
+            if not told:
+                registered.put_nowait(1)
+            cut(call)
+
+    def _timed(self, start_s: float) -> None:
+        if self._storm_over:
+            self.found.seconds.append(time.monotonic() - start_s)
+
+    async def watcher(self) -> None:
+        """Watch everything until the end. What comes is counted, not decoded."""
+        channel = dial(self._address)
+        call = self._stub(channel).Watch(pb.WatchRequest(batches=True))
+        try:
+            async for message in call:
+                self.found.events += len(message.batch) or 1
+        except grpc.aio.AioRpcError as error:
+            self.found.lost[f"watch: {self._name(error)}"] += 1
+        finally:
+            cut(call)
+            await channel.close(None)
+
+    async def resolver(self, per_s: float) -> None:
+        """Resolve some model that many times a second, whether answers come or not."""
+        channels = [dial(self._address) for _ in range(MODELS)]
+        stubs = [self._stub(channel) for channel in channels]
+        try:
+            async with asyncio.TaskGroup() as calls:
+                for number in range(sys.maxsize):
+                    if self._ending.is_set():
+                        return
+                    model = number % MODELS
+                    calls.create_task(self._resolve(stubs[model], f"model-{model}"))
+                    await asyncio.sleep(1 / per_s)
+        finally:
+            for channel in channels:
+                await channel.close(None)
+
+    async def _resolve(self, stub: Stub, name: str) -> None:
+        start_s = time.monotonic()
+        try:
+            await stub.Resolve(pb.ResolveRequest(name=name), timeout=60)
+        except grpc.aio.AioRpcError as error:
+            # Before its first source has registered a model is not known, and rightly so.
+            if self._storm_over or error.code() is not grpc.StatusCode.NOT_FOUND:
+                self.found.refused[f"resolve: {self._name(error)}"] += 1
+            return
+        self._timed(start_s)
+
+    async def run(self, sources: int, watchers: int, resolves: float, seconds: float) -> Any:
+        registered: asyncio.Queue[int] = asyncio.Queue()
+        start_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            watching = [tasks.create_task(self.watcher()) for _ in range(watchers)]
+            if resolves:
+                tasks.create_task(self.resolver(resolves))
+            for number in range(sources):
+                tasks.create_task(self.source(number, registered))
+            for _ in range(sources):
+                await registered.get()
+            storm_s = time.monotonic() - start_s
+            print(json.dumps({"storm_s": storm_s}), flush=True)
+            await asyncio.sleep(3.0)  # what the storm has left behind
+            self._storm_over = True
+            print(json.dumps({"timing": True}), flush=True)
+            await asyncio.sleep(seconds)
+            self._storm_over = False
+            print(json.dumps({"timing": False}), flush=True)
+            self._ending.set()
+            for task in watching:
+                task.cancel()
+        found = self.found
+        found.seconds.sort()
+        count = len(found.seconds)
+        return {
+            "registered": found.registered,
+            "retries": found.retries,
+            "lost": dict(found.lost),
+            "refused": dict(found.refused),
+            "events": found.events,
+            "storm_s": round(storm_s, 2),
+            "calls": count,
+            "p50_ms": round(1e3 * found.seconds[count // 2], 2) if count else None,
+            "p99_ms": round(1e3 * found.seconds[count * 99 // 100], 2) if count else None,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("coordinator")
+    parser.add_argument("--sources", type=int, default=1000)
+    parser.add_argument("--watchers", type=int, default=50)
+    parser.add_argument("--resolves", type=float, default=50, help="per second")
+    parser.add_argument("--seconds", type=float, default=10)
+    given = parser.parse_args()
+
+    async def run() -> Any:
+        load = Load(given.coordinator)
+        return await load.run(given.sources, given.watchers, given.resolves, given.seconds)
+
+    print(json.dumps(asyncio.run(run())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""How many streams of one kind may be open, in all and from one address."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mx.errors import CapacityError
+
+
+def address_of(context: Any) -> str:
+    """Where a call comes from, without the port: "ipv4:10.0.0.1", "unix:"."""
+    peer: str = context.peer()
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else "unix:"
+
+
+class StreamBounds:
+    """Counts open streams. `what` names them in the refusal: "watches"."""
+
+    def __init__(self, what: str, *, in_all: int, per_address: int) -> None:
+        self._what = what
+        self._in_all = in_all
+        self._per_address = per_address
+        self._open: Counter[str] = Counter()
+        self._count = 0
+
+    @contextmanager
+    def admitted(self, context: Any) -> Iterator[None]:
+        """Count one stream while the block runs. Raises CapacityError where there are too many."""
+        address = address_of(context)
+        if self._count >= self._in_all:
+            raise CapacityError(f"the coordinator has {self._in_all} {self._what}, its limit")
+        if self._open[address] >= self._per_address:
+            raise CapacityError(
+                f"the coordinator has {self._per_address} {self._what} from {address}, "
+                "its limit for one address"
+            )
+        self._open[address] += 1
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]

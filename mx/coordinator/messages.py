@@ -1,0 +1,61 @@
+"""Sources and their changes as messages, made once for all answers that name them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from mx import codec
+from mx.core.membership import Change, ChangeKind
+from mx.core.types import SourceRecord
+from mx.wire.v1 import coordinator_pb2 as pb
+
+#: Changes that all watchers are told at about the same time.
+_MAX_EVENTS = 2048
+
+_KINDS = {
+    ChangeKind.UP: pb.WatchEvent.KIND_SOURCE_UP,
+    ChangeKind.CHANGED: pb.WatchEvent.KIND_SOURCE_CHANGED,
+    ChangeKind.LAYERS: pb.WatchEvent.KIND_LAYERS,
+    ChangeKind.GONE: pb.WatchEvent.KIND_SOURCE_GONE,
+}
+
+
+class SourceMessages:
+    """The last messages of each source. To be read only: answers copy them."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, tuple[SourceRecord, int, pb.Source]] = {}
+        # By the id of the record that is told, which the entry itself keeps alive.
+        self._events: OrderedDict[
+            int, tuple[SourceRecord, dict[tuple[ChangeKind, int, str], pb.WatchEvent]]
+        ] = OrderedDict()
+
+    def source(self, record: SourceRecord, row_count: int) -> pb.Source:
+        """The message of a source that is listed; made anew where its record is another one."""
+        made = self._sources.get(record.source_id)
+        if made is None or made[0] is not record or made[1] != row_count:
+            message = codec.source_to_wire(record, row_count=row_count)
+            made = self._sources[record.source_id] = (record, row_count, message)
+        return made[2]
+
+    def event(self, change: Change) -> pb.WatchEvent:
+        """What watchers are told of a change."""
+        record = change.record
+        _, events = self._events.setdefault(id(record), (record, {}))
+        key = (change.kind, change.row_count, change.reason)
+        event = events.get(key)
+        if event is None:
+            if change.kind is ChangeKind.GONE:
+                source = codec.source_to_wire(record, row_count=0)
+            else:
+                source = self.source(record, change.row_count)
+            event = events[key] = pb.WatchEvent(
+                kind=_KINDS[change.kind], source=source, reason=change.reason
+            )
+            if len(self._events) > _MAX_EVENTS:
+                self._events.popitem(last=False)
+        return event
+
+    def forget(self, source_id: str) -> None:
+        """The source is gone."""
+        self._sources.pop(source_id, None)

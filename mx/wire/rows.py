@@ -1,0 +1,85 @@
+"""The rows of a scattered source's table, in pages, checked as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mx.core.types import AddressTable, TableRow
+from mx.errors import PeerProtocolError
+from mx.wire.v1 import common_pb2 as pb
+
+#: Few enough that checking a page does not hold up the event loop.
+ROWS_PER_PAGE = 16_384
+_U64 = 1 << 64
+
+
+def rows_to_wire(rows: Sequence[TableRow]) -> Iterator[pb.TableRows]:
+    """Pages that stay under the default message limit."""
+    for first in range(0, len(rows), ROWS_PER_PAGE):
+        page = rows[first : first + ROWS_PER_PAGE]
+        yield pb.TableRows(
+            layer=[row.layer for row in page],
+            offset=[row.offset for row in page],
+            nbytes=[row.nbytes for row in page],
+            region=[row.region for row in page],
+            region_offset=[row.region_offset for row in page],
+        )
+
+
+class RowsDecoder:
+    """Checks the pages of one table's rows as they come.
+
+    Rows are ascending by (layer, offset), do not overlap, and stay inside the regions that want
+    rows. `expected` is the number announced.
+    """
+
+    def __init__(self, table: AddressTable, expected: int) -> None:
+        self._sizes = [-1 if region.layers else region.nbytes for region in table.regions]
+        self._expected = expected
+        self._count = 0
+        self._layer = 0
+        self._end = 0
+
+    def check(self, page: pb.TableRows) -> int:
+        """How many rows the page has. Raises PeerProtocolError."""
+        columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
+        count = len(page.layer)
+        if count > ROWS_PER_PAGE:
+            raise PeerProtocolError(f"rows: {count} in one message, more than {ROWS_PER_PAGE}")
+        if any(len(column) != count for column in columns):
+            raise PeerProtocolError("rows: the columns differ in length")
+        if self._count + count > self._expected:
+            raise PeerProtocolError(f"rows: more than the {self._expected} announced")
+        sizes, last_layer, last_end = self._sizes, self._layer, self._end
+        for layer, offset, nbytes, region, region_offset in zip(*columns, strict=True):
+            if layer != last_layer:
+                if layer < last_layer:
+                    raise self._wrong(layer, offset, "is out of order")
+                last_layer, last_end = layer, 0
+            if offset < last_end:
+                raise self._wrong(layer, offset, "is out of order or overlaps")
+            last_end = offset + nbytes
+            if not nbytes or last_end > _U64:
+                raise self._wrong(layer, offset, f"has {nbytes} bytes")
+            if region >= len(sizes) or sizes[region] < 0:
+                raise self._wrong(layer, offset, f"names region {region}, which takes no rows")
+            if region_offset + nbytes > sizes[region]:
+                raise self._wrong(layer, offset, f"lies outside region {region}")
+        self._layer, self._end = last_layer, last_end
+        self._count += count
+        return count
+
+    def feed(self, page: pb.TableRows) -> list[TableRow]:
+        """The page's rows, checked."""
+        self.check(page)
+        columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
+        return [TableRow(*row) for row in zip(*columns, strict=True)]
+
+    def finish(self) -> None:
+        """Raises PeerProtocolError if fewer rows came than were announced."""
+        if self._count != self._expected:
+            raise PeerProtocolError(f"rows: {self._count} of {self._expected} came")
+
+    @staticmethod
+    def _wrong(layer: int, offset: int, what: str) -> PeerProtocolError:
+        return PeerProtocolError(f"rows: the extent of layer {layer} at {offset} {what}")
