@@ -16,9 +16,10 @@ from mx.core.types import Manifest
 from mx.errors import DigestError, IntegrityError, OutputError
 from mx.storage.header import header_bytes
 from mx.storage.journal import Records, read
-from mx.storage.osfile import write_error
 from mx.storage.safetensors import weight_map
-from mx.storage.staging import Staging
+from mx.storage.staging import JOURNAL, Staging
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 class CheckpointWriter:
@@ -126,9 +127,7 @@ class CheckpointWriter:
                 raise IntegrityError(f"the side file {path} {reason}, so it is not written")
             if path.endswith(INDEX_SUFFIX):
                 self._check_index(path, data)
-            target = self._staging.files / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open(target, "xb") as file:
+            with open(self._staging.open_file(path, _NEW), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -182,10 +181,9 @@ class CheckpointWriter:
             self._active += 1
         failed = True
         try:
-            yield
+            with self._staging.errors():
+                yield
             failed = False
-        except OSError as error:
-            raise write_error(error, Path(error.filename or self._staging.out)) from error
         finally:
             with self._lock:
                 self._active -= 1
@@ -210,23 +208,22 @@ class CheckpointWriter:
             specs = [TensorSpec(t.name, t.dtype, t.shape) for t in members]
             header = header_bytes(specs, file.metadata)
             plans.append((file.path, header, members, len(header) + sum(t.nbytes for t in members)))
-        ref, journal = self._manifest.ref, self._staging.journal
-        claimed = read(journal, ref, len(self._pieces)) if keep else None
+        ref, folder = self._manifest.ref, self._staging.fd
+        claimed = read(JOURNAL, ref, len(self._pieces), folder=folder) if keep else None
         if claimed and self._staging.left_over({path: nbytes for path, *_, nbytes in plans}):
             self.claimed, flags = frozenset(claimed), 0
         else:
             self._staging.clear()
             flags = os.O_CREAT | os.O_EXCL
         if keep:
-            self._records = Records(journal, ref, self.claimed)
+            self._records = Records(JOURNAL, ref, self.claimed, folder=folder)
         self._staging.require(
             sum(nbytes for *_, nbytes in plans) + sum(s.nbytes for s in self._side_files.values())
         )
-        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._staging.warn()
+        flags |= os.O_RDWR
         for path, header, members, nbytes in plans:
-            target = self._staging.files / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(target, flags, 0o666)
+            fd = self._staging.open_file(path, flags)
             self._fds.append(fd)
             # So that a full disk is told now, not in the middle.
             os.posix_fallocate(fd, 0, nbytes)
