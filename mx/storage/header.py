@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from mx.core.json_bounds import check_json
 from mx.core.layout import MAX_TENSORS, TensorSpec, kind_nbytes
 from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
@@ -150,6 +151,7 @@ def _load(header: bytes, location: Path) -> dict[str, object]:
         raise ValueError(f"{text[:20]} is not an integer")
 
     try:
+        check_json(header)
         text = header.decode()
         if not text.startswith("{"):
             raise ValueError("it does not start with '{'")
