@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mx import config, trace
+from mx.cli.printing import PlainFormatter
 from mx.config import Settings
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
@@ -144,9 +145,9 @@ def settings_of(context: typer.Context) -> Settings:
         given, file=context.params.get("config") or context.params.get("config_file")
     )
     level = "debug" if context.params.get("debug") else settings.log_level
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     return settings
 
 

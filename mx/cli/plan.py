@@ -141,7 +141,7 @@ def _show(planned: PlannedPull) -> None:
         summary += ", attached without a copy"
     else:
         summary += f", about {format_seconds(estimate_s)} at {found.gb_per_s:.3g} GB/s"
-    print(summary)
+    outcome.write(summary)
     table = Table("source", "path", "use", box=None, pad_edge=False)
     table.add_column("GB/s", justify="right")
     table.add_column("carries", justify="right")

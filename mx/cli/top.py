@@ -13,6 +13,7 @@ from rich.text import Text
 
 from mx.cli import options, outcome
 from mx.cli.listing import source_object
+from mx.cli.printing import Plain
 from mx.errors import CoordinatorError
 from mx.units import format_bytes, format_seconds
 
@@ -65,7 +66,7 @@ def top(
         if once or not console.is_terminal:
             width = console.width if console.is_terminal else 250
             page = Console(highlight=False, width=width)
-            page.print(render(observer.look(model), ascii_only=page.options.ascii_only))
+            page.print(Plain(render(observer.look(model), ascii_only=page.options.ascii_only)))
             return
         try:
             _watch(observer, model, settings.coordinator, console)
@@ -81,7 +82,7 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
                 ("mx top", "bold"), f"  {address}  {time.strftime('%H:%M:%S')}  ", (note, "red")
             )
             tables = render(overview, ascii_only=console.options.ascii_only)
-            live.update(Group(title, Text(), tables), refresh=True)
+            live.update(Plain(Group(title, Text(), tables)), refresh=True)
             time.sleep(INTERVAL_S)
             try:
                 overview, note = observer.look(model), ""

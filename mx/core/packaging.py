@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mx.core.types import Layout, PackagedFile, Packaging
+from mx.text import has_control
 from mx.units import MIB
 
 MAX_SIDE_FILE_BYTES = 64 * MIB
@@ -93,8 +94,8 @@ def bad_tensor_name(name: str) -> str | None:
     """Why a tensor must not have this name, though safetensors accepts it; None if it may."""
     if not name:
         return "is empty"
-    if "\0" in name:
-        return "holds a NUL"
+    if has_control(name):
+        return "holds a control character"
     if name == "__metadata__":
         return "means something else in a header"
     if ".." in name and ".." in name.replace("\\", "/").split("/"):

@@ -20,6 +20,7 @@ from mx.core.layout import MAX_TENSORS, TensorSpec, kind_nbytes
 from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ManifestError
+from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.osfile import open_regular, read_error, shown
 from mx.units import align_up
 
@@ -74,6 +75,9 @@ def read_tensor_file(location: Path, path: str) -> TensorFile:
             nbytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8:
                 _fail(location, f"it has {len(prefix)} bytes, too few for a header's length")
+            if prefix + file.read(len(LFS_MAGIC) - 8) == LFS_MAGIC:
+                raise lfs_pointer(location)
+            file.seek(8)
             if nbytes > MAX_HEADER_BYTES:
                 _fail(location, f"its header would have {nbytes} bytes; 100 MB is the most")
             header = file.read(nbytes)

@@ -16,6 +16,7 @@ from mx.core.packaging import (
     bad_side_path,
 )
 from mx.core.types import SideFile
+from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.osfile import open_regular, read_error
 from mx.units import MIB, format_bytes
 
@@ -55,6 +56,8 @@ def read_side_files(
             if len(data) > MAX_SIDE_FILE_BYTES or total + len(data) > MAX_TOTAL_BYTES:
                 reason = f"is larger than {format_bytes(MAX_SIDE_FILE_BYTES)}, or all are together"
             else:
+                if data.startswith(LFS_MAGIC):
+                    raise lfs_pointer(location)
                 reason = bad_side_content(path, data)
         if reason is None and bad_path_set([*taken, *(s.path for s in found), path]) is not None:
             reason = "has the name of another but for upper and lower case"
