@@ -6,8 +6,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from mx.core.canonical import read_json
 from mx.core.packaging import TENSOR_SUFFIX
 from mx.errors import CheckpointError, ConfigError, MxError
+from mx.storage.osfile import open_regular
+from mx.units import MIB
 
 #: How a file begins that git left in the place of a large one.
 LFS_MAGIC = b"version https://git-lfs.github.com/spec/v1\n"
@@ -34,9 +37,9 @@ def no_checkpoint_file(path: Path) -> MxError:
     if begins == LFS_MAGIC:
         return lfs_pointer(path)
     if begins.startswith(_GGUF_MAGIC) or path.suffix == ".gguf":
-        return _gguf(path)
+        return _gguf(path, ConfigError)
     if path.suffix in _PICKLED:
-        return _pickled(path, alone=True)
+        return _pickled(path, path.parent, ConfigError)
     if path.name.endswith(".json"):
         return ConfigError(
             f"{path} is not a {TENSOR_SUFFIX} file", hint=f"name its folder: {path.parent}"
@@ -72,9 +75,9 @@ def no_checkpoint_folder(root: Path) -> MxError:
         )
     of_gguf = [name for name in names if name.endswith(".gguf")]
     if of_gguf:
-        return _gguf(root / of_gguf[0])
+        return _gguf(root / of_gguf[0], CheckpointError)
     if any(name.endswith(_PICKLED) for name in names):
-        return _pickled(root, alone="config.json" not in names)
+        return _pickled(root, root, CheckpointError)
     if not names:
         return CheckpointError(f"{root} is empty", hint=_SHARDS_HINT)
     return CheckpointError(f"{root} holds no {TENSOR_SUFFIX} file", hint=_SHARDS_HINT)
@@ -113,24 +116,39 @@ def _main_of(repository: Path) -> str:
         return ""
 
 
-def _gguf(path: Path) -> MxError:
-    return ConfigError(
+def _gguf(path: Path, kind: type[MxError]) -> MxError:
+    return kind(
         f"{path} is a GGUF file, which mx does not read",
         hint="name the folder with the .safetensors files that it was made from",
     )
 
 
-def _pickled(path: Path, *, alone: bool) -> MxError:
+def _pickled(path: Path, folder: Path, kind: type[MxError]) -> MxError:
+    """`path` is a pickled file in `folder`, or that folder."""
     convert = (
         "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
-        if alone
-        else f"transformers.AutoModel.from_pretrained({str(path)!r}).save_pretrained(NEW_FOLDER)"
     )
-    what = "is a file of" if path.is_file() else "holds no .safetensors file, only"
-    return CheckpointError(
+    if (folder / "config.json").is_file():
+        model = f"transformers.{_architecture(folder)}.from_pretrained({str(folder)!r})"
+        convert = f"{model}.save_pretrained(NEW_FOLDER)"
+    what = "is" if path != folder else f"holds no {TENSOR_SUFFIX} file, only"
+    return kind(
         f"{path} {what} pickled weights, which mx never reads: they may run any code",
-        hint=f"convert them where you trust them: {convert}",
+        hint=f"where you trust them, convert them: {convert}",
     )
+
+
+def _architecture(folder: Path) -> str:
+    """The class that transformers saves this model with."""
+    try:
+        with open(open_regular(folder / "config.json"), "rb") as file:
+            found = read_json(file.read(MIB), "config").get("architectures")
+    except (OSError, MxError):
+        found = None
+    match found:
+        case [str(name), *_] if name.isidentifier():
+            return name
+    return "AutoModelForCausalLM"
 
 
 def _has_tensors(folder: Path) -> bool:
