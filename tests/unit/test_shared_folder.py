@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from mx.core.types import Manifest
 from mx.errors import ConfigError, OutputError
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import manifest_of
+from tests.checkpoints import manifest_of, write_side_file
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has another user at hand")
@@ -52,7 +52,7 @@ def write(writer: CheckpointWriter, model: tuple[Path, Manifest, memoryview]) ->
     for index, layer in enumerate(manifest.layout.layers):
         writer.write_layer(index, arena[layer.arena_offset : layer.arena_offset + layer.nbytes])
     for side in manifest.packaging.side_files:
-        writer.write_side_file(side.path, manifest.documents[side.digest])
+        write_side_file(writer, side.path, manifest.documents[side.digest])
 
 
 def as_nobody(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -121,7 +121,6 @@ while not os.path.exists(sys.argv[2]):
         lambda: os.rename(partial + '/files', partial + '/gone'),
         lambda: os.open(partial, os.O_RDONLY),
         lambda: os.open(partial + '/files/model.safetensors', os.O_WRONLY),
-        lambda: os.mkdir(partial),
     ):
         try:
             act()
@@ -284,7 +283,7 @@ def test_a_file_system_that_shows_another_owner_is_no_other_user(
 import ctypes, os, sys
 from pathlib import Path
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import manifest_of
+from tests.checkpoints import manifest_of, write_side_file
 manifest, arena = manifest_of(Path(sys.argv[1]))
 libc = ctypes.CDLL(None)
 libc.setfsgid({NOBODY}); libc.setfsuid({NOBODY})
@@ -292,7 +291,7 @@ with CheckpointWriter(Path(sys.argv[2]), manifest) as writer:
     for index, layer in enumerate(manifest.layout.layers):
         writer.write_layer(index, arena[layer.arena_offset : layer.arena_offset + layer.nbytes])
     for side in manifest.packaging.side_files:
-        writer.write_side_file(side.path, manifest.documents[side.digest])
+        write_side_file(writer, side.path, manifest.documents[side.digest])
     writer.commit()
 """
     command = [sys.executable, "-c", code, str(model[0]), str(shared / "out")]

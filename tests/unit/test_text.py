@@ -138,8 +138,8 @@ def test_a_hostile_coordinator_on_a_terminal() -> None:
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no")
         raise AssertionError
 
-    class Everything(grpc.GenericRpcHandler):
-        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    class Everything(grpc.GenericRpcHandler[bytes, bytes]):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
             return grpc.unary_unary_rpc_method_handler(refuse)
 
     with ThreadPoolExecutor(2) as pool:
