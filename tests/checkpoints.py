@@ -17,6 +17,7 @@ from mx.core.manifest import encode, plan_layout
 from mx.core.types import BLOCK_BYTES, Chunking, Layout, Manifest
 from mx.storage.reader import Filled, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
+from mx.storage.writer import CheckpointWriter
 
 
 def tiny(kind: str) -> Any:
@@ -138,3 +139,9 @@ def content(arena: memoryview, layout: Layout) -> dict[str, bytes]:
         start = layout.layers[tensor.layer].arena_offset + tensor.offset
         found[tensor.name] = bytes(arena[start : start + tensor.nbytes])
     return found
+
+
+def write_side_file(writer: CheckpointWriter, path: str, data: bytes) -> None:
+    """As a pull does, but in one piece."""
+    writer.write_side_page(path, 0, data)
+    writer.finish_side_file(path)

@@ -139,7 +139,7 @@ def _examples(folder: Path, own: str | None, console: Console) -> Iterator[model
     elif small is None:
         raise ConfigError(
             "there is no model to show",
-            hint="name one with --checkpoint DIR, or pip install 'mx-peer[demo]'",
+            hint="name one with --checkpoint DIR, or in a clone of mx, pip install '.[demo]'",
         )
 
 

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mx.cli.outcome import notes, say
+from mx.cli.printing import Plain
+from mx.text import plain
 from mx.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -31,13 +33,13 @@ PLAIN_INTERVAL_S = 1.0
 def reading(what: str) -> Iterator[Callable[[int, int], None]]:
     """Shows how far a checkpoint was read; yields what to tell (bytes done, bytes in all)."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
     )
     with Bars(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bars:
-        task = bars.add_task(f"reading {what}", total=None)
+        task = bars.add_task(plain(f"reading {what}"), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
@@ -47,8 +49,8 @@ def follow(pull: Pull) -> PullReport:
         return _follow_plainly(pull)
     start = time.monotonic()
 
-    def frame() -> Group:
-        return render(pull.progress(), time.monotonic() - start, rows=notes.height - 6)
+    def frame() -> Plain:
+        return Plain(render(pull.progress(), time.monotonic() - start, rows=notes.height - 6))
 
     with Live(get_renderable=frame, console=notes, refresh_per_second=8):
         return pull.wait()

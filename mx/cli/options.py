@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypedDict
 import typer
 
 from mx import config, trace
+from mx.cli.printing import PlainFormatter
 from mx.config import Settings
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
@@ -185,9 +186,9 @@ def settings_of(context: typer.Context) -> Settings:
         },
     )
     level = "debug" if context.params.get("debug") else settings.log_level
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     return settings
 
 

@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mx.cli.printing import Plain
 from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
+from mx.text import plain_lines
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -27,7 +29,7 @@ notes = Console(stderr=True, highlight=False)
 def say(text: str) -> None:
     """A line for people on standard error, as it is: no markup, no wrapping."""
     with contextlib.suppress(OSError):  # the terminal was closed, and a server goes on
-        notes.print(text, markup=False, soft_wrap=True)
+        notes.print(plain_lines(text), markup=False, soft_wrap=True)
 
 
 def ignore_hangup() -> Any:
@@ -37,7 +39,13 @@ def ignore_hangup() -> Any:
 
 def emit(result: Mapping[str, object]) -> None:
     """The one object of `--json`, on a line of its own."""
-    print(json.dumps(result), flush=True)
+    # DEL is the one control character that JSON leaves as it is.
+    print(json.dumps(result).replace("\x7f", "\\u007f"), flush=True)
+
+
+def write(text: str) -> None:
+    """A result for people on standard output, as it is."""
+    print(plain_lines(text), flush=True)
 
 
 def show(table: Table) -> None:
@@ -46,7 +54,7 @@ def show(table: Table) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=250)
     # What comes from elsewhere is text, not markup.
-    console.print(table, markup=False)
+    console.print(Plain(table), markup=False)
 
 
 def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoReturn:
@@ -62,7 +70,7 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
         outcome = command.main(given, prog_name=name, standalone_mode=False)
     except MxError as error:
         if "--debug" in given:
-            traceback.print_exc()
+            sys.stderr.write(plain_lines(traceback.format_exc()))
         outcome = fail(
             error.exit_code, type(error).__name__, error.message, error.hint, as_json=as_json
         )
@@ -107,7 +115,8 @@ class _Unexpected:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if self._debug:
-            traceback.print_exception(kind, error, trace)
+            lines = traceback.format_exception(kind, error, trace)
+            sys.stderr.write(plain_lines("".join(lines)))
         hint = "this is a fault in mx: please report it with what --debug prints"
         text = f"{kind.__name__}: {error}" if str(error) else kind.__name__
         fail(EXIT_OTHER, kind.__name__, text, hint, as_json=self._as_json)

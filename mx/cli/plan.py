@@ -142,7 +142,7 @@ def _show(planned: PlannedPull) -> None:
         summary += ", attached without a copy"
     else:
         summary += f", about {format_seconds(estimate_s)} at {format_rate(found.gb_per_s * 1e9)}"
-    print(summary)
+    outcome.write(summary)
     table = Table("source", "path", "use", box=None, pad_edge=False)
     table.add_column("GB/s", justify="right")
     table.add_column("carries", justify="right")

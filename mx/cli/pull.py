@@ -147,7 +147,7 @@ def pull(
         if as_json:
             outcome.emit(report.to_json())
         else:
-            print(_summary(report, out=out, kept=hold or out is not None))
+            outcome.write(_summary(report, out=out, kept=hold or out is not None))
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mx import config
@@ -60,4 +59,4 @@ def show(
         style = "bold" if settings.is_set(name) else ""
         value = config.format_value(getattr(settings, name))
         table.add_row(name, value, settings.origin(name), config.describe(name), style=style)
-    Console(highlight=False).print(table)
+    outcome.show(table)

@@ -14,6 +14,7 @@ from rich.text import Text
 from mx.cli import options, outcome
 from mx.cli.keys import Keys
 from mx.cli.listing import source_object
+from mx.cli.printing import Plain
 from mx.errors import CoordinatorError
 from mx.units import format_bytes, format_rate, format_seconds
 
@@ -66,7 +67,7 @@ def top(
         if once or not console.is_terminal:
             width = console.width if console.is_terminal else 250
             page = Console(highlight=False, width=width)
-            page.print(render(observer.look(model), ascii_only=page.options.ascii_only))
+            page.print(Plain(render(observer.look(model), ascii_only=page.options.ascii_only)))
             return
         try:
             _watch(observer, model, settings.coordinator, console)
@@ -84,7 +85,7 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
                 (note, "red"),
             )
             tables = render(overview, ascii_only=console.options.ascii_only)
-            live.update(Group(title, Text(), tables), refresh=True)
+            live.update(Plain(Group(title, Text(), tables)), refresh=True)
             if "q" in keys.wait(INTERVAL_S).lower():
                 return
             try:

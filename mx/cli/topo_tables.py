@@ -50,7 +50,7 @@ def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 
 def _section(title: str, missing: str = "") -> None:
-    print(f"\n{title}" + (f": {missing}" if missing else ""))
+    outcome.write(f"\n{title}" + (f": {missing}" if missing else ""))
 
 
 def _number(value: int) -> str:
@@ -196,7 +196,7 @@ def _matrix(report: TopologyReport) -> None:
     outcome.show(table)
     if wide:
         legend = ", ".join(f"{letter} {name}" for name, letter in letters.items())
-        print(f"{legend}, = attach, ~ through host memory")
+        outcome.write(f"{legend}, = attach, ~ through host memory")
 
 
 def _cell(entry: Reach, letters: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import NoReturn, TypeVar
 
+from mx.core.json_bounds import check_json
 from mx.errors import ManifestError
 
 #: Larger documents are refused before they are parsed (50,000 tensors take about 5 MB).
@@ -30,7 +31,8 @@ def read_json(data: bytes, what: str) -> dict[str, object]:
     """The object that `data` holds. `what` names the document in errors.
 
     Raises ManifestError for anything but one JSON object: other encodings, duplicate keys,
-    NaN and infinities, absurd nesting, numbers of thousands of digits, too large a document.
+    NaN and infinities, nesting and numbers of values that no model needs, numbers of thousands of
+    digits, too large a document.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ManifestError(f"the {what} document has {len(data)} bytes, more than any model needs")
@@ -45,6 +47,7 @@ def read_json(data: bytes, what: str) -> dict[str, object]:
         return found
 
     try:
+        check_json(data)
         value = json.loads(data.decode(), parse_constant=refuse_constant, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"the {what} document is not valid JSON: {error}") from None

@@ -197,13 +197,13 @@ def _check_names(
         if len(set(group)) != len(group):
             twice = next(name for name, count in Counter(group).items() if count > 1)
             raise ManifestError(f"{what} {twice!r} comes twice")
-        joined = "\n".join(group)
+        joined = "".join(group)
         try:
             joined.encode()
         except UnicodeEncodeError:
             raise ManifestError(f"a {what}'s name holds half a surrogate pair") from None
         # Looking at all at once is fast; only where something looks wrong, look at each.
-        if "" in group or "\0" in joined or ".." in joined or "__metadata__" in joined:
+        if "" in group or not joined.isprintable() or ".." in joined or "__metadata__" in joined:
             for name in group:
                 reason = bad_tensor_name(name)
                 if reason is not None:

@@ -28,6 +28,7 @@ from mx.core.layout import Kind, TensorSpec, build_layout, kind_nbytes, plan_lay
 from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
+    MAX_SIDE_FILES_BYTES,
     TENSOR_SUFFIX,
     bad_path,
     bad_path_set,
@@ -315,6 +316,8 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
             reason = "is too large"
         if reason is not None:
             raise ManifestError(f"the side file {side.path!r} {reason}")
+    if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
+        raise ManifestError(f"side files of more than {MAX_SIDE_FILES_BYTES} bytes are not carried")
     reason = bad_path_set(
         [*(f.path for f in packaging.files), *(s.path for s in packaging.side_files)]
     )

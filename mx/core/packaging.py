@@ -6,13 +6,17 @@ a peer, and its paths decide which files `--out` creates.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 
 from mx.core.types import Layout, PackagedFile, Packaging
+from mx.text import has_control
 from mx.units import MIB
 
 MAX_SIDE_FILE_BYTES = 64 * MIB
 MAX_SIDE_FILES = 1000
+#: All of them together: sources hold them in memory (and tokenizers are the largest).
+MAX_SIDE_FILES_BYTES = 256 * MIB
 MAX_PATH_BYTES = 512
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -24,6 +28,7 @@ _BINARY_SUFFIXES = (".model", ".spm")
 _BINARY_STEMS = ("token", "spiece", "sentencepiece", "spm", "source", "target")
 # pickle (protocol 2 and up), zip (torch.save), gzip, ELF, tar's and shell's beginnings.
 _CODE_MAGIC = (b"\x80", b"PK\x03\x04", b"\x1f\x8b", b"\x7fELF", b"#!")
+_MAGIC_BYTES = max(map(len, _CODE_MAGIC))
 
 
 def bad_path(path: str) -> str | None:
@@ -62,16 +67,41 @@ def bad_side_path(path: str) -> str | None:
     return "is not JSON, text or a tokenizer"
 
 
+class SideContent:
+    """Looks at a side file's bytes, a piece at a time: are they what its name promises?"""
+
+    def __init__(self, path: str) -> None:
+        text = path.lower().endswith(_TEXT_SUFFIXES)
+        self._decoder = codecs.getincrementaldecoder("utf-8")() if text else None
+        self._begins = b""
+        self._is_text = True
+
+    def update(self, data: bytes) -> None:
+        """The next bytes."""
+        if len(self._begins) < _MAGIC_BYTES:
+            self._begins += data[:_MAGIC_BYTES]
+        self._decode(data, final=False)
+
+    def finish(self) -> str | None:
+        """Why they may not travel; None if they may."""
+        if self._begins.startswith(_CODE_MAGIC):
+            return "is a program, an archive or a pickle"
+        self._decode(b"", final=True)
+        return None if self._is_text else "is not text"
+
+    def _decode(self, data: bytes, *, final: bool) -> None:
+        if self._decoder is not None and self._is_text:
+            try:
+                self._decoder.decode(data, final)
+            except UnicodeDecodeError:
+                self._is_text = False
+
+
 def bad_side_content(path: str, data: bytes) -> str | None:
     """Why these bytes are not what the name of a side file promises; None if they are."""
-    if data.startswith(_CODE_MAGIC):
-        return "is a program, an archive or a pickle"
-    if path.lower().endswith(_TEXT_SUFFIXES):
-        try:
-            data.decode()
-        except UnicodeDecodeError:
-            return "is not text"
-    return None
+    content = SideContent(path)
+    content.update(data)
+    return content.finish()
 
 
 def bad_path_set(paths: Iterable[str]) -> str | None:
@@ -93,8 +123,8 @@ def bad_tensor_name(name: str) -> str | None:
     """Why a tensor must not have this name, though safetensors accepts it; None if it may."""
     if not name:
         return "is empty"
-    if "\0" in name:
-        return "holds a NUL"
+    if has_control(name):
+        return "holds a control character"
     if name == "__metadata__":
         return "means something else in a header"
     if ".." in name and ".." in name.replace("\\", "/").split("/"):

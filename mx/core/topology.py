@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from mx.core.json_bounds import check_json
+
 _T = TypeVar("_T")
 _MAX_ITEMS = 1024
 _MAX_INT = 1 << 63
@@ -123,6 +125,7 @@ class Place:
     def from_json(cls, text: str) -> Place:
         """Read what `to_json` wrote, unknown keys ignored. Raises ValueError if malformed:
         numbers are finite, at least -1 and of 64 bits, texts can be printed."""
+        check_json(text.encode())
         return _read(cls, json.loads(text or "{}"), "a place")
 
 

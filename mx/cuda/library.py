@@ -19,5 +19,5 @@ def import_driver() -> ModuleType:
             raise CudaUnavailableError("there is no NVIDIA driver, and so no CUDA, here") from None
         raise CudaUnavailableError(
             f"cuda-bindings can't be imported: {error}",
-            hint="pip install 'mx-peer[cuda13]', or [cuda12] for a driver of CUDA 12",
+            hint="in a clone of mx: pip install '.[cuda13]' ('.[cuda12]' for a driver of CUDA 12)",
         ) from error

@@ -16,7 +16,9 @@ from mx.core.topology import Gpu, GpuPeer
 from mx.hardware import sysfs
 
 _DRIVER_SIGNS = ("dev/nvidiactl", "proc/driver/nvidia")
-_NOT_INSTALLED = "nvidia-ml-py is not installed: pip install 'mx-peer[cuda13]' (or [cuda12])"
+_NOT_INSTALLED = (
+    "nvidia-ml-py is not installed: in a clone of mx, pip install '.[cuda13]' (or '.[cuda12]')"
+)
 
 # nvml.h. Taken from there since nvidia-ml-py's NVML_P2P_CAPS_INDEX_READ is the tuple (0,).
 _P2P_READ, _P2P_WRITE, _P2P_NVLINK = 0, 1, 2

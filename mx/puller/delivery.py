@@ -35,7 +35,6 @@ class Delivery:
         on_last: Callable[[], None],
         on_error: Callable[[MxError], None],
     ) -> None:
-        self.side_files: dict[str, bytes] = {}
         self._manifest = manifest
         self._state = state
         self._on_last = on_last
@@ -93,6 +92,12 @@ class Delivery:
             if self._state.layer_ready(event):
                 self._on_last()
 
+    def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
+        """Some bytes of the side files of this digest; at offset 0 they begin anew. Blocks, and
+        raises what `CheckpointWriter` raises."""
+        if self._output is not None:
+            self._output.side_page(digest, offset, data)
+
     # -- the end; these block --------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -103,7 +108,7 @@ class Delivery:
     def finish(self) -> None:
         """Wait until everything is written, and commit it. Raises OutputError, CapacityError."""
         if self._output is not None:
-            self._output.finish(self.side_files)
+            self._output.finish()
 
     def abort(self) -> str:
         """Settle, and remove what was written, or keep it: returns how to go on from there, or

@@ -11,12 +11,19 @@ import grpc.aio
 from mx import codec
 from mx.core.bindings import MAIN, is_main, update_number
 from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
-from mx.errors import MxError, NoSourceError, PeerProtocolError, SourceError, UnknownModelError
+from mx.errors import (
+    LocalError,
+    MxError,
+    NoSourceError,
+    PeerProtocolError,
+    SourceError,
+    UnknownModelError,
+)
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, Role, dial, translating
 from mx.wire.client import CoordinatorClient
-from mx.wire.documents import fetch
+from mx.wire.documents import WritePage, fetch, fetch_to
 from mx.wire.rpc import Stub
 from mx.wire.v1 import peer_pb2
 
@@ -136,27 +143,35 @@ class Locator:
         refs = [(digest, size) for digest, size in sizes.items() if digest not in located.inlined]
         if not refs:
             return dict(located.inlined)
-        found = await self._fetch(refs, located.sources, ask_coordinator=True)
+        found = await self._fetch(refs, located.sources)
         return {**located.inlined, **found}
 
-    async def side_files(self, manifest: Manifest, located: Located) -> dict[str, bytes]:
-        """The side files' bytes by path; only sources hold them."""
-        sides = manifest.packaging.side_files
-        if not sides:
-            return {}
-        refs = list({(side.digest, side.nbytes) for side in sides})
-        found = await self._fetch(refs, located.sources, ask_coordinator=False)
-        return {side.path: found[side.digest] for side in sides}
+    async def side_files(
+        self, manifest: Manifest, sources: Sequence[SourceRecord], write: WritePage
+    ) -> None:
+        """Fetch the side files, which only sources hold, to `write`."""
+        refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
+        if not refs:
+            return
+        causes: list[MxError] = []
+        for source in sources:
+            remote = Remote(Role.SOURCE, source.endpoint)
+            try:
+                await fetch_to(self._channel(source.endpoint), refs, write, who=remote)
+                return
+            except LocalError:  # of the disk: no other source would help
+                raise
+            except MxError as error:
+                causes.append(error)
+        raise self._none_gave("side files", causes)
 
     async def _fetch(
         self,
         refs: Sequence[tuple[bytes, int]],
         sources: Sequence[SourceRecord],
-        *,
-        ask_coordinator: bool,
     ) -> dict[bytes, bytes]:
         causes: list[MxError] = []
-        if ask_coordinator and self._client is not None:
+        if self._client is not None:
             try:
                 return await self._client.fetch(refs)
             except MxError as error:
@@ -167,10 +182,13 @@ class Locator:
                 return await fetch(self._channel(source.endpoint), refs, who=remote)
             except MxError as error:
                 causes.append(error)
+        raise self._none_gave("description", causes)
+
+    def _none_gave(self, what: str, causes: Sequence[MxError]) -> MxError:
         if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
-            raise causes[-1]
-        raise NoSourceError(
-            f"nobody gave the description of {self._where.name}: "
+            return causes[-1]
+        return NoSourceError(
+            f"nobody gave the {what} of {self._where.name}: "
             + ("; ".join(str(cause) for cause in causes) or "no source is registered"),
             hint="mx sources shows who is registered",
         )

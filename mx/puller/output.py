@@ -70,13 +70,20 @@ class Output:
         with Telling(self._on_error):
             self._writer.write_layer(layer, self._reader.whole(view))
 
-    def finish(self, side_files: dict[str, bytes]) -> None:
-        """Wait for the writes, add the side files, commit. Raises OutputError or CapacityError."""
+    def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
+        """Write some bytes to each side file of this digest. Blocks."""
+        for side in self._manifest.packaging.side_files:
+            if side.digest == digest:
+                self._writer.write_side_page(side.path, offset, data)
+
+    def finish(self) -> None:
+        """Wait for the writes, check the side files, commit. Raises OutputError, CapacityError, or
+        IntegrityError for side files that may not be written."""
         for future in self._futures:
             future.result()
         self._reader.close()
-        for path, data in side_files.items():
-            self._writer.write_side_file(path, data)
+        for side in self._manifest.packaging.side_files:
+            self._writer.finish_side_file(side.path)
         self._pool.shutdown()
         self._writer.commit()
 

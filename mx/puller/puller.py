@@ -38,7 +38,7 @@ from mx.puller.report import (
     unexpected,
 )
 from mx.puller.reuse import prefilling
-from mx.puller.seeking import Found, Seeker, find, patiently
+from mx.puller.seeking import Found, Seeker, SideFiles, find, patiently
 from mx.puller.state import PullState
 from mx.runtime import uncut
 from mx.transport import Medium, Span, Transport
@@ -133,17 +133,18 @@ class Puller:
 
     async def _from_peers(self) -> PullReport:
         self._locator = locator = Locator(self.options)
-        out = self.options.out is not None
         relays_do = bool(self.company.reader_id)
         found = await patiently(
-            lambda: find(locator, self._plan, self._located, relays_do=relays_do, side_files=out),
+            lambda: find(locator, self._plan, self._located, relays_do=relays_do),
             self.options.wait_s,
             self._waiting,
         )
         self.manifest = manifest = found.manifest
         self.state.planned(len(manifest.layout.layers))
-        self._delivery = self._new_delivery(manifest, strong=self.options.strong)
-        self._delivery.side_files = found.side_files
+        self._delivery = delivery = self._new_delivery(manifest, strong=self.options.strong)
+        if self.options.out is not None:
+            sides = SideFiles(locator, found, delivery.side_page)
+            await patiently(sides.fetch, self.options.wait_s, self._waiting)
         with trace.span("pull.read", nbytes=manifest.layout.payload_nbytes) as span:
             report = await self._read(found)
             span.set(retries=report.retries, paths=len(report.paths))
@@ -292,9 +293,8 @@ class Puller:
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
         self._delivery = self._new_delivery(manifest, strong=False)
-        self._delivery.side_files = {
-            side.path: manifest.documents[side.digest] for side in manifest.packaging.side_files
-        }
+        for digest in {side.digest for side in manifest.packaging.side_files}:
+            await asyncio.to_thread(self._delivery.side_page, digest, 0, manifest.documents[digest])
         for index in range(len(manifest.layout.layers)):
             self._delivery.announce(arena.view, index, VerifiedBy.DIGEST)
         nbytes, seconds = manifest.layout.payload_nbytes, self.state.last_layer_s()

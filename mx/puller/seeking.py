@@ -24,6 +24,7 @@ from mx.errors import (
 from mx.puller.crew import Crew
 from mx.puller.locate import Located, Locator
 from mx.units import format_seconds
+from mx.wire.documents import WritePage
 
 T = TypeVar("T")
 
@@ -44,7 +45,6 @@ class Found:
     located: Located
     manifest: Manifest
     ways: Plan
-    side_files: dict[str, bytes]
 
 
 async def find(
@@ -53,7 +53,6 @@ async def find(
     begin: Callable[[Located, Plan], None],
     *,
     relays_do: bool,
-    side_files: bool,
 ) -> Found:
     """One look. `begin` hears of the ways while the manifest is still on its way; `relays_do`
     says whether sources that hold a part are better than nothing.
@@ -76,8 +75,25 @@ async def find(
             + ("; ".join(ways.explain()) or "none is registered"),
             hint="start one with mx serve, or name one with --from peer=HOST:PORT",
         )
-    sides = await locator.side_files(manifest, located) if side_files else {}
-    return Found(located, manifest, ways, sides)
+    return Found(located, manifest, ways)
+
+
+class SideFiles:
+    """Fetches the side files of what was found, to `write`: from the sources that were found, and
+    after a failure from those that there are then."""
+
+    def __init__(self, locator: Locator, found: Found, write: WritePage) -> None:
+        self._locator = locator
+        self._found = found
+        self._write = write
+        self._sources: Sequence[SourceRecord] | None = found.located.sources
+
+    async def fetch(self) -> None:
+        """One attempt. Raises as `find`, and what `write` raises."""
+        sources, self._sources = self._sources, None
+        if sources is None:
+            sources = await self._locator.again(self._found.located)
+        await self._locator.side_files(self._found.manifest, sources, self._write)
 
 
 async def patiently(

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from mx.core.json_bounds import check_json
 from mx.core.layout import MAX_TENSORS, TensorSpec, kind_nbytes
 from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ManifestError
+from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.osfile import open_regular, read_error, shown
 from mx.units import align_up
 
@@ -73,6 +75,9 @@ def read_tensor_file(location: Path, path: str) -> TensorFile:
             nbytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8:
                 _fail(location, f"it has {len(prefix)} bytes, too few for a header's length")
+            if prefix + file.read(len(LFS_MAGIC) - 8) == LFS_MAGIC:
+                raise lfs_pointer(location)
+            file.seek(8)
             if nbytes > MAX_HEADER_BYTES:
                 _fail(location, f"its header would have {nbytes} bytes; 100 MB is the most")
             header = file.read(nbytes)
@@ -150,6 +155,7 @@ def _load(header: bytes, location: Path) -> dict[str, object]:
         raise ValueError(f"{text[:20]} is not an integer")
 
     try:
+        check_json(header)
         text = header.decode()
         if not text.startswith("{"):
             raise ValueError("it does not start with '{'")

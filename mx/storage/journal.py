@@ -7,6 +7,7 @@ none. Nothing in it is more than a hint where to look: who goes on from it hashe
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -35,15 +36,17 @@ def heading(ref: ManifestRef) -> bytes:
     return b" ".join([b"mx-journal 1", *(digest.hex().encode() for digest in ref.digests)])
 
 
-def read(path: Path, ref: ManifestRef, layers: int) -> set[int] | None:
+def read(
+    path: Path | str, ref: ManifestRef, layers: int, *, folder: int | None = None
+) -> set[int] | None:
     """The layers that a journal of this manifest names, of `layers`. None where there is none, or
-    it is of something else. Whatever else is in it is passed over. Raises OSError."""
+    it is of something else. Whatever else is in it is passed over. `folder` is a descriptor that
+    `path` is relative to. Raises OSError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        if path.is_symlink():
+        fd = os.open(path, flags, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
             return None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -75,11 +78,16 @@ def _checksum(text: bytes) -> bytes:
 
 
 class Journal:
-    """One to append to, begun if it is not there. `close` it. Raises OSError."""
+    """One to append to, begun if it is not there; `path` as for `read`. `close` it. Raises
+    OSError."""
 
-    def __init__(self, path: Path, ref: ManifestRef, *, new: bool) -> None:
+    def __init__(
+        self, path: Path | str, ref: ManifestRef, *, new: bool, folder: int | None = None
+    ) -> None:
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if new else 0), 0o666)
+        self._fd = os.open(
+            path, flags | (os.O_CREAT | os.O_EXCL if new else 0), 0o666, dir_fd=folder
+        )
         try:
             # What was torn off ends here, and the next line is whole.
             self._append([heading(ref)] if new else [], before=b"" if new else b"\n")
@@ -109,11 +117,18 @@ class Records:
     Keeps syncing to a small part of the time: what is not recorded when the process dies is pulled
     again, and no more. `close` it."""
 
-    def __init__(self, path: Path, ref: ManifestRef, claimed: Iterable[int]) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        ref: ManifestRef,
+        claimed: Iterable[int],
+        *,
+        folder: int | None = None,
+    ) -> None:
         self.layers = set(claimed)
         self._journal: Journal | None = None
         try:
-            self._journal = Journal(path, ref, new=not self.layers)
+            self._journal = Journal(path, ref, new=not self.layers, folder=folder)
         except OSError as error:  # only the next run, if there is one, is the poorer for it
             log.warning("what is written is not recorded: %s", error)
         self._lock = threading.Lock()

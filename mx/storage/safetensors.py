@@ -15,6 +15,7 @@ from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_se
 from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import CheckpointError, ConfigError, ManifestError
 from mx.storage.header import MAX_HEADER_BYTES, TensorFile, read_tensor_file
+from mx.storage.hints import LFS_MAGIC, lfs_pointer, no_checkpoint_file, no_checkpoint_folder
 from mx.storage.osfile import open_regular, read_error, shown
 from mx.storage.side_files import read_side_files
 
@@ -64,10 +65,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise read_error(error, path) from error
     elif path.exists():
         if path.suffix != TENSOR_SUFFIX:
-            raise ConfigError(
-                f"{path} is not a {TENSOR_SUFFIX} file",
-                hint="convert it with safetensors.torch.save_file first",
-            )
+            try:
+                raise no_checkpoint_file(path)
+            except OSError as error:
+                raise read_error(error, path) from error
         shards, index_path = [path.name], None
     else:
         raise ConfigError(f"{path} is not there", hint="name a checkpoint's folder or file")
@@ -114,10 +115,7 @@ def _find_shards(root: Path) -> tuple[list[str], str | None]:
         return shards, chosen
     shards = [name for name in names if name.endswith(TENSOR_SUFFIX)]
     if not shards:
-        hint = "name the folder that holds the .safetensors files themselves"
-        if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
-            hint = "it has pickled weights, which mx never reads: save them as safetensors"
-        raise CheckpointError(f"{root} holds no {TENSOR_SUFFIX} file", hint=hint)
+        raise no_checkpoint_folder(root)
     return shards, None
 
 
@@ -133,6 +131,8 @@ def _read_index(location: Path) -> dict[str, str]:
 
 def weight_map(data: bytes, location: str) -> dict[str, str]:
     """The weight map in an index's bytes, its paths checked. Raises CheckpointError."""
+    if data.startswith(LFS_MAGIC):
+        raise lfs_pointer(location)
     try:
         found = read_json(data, "index").get("weight_map")
     except ManifestError as error:

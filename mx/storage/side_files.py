@@ -10,17 +10,17 @@ from mx.core.digest import document_digest
 from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
+    MAX_SIDE_FILES_BYTES,
     TENSOR_SUFFIX,
     bad_path_set,
     bad_side_content,
     bad_side_path,
 )
 from mx.core.types import SideFile
+from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.osfile import open_regular, read_error
-from mx.units import MIB, format_bytes
+from mx.units import format_bytes
 
-#: All of them together: they are held in memory by sources (and tokenizers are the largest).
-MAX_TOTAL_BYTES = 256 * MIB
 #: Folders below the checkpoint's that are looked into (sentence-transformers: 1_Pooling/).
 _MAX_DEPTH = 3
 _MAX_ENTRIES = 10_000
@@ -52,9 +52,11 @@ def read_side_files(
                     data = file.read(MAX_SIDE_FILE_BYTES + 1)
             except OSError as error:
                 raise read_error(error, location) from error
-            if len(data) > MAX_SIDE_FILE_BYTES or total + len(data) > MAX_TOTAL_BYTES:
+            if len(data) > MAX_SIDE_FILE_BYTES or total + len(data) > MAX_SIDE_FILES_BYTES:
                 reason = f"is larger than {format_bytes(MAX_SIDE_FILE_BYTES)}, or all are together"
             else:
+                if data.startswith(LFS_MAGIC):
+                    raise lfs_pointer(location)
                 reason = bad_side_content(path, data)
         if reason is None and bad_path_set([*taken, *(s.path for s in found), path]) is not None:
             reason = "has the name of another but for upper and lower case"

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import logging
 import os
-import shutil
+import pwd
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-from mx.errors import CapacityError, ConfigError
+from mx.errors import CapacityError, ConfigError, OutputError
+from mx.storage import folders
 from mx.storage.osfile import write_error
 from mx.units import format_bytes
+
+_FILES = "files"
+JOURNAL = "journal"
+#: So often is the partial folder made anew when it has gone between two steps.
+_TRIES = 100
+
+log = logging.getLogger(__name__)
 
 
 class Staging:
@@ -21,70 +33,119 @@ class Staging:
 
     The lock (flock, on the folder itself) dies with the process, so the next run for the same
     `out` can tell a killed run's leftovers, which it goes on from or clears, from a running one's,
-    which it leaves alone. Raises ConfigError where `out` is in use or no place for a folder,
-    OutputError or CapacityError where the file system refuses.
+    which it leaves alone.
+
+    The folder is this user's alone (mode 0700): what another user has put in its place is not
+    adopted. Everything below is reached through descriptors, so that nobody who may rename things
+    in the parent can lead it elsewhere.
+
+    Raises:
+        ConfigError: `out` is in use or no place for a folder.
+        OutputError: The file system refuses, or the partial folder is another user's.
+        CapacityError: The disk is full.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.realpath(out))
-        self.folder = self.out.parent / f".{self.out.name}.mx-partial"
-        self.files = self.folder / "files"
-        self.journal = self.folder / "journal"
-        self._made: list[Path] = []  # parents, innermost last
-        self._fd = -1
+        self._name = f".{self.out.name}.mx-partial"
+        self.folder = self.out.parent / self._name
+        self.files = self.folder / _FILES
+        self._made: list[tuple[int, str]] = []  # (its parent's descriptor, name), innermost last
+        self._parent = self._fd = self._files = -1
         _check_free(self.out)
         try:
-            self._make_parents()
-            self._lock()
-        except OSError as error:
-            self.discard()
-            raise write_error(error, Path(error.filename or self.folder)) from error
+            with self.errors():
+                self._open_parent()
+                self._lock()
         except BaseException:
             self.discard()
             raise
 
+    @property
+    def fd(self) -> int:
+        """A descriptor of the partial folder, which holds the journal."""
+        return self._fd
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise what the system's errors inside mean for the output."""
+        try:
+            yield
+        except OSError as error:
+            # Names are relative to a descriptor; those of files are below `files`.
+            name = error.filename if isinstance(error.filename, str) else ""
+            path = self.files / name if self._files >= 0 and name else self.out
+            raise write_error(error, path) from error
+
+    def warn(self) -> None:
+        """Log what can't be made safe here: every user may rename what the parent holds."""
+        if folders.others_may_replace(self._parent):
+            log.warning(
+                "every user may rename or replace what is in %s, so that what is written there is "
+                "safe only until it is complete: chmod o-w or +t it, or name another --out",
+                self.out.parent,
+            )
+
     def clear(self) -> None:
         """Begin with empty `files`, whatever an earlier run left. Raises OSError."""
-        with os.scandir(self.folder) as leftovers:
-            for entry in leftovers:
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                else:
-                    os.unlink(entry.path)
-        self.files.mkdir()
+        self._close_files()
+        folders.empty(self._fd)
+        os.mkdir(_FILES, dir_fd=self._fd)
+        self._files = folders.open_folder(_FILES, self._fd)
 
     def left_over(self, sizes: Mapping[str, int]) -> bool:
         """Are just these ordinary files there, of these sizes, this user's and under no other
         name? What else there is is removed; side files are written again. Raises OSError."""
-        found: set[str] = set()
-        inner: list[Path] = []
-        if not _is_folder(self.files):
-            return False
-        for root, folders, names in os.walk(self.files):
-            inner += [Path(root, name) for name in folders]
-            if not all(_is_folder(Path(root, name)) for name in folders):
+        self._close_files()
+        try:
+            self._files = folders.open_folder(_FILES, self._fd)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 return False
+            raise
+        owner = os.fstat(self._fd).st_uid
+        found: set[str] = set()
+        for root, inner, names, fd in os.fwalk(".", topdown=False, dir_fd=self._files):
             for name in names:
-                path = Path(root, name)
-                status, file = path.lstat(), str(path.relative_to(self.files))
-                alone = status.st_nlink == 1 and status.st_uid == os.geteuid()
+                status, file = os.lstat(name, dir_fd=fd), os.path.normpath(f"{root}/{name}")
+                alone = status.st_nlink == 1 and status.st_uid == owner
                 if not stat.S_ISREG(status.st_mode) or not alone:
                     return False
                 if file not in sizes:
-                    path.unlink()
+                    os.unlink(name, dir_fd=fd)
                 elif status.st_size == sizes[file]:
                     found.add(file)
-        for folder in reversed(inner):
-            if not os.listdir(folder):
-                folder.rmdir()
+            for name in inner:
+                if not stat.S_ISDIR(os.lstat(name, dir_fd=fd).st_mode):
+                    return False
+                with folders.opened(name, fd) as below:
+                    left = os.listdir(below)
+                if not left:
+                    os.rmdir(name, dir_fd=fd)
         return len(found) == len(sizes)
+
+    def open_file(self, path: str, flags: int) -> int:
+        """A descriptor of the file `path` in `files`; see `folders.open_file`."""
+        return folders.open_file(self._files, path, flags)
+
+    def remove_file(self, path: str) -> None:
+        """Remove the file `path` from `files`. Raises OSError."""
+        folder, _, name = path.rpartition("/")
+        at = os.dup(self._files)
+        try:
+            for part in filter(None, folder.split("/")):
+                at, before = folders.open_folder(part, at), at
+                os.close(before)
+            os.unlink(name, dir_fd=at)
+        finally:
+            os.close(at)
 
     def require(self, nbytes: int) -> None:
         """Raise CapacityError unless the file system has `nbytes` bytes free for this user, beyond
         what `files` takes already."""
-        taken = (path.lstat() for path in self.files.rglob("*"))
-        nbytes -= sum(s.st_blocks * 512 for s in taken if stat.S_ISREG(s.st_mode))
-        status = os.statvfs(self.folder)
+        for _, _, names, fd in os.fwalk(".", dir_fd=self._files):
+            nbytes -= sum(os.lstat(name, dir_fd=fd).st_blocks * 512 for name in names)
+        status = os.statvfs(self._fd)
         free = status.f_bavail * status.f_frsize
         if nbytes > free:
             raise CapacityError(
@@ -94,30 +155,44 @@ class Staging:
             )
 
     def publish(self) -> None:
-        """Make `files` durable and rename them to `out`. Raises OSError, or ConfigError if
-        something has appeared at `out` meanwhile; then all is still there."""
-        for root, _, _ in os.walk(self.files):
-            _sync(Path(root))
+        """Make `files` durable and rename them to `out`.
+
+        Raises:
+            OSError: The file system refuses.
+            ConfigError: Something has appeared at `out` meanwhile; all is still there.
+            OutputError: Someone has moved a folder meanwhile.
+        """
+        folders.sync(self._files)
+        if not folders.is_at(self._fd, self._name, self._parent):
+            self._moved(self.folder)
+        if not folders.is_at(self._files, _FILES, self._fd):
+            self._moved(self.files)
         try:
-            os.rename(self.files, self.out)
+            there = os.path.samestat(os.stat(self.out.parent), os.fstat(self._parent))
+        except OSError:
+            there = False
+        if not there:
+            self._moved(self.out.parent)
+        try:
+            os.rename(_FILES, self.out.name, src_dir_fd=self._fd, dst_dir_fd=self._parent)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 _check_free(self.out)
-            raise
-        self._made.clear()
+            raise write_error(error, self.out) from error
+        if not folders.is_at(self._files, self.out.name, self._parent):
+            self._moved(self.out)
+        os.fsync(self._parent)
+        self._forget_made()
         self.discard()
-        _sync(self.out.parent)
 
     def release(self) -> None:
         """Leave everything where it is, for another run. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        self._made.clear()
+        self._forget_made()
+        self._close()
 
     def leave(self) -> None:
         """As it was found: after this was only made to see whether it can be."""
-        if self._fd >= 0 and os.listdir(self.folder):
+        if self._fd >= 0 and os.listdir(self._fd):
             self.release()
         else:
             self.discard()
@@ -125,31 +200,69 @@ class Staging:
     def discard(self) -> None:
         """Remove the folder, and the parents that were made for it. Idempotent."""
         if self._fd >= 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._fd)
-            self._fd = -1
-        while self._made:
+            folders.empty(self._fd, ignore_errors=True)
             try:
-                self._made.pop().rmdir()
-            except OSError:  # someone else uses it by now
-                return
+                if folders.is_at(self._fd, self._name, self._parent):
+                    os.rmdir(self._name, dir_fd=self._parent)
+            except OSError as error:
+                log.warning("%s could not be removed: %s", self.folder, error.strerror)
+        self._close()
+        with contextlib.suppress(OSError):  # another process uses it by now
+            for parent, name in reversed(self._made):
+                os.rmdir(name, dir_fd=parent)
+        self._forget_made()
 
-    def _make_parents(self) -> None:
-        missing = []
+    def _moved(self, path: Path) -> NoReturn:
+        raise OutputError(
+            f"{path} was moved or replaced while it was in use",
+            hint="pull again, to an --out that no other user may change",
+        )
+
+    def _forget_made(self) -> None:
+        while self._made:
+            os.close(self._made.pop()[0])
+
+    def _close_files(self) -> None:
+        if self._files >= 0:
+            os.close(self._files)
+            self._files = -1
+
+    def _close(self) -> None:
+        self._close_files()
+        for fd in (self._fd, self._parent):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._parent = -1
+
+    def _open_parent(self) -> None:
+        missing: list[str] = []
         parent = self.out.parent
         while not parent.exists():
-            missing.append(parent)
+            missing.append(parent.name)
             parent = parent.parent
-        for parent in reversed(missing):
-            parent.mkdir(exist_ok=True)
-            self._made.append(parent)
+        self._parent = folders.open_folder(str(parent))
+        for name in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # made just now, by another process
+                os.mkdir(name, dir_fd=self._parent)
+                self._made.append((os.dup(self._parent), name))
+            self._parent, before = folders.open_folder(name, self._parent), self._parent
+            os.close(before)
 
     def _lock(self) -> None:
-        while True:
-            self.folder.mkdir(mode=0o777, exist_ok=True)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(self.folder, flags)
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileExistsError):  # an earlier run's, or another user's
+                os.mkdir(self._name, 0o700, dir_fd=self._parent)
             try:
+                fd = folders.open_folder(self._name, self._parent)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.EACCES):
+                    raise
+                self._not_ours(folders.find(self._name, self._parent))
+            try:
+                if not folders.is_private(os.fstat(fd), self._parent):
+                    self._not_ours(os.fstat(fd))
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
@@ -157,19 +270,35 @@ class Staging:
                     f"another mx is writing to {self.out} right now",
                     hint="wait for it, stop it, or name another --out",
                 ) from None
-            # Whoever held the lock may have removed or renamed the folder just before.
-            if self.folder.exists() and os.path.samestat(os.fstat(fd), os.stat(self.folder)):
+            except BaseException:
+                os.close(fd)
+                raise
+            # The one that held the lock may have removed or renamed the folder just before.
+            if folders.is_at(fd, self._name, self._parent):
                 self._fd = fd
                 return
             os.close(fd)
+        self._moved(self.folder)
+
+    def _not_ours(self, status: os.stat_result | None) -> NoReturn:
+        """Raise OutputError for what is in the partial folder's place."""
+        if status is None or not stat.S_ISDIR(status.st_mode):
+            what = "is in the way of the folder that is filled first, and is none"
+        elif status.st_uid != os.geteuid():
+            what = f"belongs to {_user(status.st_uid)}, who may change what is in it"
+        else:
+            what = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+        raise OutputError(
+            f"{self.folder} {what}, so nothing is written to it",
+            hint="look at it and remove it, or name another --out",
+        )
 
 
-def _is_folder(path: Path) -> bool:
-    """And no link to one?"""
+def _user(uid: int) -> str:
     try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except FileNotFoundError:
-        return False
+        return f"the user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"the user {uid}"
 
 
 def _check_free(out: Path) -> None:
@@ -178,16 +307,10 @@ def _check_free(out: Path) -> None:
             f"{out} is where a disk is mounted, and can't be replaced in one step",
             hint=f"name a folder in it: --out {out}/NAME",
         )
+    if out.is_symlink():
+        raise ConfigError(f"{out} became a link meanwhile", hint="name another --out")
     if out.is_dir():
         if os.listdir(out):
             raise ConfigError(f"{out} is not empty", hint="remove it, or name another --out")
     elif out.exists():
         raise ConfigError(f"{out} is a file", hint="name a folder that is not there yet")
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,17 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
-from mx.core.digest import document_digest
+from blake3 import blake3
+
 from mx.core.layout import TensorSpec
-from mx.core.packaging import INDEX_SUFFIX, bad_side_content, default_packaging
-from mx.core.types import Manifest
+from mx.core.packaging import INDEX_SUFFIX, SideContent, default_packaging
+from mx.core.types import Manifest, SideFile
 from mx.errors import DigestError, IntegrityError, OutputError
 from mx.storage.header import header_bytes
 from mx.storage.journal import Records, read
-from mx.storage.osfile import write_error
 from mx.storage.safetensors import weight_map
-from mx.storage.staging import Staging
+from mx.storage.staging import JOURNAL, Staging
+from mx.units import MIB
 
 
 class CheckpointWriter:
@@ -30,9 +32,9 @@ class CheckpointWriter:
     such a one left, by its own account. Whoever goes on from them checks them (`read_layer`), and
     says which it found right (`have_layer`): they need not be written again.
 
-    The constructor reserves the space of all files. `write_layer` and `write_side_file` may be
-    called from several threads; `commit` once those have returned, `abort` at any time. Also a
-    context manager, which aborts unless committed.
+    The constructor reserves the space of all files. `write_layer`, `write_side_page` and
+    `finish_side_file` may be called from several threads; `commit` once those have returned,
+    `abort` at any time. Also a context manager, which aborts unless committed.
 
     Raises ConfigError where `out` is in use or no place for an output, CapacityError where the
     disk is too small, OutputError where writing fails.
@@ -112,25 +114,36 @@ class CheckpointWriter:
         with self._lock:
             self._layers_left.discard(index)
 
-    def write_side_file(self, path: str, data: bytes) -> None:
-        """Write one of the manifest's side files. Raises DigestError or IntegrityError where the
-        bytes are not the ones the manifest names, or not what may be written."""
+    def write_side_page(self, path: str, offset: int, data: bytes) -> None:
+        """Write bytes of one of the manifest's side files, from its first on; at offset 0 the file
+        begins anew. Raises IntegrityError where the manifest names no such bytes."""
         with self._using():
             side = self._side_files.get(path)
             if side is None:
                 raise IntegrityError(f"the manifest names no side file {path} to be written")
-            if len(data) != side.nbytes or document_digest(data) != side.digest:
-                raise DigestError(f"the side file {path} is not the one that the manifest names")
-            reason = bad_side_content(path, data)
-            if reason is not None:
-                raise IntegrityError(f"the side file {path} {reason}, so it is not written")
-            if path.endswith(INDEX_SUFFIX):
-                self._check_index(path, data)
-            target = self._staging.files / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open(target, "xb") as file:
-                file.write(data)
-                file.flush()
+            if offset + len(data) > side.nbytes:
+                raise IntegrityError(f"the side file {path} is longer than the manifest says")
+            flags = os.O_WRONLY | (0 if offset else os.O_CREAT | os.O_TRUNC)
+            with open(self._staging.open_file(path, flags), "wb", buffering=0) as file:
+                while data:
+                    written = os.pwrite(file.fileno(), data, offset)
+                    data, offset = data[written:], offset + written
+
+    def finish_side_file(self, path: str) -> None:
+        """Check a side file whose bytes were written, and make it durable. Raises DigestError or
+        IntegrityError where the bytes are not the ones the manifest names, or not what may be
+        written."""
+        with self._using():
+            side = self._side_files.get(path)
+            if side is None:
+                raise IntegrityError(f"the manifest names no side file {path} to be written")
+            with open(self._staging.open_file(path, os.O_RDONLY), "rb") as file:
+                reason = self._check_side_file(file, side)
+                if reason is not None:
+                    raise IntegrityError(f"the side file {path} {reason}, so it is not written")
+                if path.endswith(INDEX_SUFFIX):
+                    file.seek(0)
+                    self._check_index(path, file.read())
                 os.fsync(file.fileno())
         with self._lock:
             del self._side_files[path]
@@ -182,10 +195,9 @@ class CheckpointWriter:
             self._active += 1
         failed = True
         try:
-            yield
+            with self._staging.errors():
+                yield
             failed = False
-        except OSError as error:
-            raise write_error(error, Path(error.filename or self._staging.out)) from error
         finally:
             with self._lock:
                 self._active -= 1
@@ -210,23 +222,22 @@ class CheckpointWriter:
             specs = [TensorSpec(t.name, t.dtype, t.shape) for t in members]
             header = header_bytes(specs, file.metadata)
             plans.append((file.path, header, members, len(header) + sum(t.nbytes for t in members)))
-        ref, journal = self._manifest.ref, self._staging.journal
-        claimed = read(journal, ref, len(self._pieces)) if keep else None
+        ref, folder = self._manifest.ref, self._staging.fd
+        claimed = read(JOURNAL, ref, len(self._pieces), folder=folder) if keep else None
         if claimed and self._staging.left_over({path: nbytes for path, *_, nbytes in plans}):
             self.claimed, flags = frozenset(claimed), 0
         else:
             self._staging.clear()
             flags = os.O_CREAT | os.O_EXCL
         if keep:
-            self._records = Records(journal, ref, self.claimed)
+            self._records = Records(JOURNAL, ref, self.claimed, folder=folder)
         self._staging.require(
             sum(nbytes for *_, nbytes in plans) + sum(s.nbytes for s in self._side_files.values())
         )
-        flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._staging.warn()
+        flags |= os.O_RDWR
         for path, header, members, nbytes in plans:
-            target = self._staging.files / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(target, flags, 0o666)
+            fd = self._staging.open_file(path, flags)
             self._fds.append(fd)
             # So that a full disk is told now, not in the middle.
             os.posix_fallocate(fd, 0, nbytes)
@@ -238,6 +249,17 @@ class CheckpointWriter:
                     piece = (tensor.offset, tensor.nbytes, fd, position)
                     self._pieces[tensor.layer].append(piece)
                 position += tensor.nbytes
+
+    def _check_side_file(self, file: BinaryIO, side: SideFile) -> str | None:
+        """Why it may not be written; a piece at a time. Raises DigestError."""
+        content, hasher, nbytes = SideContent(side.path), blake3(), 0
+        while piece := file.read(MIB):
+            hasher.update(piece)
+            content.update(piece)
+            nbytes += len(piece)
+        if nbytes != side.nbytes or hasher.digest() != side.digest:
+            raise DigestError(f"the side file {side.path} is not the one that the manifest names")
+        return content.finish()
 
     def _check_index(self, path: str, data: bytes) -> None:
         files = {file.path for file in self._packaging.files}

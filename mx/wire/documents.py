@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+from blake3 import blake3
 
-from mx.core.digest import document_digest
 from mx.errors import CapacityError, DigestError, PeerProtocolError, UnknownModelError
 from mx.units import MIB, format_bytes
 from mx.wire.channel import Remote, Role, translating
@@ -18,6 +21,20 @@ DOCUMENT_DIGEST_BYTES = 32
 PAGE_BYTES = MIB
 MAX_DOCUMENT_BYTES = 256 * MIB
 _MAX_DIGESTS = 4096
+#: A document that goes to disk may come as slowly as this.
+_LEAST_BYTES_PER_S = MIB
+
+#: Takes a document's bytes as they come: (digest, offset, data). From offset 0 on they come anew.
+WritePage = Callable[[bytes, int, bytes], None]
+
+
+@dataclass(slots=True)
+class _Partial:
+    """What has come of a document; `data` only where it is kept in memory."""
+
+    nbytes: int = 0
+    hasher: blake3 = field(default_factory=blake3)
+    data: bytearray = field(default_factory=bytearray)
 
 
 def pages(digest: bytes, data: bytes) -> Iterator[pb.Page]:
@@ -32,14 +49,19 @@ def pages(digest: bytes, data: bytes) -> Iterator[pb.Page]:
 
 
 class Assembler:
-    """Puts pages together. Takes only the documents of `refs`, in memory as they arrive.
+    """Puts pages together. Takes only the documents of `refs`, in memory as they arrive, or hands
+    their bytes to `write`.
 
     `refs` are (digest, nbytes). Pages of one document come in order, documents in any order and
-    interleaved. `who` names the sender in errors.
+    interleaved. `who` names the sender in errors. What was written is only to be believed once
+    its digest is no longer `missing`.
     """
 
-    def __init__(self, refs: Sequence[tuple[bytes, int]], *, who: str) -> None:
+    def __init__(
+        self, refs: Sequence[tuple[bytes, int]], *, who: str, write: WritePage | None = None
+    ) -> None:
         self._who = who
+        self._write = write
         self._wanted: dict[bytes, int] = {}
         for digest, nbytes in refs:
             if len(digest) != DOCUMENT_DIGEST_BYTES:
@@ -51,12 +73,12 @@ class Assembler:
                 )
             if self._wanted.setdefault(digest, nbytes) != nbytes:
                 raise PeerProtocolError("one document under two sizes", peer=who)
-        self._partial: dict[bytes, bytearray] = {}
+        self._partial: dict[bytes, _Partial] = {}
         self._done: dict[bytes, bytes] = {}
 
     @property
     def documents(self) -> dict[bytes, bytes]:
-        """The complete ones, by digest."""
+        """The complete ones, by digest; empty bytes for those that were written."""
         return self._done
 
     @property
@@ -72,27 +94,32 @@ class Assembler:
             raise PeerProtocolError(f"{name} was not asked for", peer=self._who)
         if digest in self._done:
             raise PeerProtocolError(f"{name} came twice", peer=self._who)
-        partial = self._partial.setdefault(digest, bytearray())
+        partial = self._partial.setdefault(digest, _Partial())
         if page.nbytes != nbytes:
             raise PeerProtocolError(
                 f"{name} has {page.nbytes} bytes where {nbytes} were announced", peer=self._who
             )
-        if page.offset != len(partial):
+        if page.offset != partial.nbytes:
             raise PeerProtocolError(
-                f"{name}: a page at {page.offset}, expected {len(partial)}", peer=self._who
+                f"{name}: a page at {page.offset}, expected {partial.nbytes}", peer=self._who
             )
         if len(page.data) > PAGE_BYTES or (not page.data and nbytes):
             raise PeerProtocolError(f"{name}: a page of {len(page.data)} bytes", peer=self._who)
         if page.offset + len(page.data) > nbytes:
             raise PeerProtocolError(f"{name} is longer than announced", peer=self._who)
-        partial += page.data
-        if len(partial) == nbytes:
-            data = bytes(self._partial.pop(digest))
-            if document_digest(data) != digest:
+        partial.hasher.update(page.data)
+        if self._write is None:
+            partial.data += page.data
+        else:
+            self._write(digest, partial.nbytes, page.data)
+        partial.nbytes += len(page.data)
+        if partial.nbytes == nbytes:
+            del self._partial[digest]
+            if partial.hasher.digest() != digest:
                 raise DigestError(
                     f"{name} does not match its digest", peer=self._who, hint="try another source"
                 )
-            self._done[digest] = data
+            self._done[digest] = bytes(partial.data)
 
 
 class DocumentsServicer:
@@ -130,9 +157,45 @@ async def fetch(
     PeerProtocolError or DigestError (both naming the peer) for a peer that lies.
     """
     remote = Remote(Role.SOURCE, who) if isinstance(who, str) else who
-    peer = remote.address
-    assembler = Assembler(refs, who=peer)
-    digests = assembler.missing
+    assembler = Assembler(refs, who=remote.address)
+    async with aclosing(_pages(channel, assembler.missing, remote, timeout_s)) as found:
+        async for page in found:
+            assembler.add(page)
+    _require_all(assembler, remote)
+    return assembler.documents
+
+
+async def fetch_to(
+    channel: grpc.aio.Channel,
+    refs: Sequence[tuple[bytes, int]],
+    write: WritePage,
+    *,
+    who: Remote,
+    timeout_s: float = 30.0,
+) -> None:
+    """Fetch documents as `fetch` does, to `write` in place of memory, which is called in a thread.
+
+    Args:
+        channel: To the one that is asked.
+        refs: Of each document the digest and the bytes.
+        write: Takes the pages; only once this returns are they to be believed.
+        who: Is at the channel's other end.
+        timeout_s: For the beginning; each MiB has a second more.
+
+    Raises:
+        MxError: As `fetch`, and what `write` raises.
+    """
+    assembler = Assembler(refs, who=who.address, write=write)
+    timeout_s += sum(nbytes for _, nbytes in refs) / _LEAST_BYTES_PER_S
+    async with aclosing(_pages(channel, assembler.missing, who, timeout_s)) as found:
+        async for page in found:
+            await asyncio.to_thread(assembler.add, page)
+    _require_all(assembler, who)
+
+
+async def _pages(
+    channel: grpc.aio.Channel, digests: Sequence[bytes], remote: Remote, timeout_s: float
+) -> AsyncGenerator[pb.Page, None]:
     stub = Stub(channel, pb.DESCRIPTOR.services_by_name["Documents"], remote)
     for first in range(0, len(digests), _MAX_DIGESTS):
         request = pb.FetchRequest(digests=digests[first : first + _MAX_DIGESTS])
@@ -140,9 +203,11 @@ async def fetch(
         try:
             with translating(remote):
                 async for page in stream:
-                    assembler.add(page)
+                    yield page
         finally:
             stream.cancel()
+
+
+def _require_all(assembler: Assembler, remote: Remote) -> None:
     if assembler.missing:
-        raise PeerProtocolError("the peer ended before all documents came", peer=peer)
-    return assembler.documents
+        raise PeerProtocolError("the peer ended before all documents came", peer=remote.address)

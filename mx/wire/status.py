@@ -39,6 +39,7 @@ from mx.errors import (
     UnknownModelError,
     UnknownSourceError,
 )
+from mx.text import plain
 
 DETAIL_KEY = "mx-error-bin"
 _MAX_TEXT = 2000  # trailing metadata shares 8 KiB with everything else in it
@@ -103,6 +104,7 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
     kind = getattr(errors, name, None)
     if not isinstance(kind, type):
         return None
+    message, hint = plain(message), plain(hint)
     if issubclass(kind, SourceError | DigestError):
         return kind(message, peer=remote.address, hint=hint)
     if issubclass(kind, CoordinatorError | ConfigError | IntegrityError):
@@ -112,7 +114,7 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
 
 def _first_line(text: str | None) -> str:
     lines = (text or "").strip().splitlines()
-    return lines[0][:300] if lines else "no details"
+    return plain(lines[0][:300]) if lines else "no details"
 
 
 def _silent(remote: Remote, said: str) -> MxError:

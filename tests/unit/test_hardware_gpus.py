@@ -179,7 +179,7 @@ def test_without_the_package_the_reason_says_what_to_install(root: Path) -> None
     def load() -> Any:
         raise ImportError("No module named 'pynvml'")
 
-    assert "pip install 'mx-peer[cuda13]'" in read_gpus(load, root).reason
+    assert "pip install '.[cuda13]'" in read_gpus(load, root).reason
 
 
 def test_the_real_nvml_of_a_machine_without_its_library(root: Path) -> None:

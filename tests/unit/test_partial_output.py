@@ -19,7 +19,7 @@ from mx.errors import CapacityError
 from mx.storage import journal
 from mx.storage.journal import Journal
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import make_arena, manifest_of
+from tests.checkpoints import make_arena, manifest_of, write_side_file
 
 LAYERS = 4
 NBYTES = 70_000
@@ -79,7 +79,7 @@ class Setting:
                 found.add(layer)
         self.write(writer, *range(LAYERS))
         for side in self.manifest.packaging.side_files:
-            writer.write_side_file(side.path, self.manifest.documents[side.digest])
+            write_side_file(writer, side.path, self.manifest.documents[side.digest])
         writer.commit()
         source = self.folder / "source0"
         for name in ("model.safetensors", "config.json"):

@@ -104,7 +104,7 @@ def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nixl, "find", lambda: None)
     transport = ucx.UcxTransport()
     probed = transport.probe()
-    assert isinstance(probed, Unavailable) and "mx-peer[cuda12]" in probed.reason
+    assert isinstance(probed, Unavailable) and "pip install '.[cuda12]'" in probed.reason
     with pytest.raises(LocalError, match="cuda12"):
         transport.expose([], ExposeOptions())
 

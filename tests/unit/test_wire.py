@@ -198,3 +198,29 @@ def test_refs_are_checked_before_anything_is_held() -> None:
         Assembler([(b"d" * 31, 1)], who="peer")
     with pytest.raises(PeerProtocolError):
         Assembler([(b"d" * 32, 1), (b"d" * 32, 2)], who="peer")
+
+
+def test_pages_are_handed_on_and_not_kept() -> None:
+    documents = [bytes(range(256)) * 8192, b"", b"x"]
+    refs = [(document_digest(d), len(d)) for d in documents]
+    found: dict[bytes, bytes] = {}
+
+    def write(digest: bytes, offset: int, data: bytes) -> None:
+        assert offset == len(found.get(digest, b""))
+        found[digest] = found.get(digest, b"") + data
+
+    assembler = Assembler(refs, who="peer", write=write)
+    for (digest, _), data in zip(refs, documents, strict=True):
+        assert digest in assembler.missing
+        for page in pages(digest, data):
+            assembler.add(page)
+    assert assembler.missing == []
+    assert [found[digest] for digest, _ in refs] == documents
+    assert set(assembler.documents.values()) == {b""}
+
+
+def test_wrong_bytes_that_are_handed_on_are_told() -> None:
+    assembler = Assembler([(b"d" * 32, 3)], who="peer", write=lambda *_: None)
+    with pytest.raises(DigestError):
+        assembler.add(pb.Page(digest=b"d" * 32, offset=0, nbytes=3, data=b"abc"))
+    assert assembler.missing == [b"d" * 32]

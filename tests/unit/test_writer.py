@@ -28,7 +28,7 @@ from mx.errors import CapacityError, ConfigError, DigestError, IntegrityError, M
 from mx.storage.reader import fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import crafted, make_arena, manifest_of, tiny
+from tests.checkpoints import crafted, make_arena, manifest_of, tiny, write_side_file
 
 
 def write_layers(writer: CheckpointWriter, manifest: Manifest, arena: memoryview) -> None:
@@ -39,7 +39,7 @@ def write_layers(writer: CheckpointWriter, manifest: Manifest, arena: memoryview
 
 def write_side_files(writer: CheckpointWriter, manifest: Manifest) -> None:
     for side in manifest.packaging.side_files:
-        writer.write_side_file(side.path, manifest.documents[side.digest])
+        write_side_file(writer, side.path, manifest.documents[side.digest])
 
 
 def copied(source: Path, out: Path) -> Manifest:
@@ -382,17 +382,16 @@ def test_committing_what_is_not_complete(source: Path, place: Path) -> None:
 def test_side_files_must_be_the_ones_that_were_named(source: Path, place: Path) -> None:
     manifest, _ = manifest_of(source)
     with pytest.raises(DigestError):
-        CheckpointWriter(place / "out", manifest).write_side_file("config.json", b"[]")
+        write_side_file(CheckpointWriter(place / "out", manifest), "config.json", b"[]")
     with pytest.raises(IntegrityError):
-        CheckpointWriter(place / "out", manifest).write_side_file("../x.json", b"{}")
+        write_side_file(CheckpointWriter(place / "out", manifest), "../x.json", b"{}")
     pickled = b"\x80\x04."
     (side,) = manifest.packaging.side_files
     side = replace(side, nbytes=len(pickled), digest=document_digest(pickled))
     packaging = replace(manifest.packaging, side_files=(side,))
     with pytest.raises(IntegrityError, match="pickle"):
-        CheckpointWriter(place / "out", replace(manifest, packaging=packaging)).write_side_file(
-            "config.json", pickled
-        )
+        writer = CheckpointWriter(place / "out", replace(manifest, packaging=packaging))
+        write_side_file(writer, "config.json", pickled)
 
 
 def test_an_index_that_points_elsewhere_is_not_written(tmp_path: Path, place: Path) -> None:
@@ -404,9 +403,8 @@ def test_an_index_that_points_elsewhere_is_not_written(tmp_path: Path, place: Pa
     other = replace(index, nbytes=len(data), digest=document_digest(data))
     packaging = replace(manifest.packaging, side_files=(other,))
     with pytest.raises(IntegrityError, match=r"other\.safetensors"):
-        CheckpointWriter(place / "out", replace(manifest, packaging=packaging)).write_side_file(
-            index.path, data
-        )
+        writer = CheckpointWriter(place / "out", replace(manifest, packaging=packaging))
+        write_side_file(writer, index.path, data)
 
 
 @pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="no /dev/full here")

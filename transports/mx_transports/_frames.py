@@ -10,6 +10,7 @@ import json
 import struct
 from dataclasses import dataclass
 
+from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.errors import PeerProtocolError
 
 MAGIC_BYTES = 8
@@ -52,6 +53,7 @@ class Ticket:
 def decode_ticket(data: bytes, peer: str) -> Ticket:
     """Read a ticket that came from `peer`. Raises PeerProtocolError for anything malformed."""
     try:
+        check_json(data, most_bytes=MAX_TICKET_PARSED_BYTES)
         document = json.loads(data)
         key, secret = bytes.fromhex(document.pop("key")), bytes.fromhex(document.pop("secret"))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

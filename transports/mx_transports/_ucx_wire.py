@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.core.topology import Nic, Place
 from mx.errors import PeerProtocolError
 
@@ -61,6 +62,7 @@ class Info:
 def decode_info(data: bytes, peer: str) -> Info:
     """Raises PeerProtocolError for anything malformed."""
     try:
+        check_json(data, most_bytes=MAX_TICKET_PARSED_BYTES)
         document = json.loads(data)
         regions = {}
         for index, address, nbytes in document["regions"]:

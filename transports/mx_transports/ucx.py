@@ -54,8 +54,8 @@ GB_PER_S = 2.1
 RDMA_GB_PER_S = 50.0
 
 _NOT_INSTALLED = (
-    "NIXL is not installed: pip install 'mx-peer[cuda12]' (it also runs without a GPU), or "
-    "'mx-peer[cuda13]' on machines with CUDA 13"
+    "NIXL is not installed: in a clone of mx, pip install '.[cuda12]' (it also runs without a "
+    "GPU), or '.[cuda13]' on machines with CUDA 13"
 )
 
 

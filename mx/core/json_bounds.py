@@ -1,0 +1,67 @@
+"""JSON from elsewhere is looked over before it is parsed: parsed, it may take 30 times its size."""
+
+from __future__ import annotations
+
+from mx.units import MIB, format_bytes
+
+#: What a document may take once it is parsed: about 160,000 tensors in one header.
+MAX_PARSED_BYTES = 256 * MIB
+#: The same for a transport's ticket.
+MAX_TICKET_PARSED_BYTES = 16 * MIB
+#: What is read here nests four deep; an index's own metadata may nest a little more.
+MAX_DEPTH = 32
+
+# About what CPython takes for each; a value follows each of these characters, or is begun by it.
+_CONTAINER_BYTES = 100
+_MEMBER_BYTES = 150
+_ITEM_BYTES = 64
+
+_WINDOW_BYTES = 1 << 18
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_json(data: bytes, *, most_bytes: int = MAX_PARSED_BYTES) -> None:
+    """Refuse JSON that would take too much memory or nests too deep. Linear, and quick: it counts
+    the characters between values, and looks which are in strings only where there are too many.
+
+    Args:
+        data: In UTF-8; it need not be valid.
+        most_bytes: What it may take in memory, by estimate.
+
+    Raises:
+        ValueError: Says which bound it breaks.
+    """
+    if _parsed_bytes(data) <= most_bytes and _is_shallow(data):
+        return
+    bare = _without_strings(data)
+    if _parsed_bytes(bare) > most_bytes:
+        raise ValueError(f"it holds more values than {format_bytes(most_bytes)} of memory take")
+    if not _is_shallow(bare):
+        raise ValueError(f"its brackets do not match, or nest more than {MAX_DEPTH} deep")
+
+
+def _without_strings(data: bytes) -> bytes:
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # no quote is escaped any more
+    found = bytearray()
+    inside = 0
+    for start in range(0, len(bare), _WINDOW_BYTES):
+        pieces = bare[start : start + _WINDOW_BYTES].split(b'"')
+        found += b"".join(pieces[inside::2])
+        inside ^= (len(pieces) - 1) & 1
+    return bytes(found)
+
+
+def _parsed_bytes(data: bytes) -> int:
+    containers = data.count(b"[") + data.count(b"{")
+    members, items = data.count(b":"), data.count(b",")
+    return containers * _CONTAINER_BYTES + members * _MEMBER_BYTES + items * _ITEM_BYTES
+
+
+def _is_shallow(data: bytes) -> bool:
+    """Do the brackets, those in strings too, match, at most MAX_DEPTH deep?"""
+    brackets = data.translate(None, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):  # each takes the innermost ones away
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if not brackets:
+            return True
+    return False

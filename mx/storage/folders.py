@@ -1,0 +1,123 @@
+"""Folders by descriptor: nothing here follows a symbolic link or trusts a path twice."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_folder(name: str, parent: int | None = None) -> int:
+    """A descriptor of the folder `name`; the caller closes it.
+
+    Args:
+        name: A path, or one name below `parent`.
+        parent: A descriptor of the folder that holds it.
+
+    Raises:
+        OSError: It is not there, or not a folder (a link to one is none).
+    """
+    return os.open(name, _FOLDER, dir_fd=parent)
+
+
+@contextmanager
+def opened(name: str, parent: int | None = None) -> Iterator[int]:
+    """As `open_folder`, closed at the end."""
+    fd = open_folder(name, parent)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_file(root: int, path: str, flags: int) -> int:
+    """A descriptor of the file `path` below the folder `root`; the caller closes it.
+
+    Args:
+        root: A descriptor of a folder.
+        path: Relative, with forward slashes, as `bad_path` allows it.
+        flags: Of `os.open`; with O_CREAT the folders on the way are made too.
+
+    Raises:
+        OSError: As `os.open`, and where a folder on the way is a link.
+    """
+    *folders, name = path.split("/")
+    at = os.dup(root)
+    try:
+        for folder in folders:
+            if flags & os.O_CREAT and find(folder, at) is None:
+                os.mkdir(folder, dir_fd=at)
+            at, before = open_folder(folder, at), at
+            os.close(before)
+        return os.open(name, flags | _FILE, 0o666, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def find(name: str, parent: int) -> os.stat_result | None:
+    """What is at `name` below `parent`, a link as itself; None where nothing is."""
+    try:
+        return os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def is_at(fd: int, name: str, parent: int) -> bool:
+    """Is the open folder or file `fd` what `name` below `parent` means now?"""
+    status = find(name, parent)
+    return status is not None and os.path.samestat(status, os.fstat(fd))
+
+
+def empty(fd: int, *, ignore_errors: bool = False) -> None:
+    """Remove everything in an open folder. Raises OSError, unless `ignore_errors`."""
+    for name in os.listdir(fd):
+        try:
+            status = find(name, fd)
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                shutil.rmtree(name, dir_fd=fd, ignore_errors=ignore_errors)
+            elif status is not None:
+                os.unlink(name, dir_fd=fd)
+        except OSError:
+            if not ignore_errors:
+                raise
+
+
+def is_private(status: os.stat_result, parent: int) -> bool:
+    """Does what `status` describes, below `parent`, belong to this user alone?
+
+    Some file systems show another owner or other modes than they were given (a squashed root,
+    CIFS): then a file that was made just now, known by its descriptor, says what is usual there.
+
+    Raises:
+        OSError: That file could not be made.
+    """
+    owner, loose = os.geteuid(), stat.S_IMODE(status.st_mode) & 0o077
+    if status.st_uid == owner and not loose:
+        return True
+    name = f".mx-{secrets.token_hex(8)}"
+    fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | _FILE, 0o600, dir_fd=parent)
+    try:
+        own = os.fstat(fd)
+        if is_at(fd, name, parent):
+            os.unlink(name, dir_fd=parent)
+    finally:
+        os.close(fd)
+    return status.st_uid == own.st_uid and (not loose or bool(stat.S_IMODE(own.st_mode) & 0o077))
+
+
+def others_may_replace(parent: int) -> bool:
+    """May every user rename what is in this folder, whoever made it?"""
+    mode = os.fstat(parent).st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def sync(root: int) -> None:
+    """Make a folder and all folders below it durable. Raises OSError."""
+    for _, _, _, fd in os.fwalk(".", dir_fd=root):
+        os.fsync(fd)
