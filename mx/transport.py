@@ -14,7 +14,7 @@ the session is left. Destinations stay valid until then: that is the caller's du
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -42,6 +42,7 @@ __all__ = [
     "Transport",
     "Unavailable",
     "Viable",
+    "Witness",
     "host_view",
 ]
 
@@ -121,9 +122,9 @@ class ExposedRegion:
 class Limiter(Protocol):
     """How fast a process may send, over all its transports and readers. Thread-safe."""
 
-    @property
-    def slice_nbytes(self) -> int:
-        """What may be sent in one go, for readers to take turns: shared by a reader's streams."""
+    def slice_nbytes(self, grant_id: str) -> int:
+        """What may be sent in one go on a grant, for readers to take turns: shared by the grant's
+        streams."""
 
     def delay_s(self, nbytes: int) -> float:
         """Take this many bytes, a slice at most, of what may be sent; returns how many seconds to
@@ -175,6 +176,16 @@ class Sending(Protocol):
 
     def sent_bytes(self) -> int:
         """Payload bytes sent so far, whoever to. Thread-safe."""
+
+
+@runtime_checkable
+class Witness(Protocol):
+    """What an exposure is besides that knows which grants are used. What readers say that they
+    have fetched is believed then only of those that have connected."""
+
+    def used(self) -> Mapping[str, int]:
+        """The payload bytes sent so far on each grant whose ticket was used to connect; 0 where
+        readers fetch. Thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,10 @@ class Links:
         must hold. Raises SourceError, or LocalError where this side can't."""
         begun = self._begun.pop(way, None)
         link, offered_nbytes = await (begun if begun is not None else self._traced(way))
+        if begun is not None and link.lease.check() is not None:
+            # Much was done since it was begun, and the source has ended what was not used.
+            await self.give_back(link)
+            link, offered_nbytes = await self._traced(way)
         if offered_nbytes < need_nbytes:
             peer = link.lease.peer
             await self.give_back(link)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import resource
 import secrets
 import selectors
 import socket
@@ -26,6 +27,16 @@ from mx_transports._stream import Stream
 PREAMBLE_DEADLINE_S = 2.0
 MAX_UNPROVED = 64
 MAX_CONNECTIONS_PER_GRANT = 32
+#: All grants of an exposure together have connections for this part of the process's descriptors.
+_DESCRIPTORS_PART = 4
+_MOST_CONNECTIONS = 4096
+
+
+def _most_connections() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(max(descriptors // _DESCRIPTORS_PART, 1), _MOST_CONNECTIONS)
 
 
 def listen(hosts: Sequence[str]) -> list[socket.socket]:
@@ -47,7 +58,8 @@ def listen(hosts: Sequence[str]) -> list[socket.socket]:
 
 @dataclass
 class Granted:
-    """One grant as its source sees it. `busy` counts its running reads."""
+    """One grant as its source sees it. `busy` counts its running reads, `sent_nbytes` what was
+    sent on it; `connected` is True once a connection has shown its secret."""
 
     grant_id: str
     key: bytes
@@ -55,6 +67,8 @@ class Granted:
     streams: set[Stream] = field(default_factory=set)
     busy: int = 0
     revoked: bool = False
+    connected: bool = False
+    sent_nbytes: int = 0
 
 
 @dataclass
@@ -89,6 +103,7 @@ class DoorExposure(ABC):
         self._closed = False
         self._name = name
         self._threads: set[threading.Thread] = set()
+        self._most_connections = _most_connections()
         self._wake_read, self._wake_write = socket.socketpair()
         self._visitors: dict[socket.socket, _Visitor] = {}
         self._selector = selectors.DefaultSelector()
@@ -149,6 +164,12 @@ class DoorExposure(ABC):
             self._generation = generation
             for granted in self._granted.values():
                 self._changed(granted)
+
+    def used(self) -> dict[str, int]:
+        """See `mx.transport.Witness`."""
+        with self._lock:
+            standing = self._granted.values()
+            return {each.grant_id: each.sent_nbytes for each in standing if each.connected}
 
     def active_readers(self) -> int:
         with self._lock:
@@ -272,7 +293,7 @@ class DoorExposure(ABC):
             expected = granted.secret if granted else bytes(frames.SECRET_BYTES)
             if not hmac.compare_digest(expected, secret) or granted is None:
                 status = frames.REFUSED
-            elif len(granted.streams) >= MAX_CONNECTIONS_PER_GRANT:
+            elif len(granted.streams) >= MAX_CONNECTIONS_PER_GRANT or not self._make_room(granted):
                 status = frames.FULL
             elif self._start_serving(visitor, granted):
                 return
@@ -281,6 +302,21 @@ class DoorExposure(ABC):
         with contextlib.suppress(OSError):
             visitor.sock.send(frames.HELLO.pack(magic, status))
         self._turn_away(visitor)
+
+    def _make_room(self, granted: Granted) -> bool:
+        """Where there are as many connections as there may be, end one of the grant that has most
+        of them, if it has more than this one will have. The lock is held."""
+        if sum(len(each.streams) for each in self._granted.values()) < self._most_connections:
+            return True
+        most = max(self._granted.values(), key=lambda each: len(each.streams))
+        # Those that were ended so are let go by their threads in a moment: not too many at once.
+        ending = len(self._threads) - self._most_connections
+        if len(most.streams) <= len(granted.streams) + 1 or ending > MAX_UNPROVED:
+            return False
+        stream = next(iter(most.streams))
+        most.streams.discard(stream)
+        stream.abort()
+        return True
 
     def _start_serving(self, visitor: _Visitor, granted: Granted) -> bool:
         """Hand the connection to a thread of its own; the lock is held. False if it can't be."""
@@ -299,6 +335,7 @@ class DoorExposure(ABC):
             return False
         del self._visitors[visitor.sock]
         granted.streams.add(stream)
+        granted.connected = True
         self._threads.add(thread)
         return True
 
