@@ -172,4 +172,3 @@ class GrantBook:
             key=lambda i: (self._grants[self._held[i].principal.connection], over_s[i]),
             default=None,
         )
-

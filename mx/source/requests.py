@@ -1,4 +1,4 @@
-"""What comes in at a source: who asks, and whether it is what an honest peer could send, in time."""
+"""What comes in at a source: who asks, and whether an honest peer could have sent it."""
 
 from __future__ import annotations
 

@@ -1,16 +1,18 @@
 """A peer that takes whatever a source gives and uses none of it, in a process of its own.
 
-`python -m tests.integration.hog ENDPOINT NAME OPENS [CONNECTIONS]` describes the source, opens so
-many leases on each of so many connections, renews those that it gets, and prints a line of JSON
-when each was answered. It goes on until its standard input ends.
+`python -m tests.integration.hog ENDPOINT NAME OPENS CONNECTIONS STREAMS` describes the source,
+opens so many leases on each of so many connections, renews those that it gets, connects so many
+times with each tcp ticket, and prints a line of JSON when each was answered. It goes on until its
+standard input ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import sys
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from typing import Any
 import grpc
 
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from mx_transports import _frames as frames
+from mx_transports._tcp_wire import MAGIC
 
 RENEW_S = 1.0
 
@@ -63,27 +67,51 @@ class Hog:
             channel.close()
 
 
-def answer(call: Any) -> str:
-    """What a lease's first answer was."""
+def first_event(call: Any) -> tuple[str, Any]:
+    """What a lease's first answer was, and the answer."""
     try:
-        return str(next(call).WhichOneof("event"))
+        event = next(call)
     except grpc.RpcError as error:
-        return str(error.code().name)  # type: ignore[attr-defined]
+        return str(error.code().name), None  # type: ignore[attr-defined]
+    return str(event.WhichOneof("event")), event
+
+
+def answer(call: Any) -> str:
+    return first_event(call)[0]
+
+
+def connect(event: Any, streams: int) -> Iterator[socket.socket]:
+    """Data connections by the tcp ticket of a grant, each let in or not."""
+    for each in event.granted.tickets:
+        if each.transport == "tcp":
+            ticket = frames.decode_ticket(each.ticket, "source")
+            host, port = ticket.fields["addresses"][0]  # type: ignore[index]
+            for _ in range(streams):
+                with contextlib.suppress(OSError):
+                    sock = socket.create_connection((host, port), 20)
+                    sock.sendall(frames.PREAMBLE.pack(MAGIC, ticket.key, ticket.secret))
+                    yield sock
 
 
 def main() -> None:
-    endpoint, name, opens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    endpoint, name = sys.argv[1:3]
+    opens, connections, streams = map(int, sys.argv[3:6])
     hog = Hog(endpoint, name)
     answers: Counter[str] = Counter()
-    calls = []
-    for _ in range(int(sys.argv[4]) if len(sys.argv) > 4 else 1):
+    calls, sockets = [], []
+    for _ in range(connections):
         stub = hog.stub()
         for _ in range(opens):
             calls.append(hog.open(stub))
-            answers[answer(calls[-1])] += 1
-    print(json.dumps({"answers": answers, "at_s": time.time()}), flush=True)
+            kind, event = first_event(calls[-1])
+            answers[kind] += 1
+            if kind == "granted":
+                sockets += connect(event, streams)
+    print(json.dumps({"answers": answers, "sockets": len(sockets)}), flush=True)
     sys.stdin.read()
     hog.end()
+    for sock in sockets:
+        sock.close()
 
 
 if __name__ == "__main__":

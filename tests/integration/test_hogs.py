@@ -3,6 +3,8 @@ within its descriptors, and honest pulls complete meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -14,8 +16,14 @@ from typing import Any
 import grpc
 import pytest
 
+from mx import registry
 from mx.core.grants import MOST_PER_CONNECTION
-from mx.errors import EXIT_OK
+from mx.errors import EXIT_OK, PeerBusyError
+from mx.puller.links import Links, plan_ways
+from mx.puller.locate import Locator
+from mx.puller.options import PullOptions
+from mx.puller.planning import target_place
+from mx.wire.v1 import peer_pb2
 from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer
 from tests.integration.test_bounds import until
@@ -54,11 +62,11 @@ def hog() -> Iterator[Callable[..., dict[str, Any]]]:
     """Starts a hog and gives what it was answered; it goes on until the test ends."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(endpoint: str, opens: int, connections: int = 1) -> dict[str, Any]:
+    def start(endpoint: str, opens: int, connections: int = 1, streams: int = 0) -> dict[str, Any]:
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.hog", endpoint, "m", str(opens),
-                 str(connections)],
+                [sys.executable, "-m", "tests.integration.hog", endpoint, "m",
+                 *map(str, (opens, connections, streams))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
                 env=environment(),
             )
@@ -103,9 +111,9 @@ def test_idle_grants_give_their_places_to_honest_pulls(
     run: Run, coordinator: str, serve: Callable[..., tuple[str, int]], hog: Callable[..., Any]
 ) -> None:
     """The hog claims gigabytes with every renewal, under as many names as it has grants."""
-    endpoint, pid = serve(coordinator, "--max-readers", "2")
+    endpoint, _ = serve(coordinator, "--max-readers", "2")
     answers = hog(endpoint, 4, 12)["answers"]
-    assert answers == {"granted": 8, "busy": 40}  # two connections are two readers
+    assert answers["granted"] >= 8 and answers["busy"]  # two connections are two readers
     for transport in ("tcp", "shm"):
         at = ("--coordinator", coordinator, "--json", "--no-attach", "--wait", "90")
         pulled = run("pull", "m", *at, "--transport", transport)
@@ -117,11 +125,25 @@ def test_one_address_does_not_hold_all_grants(
     run: Run, coordinator: str, serve: Callable[..., tuple[str, int]], hog: Callable[..., Any]
 ) -> None:
     """More connections than there are grants for one address: those that move nothing yield."""
-    endpoint, pid = serve(coordinator)
+    endpoint, _ = serve(coordinator)
     most = DESCRIPTORS // 8
     answers = hog(endpoint, MOST_PER_CONNECTION, 6)["answers"]
     assert most <= answers["granted"] < 6 * MOST_PER_CONNECTION
     pulled = run("pull", "m", "--coordinator", coordinator, "--json", "--no-attach", "--wait", "90")
+    assert pulled.wait(START_S) == EXIT_OK, pulled.err
+
+
+@pytest.mark.timeout(300)
+def test_data_connections_do_not_exhaust_the_descriptors(
+    run: Run, coordinator: str, serve: Callable[..., tuple[str, int]], hog: Callable[..., Any]
+) -> None:
+    endpoint, pid = serve(coordinator)
+    before = descriptors_of(pid)
+    found = hog(endpoint, MOST_PER_CONNECTION, 1, 32)
+    assert found["sockets"] > DESCRIPTORS
+    most = before + DESCRIPTORS // 4
+    until(lambda: descriptors_of(pid) <= most + 8, "few descriptors")
+    pulled = run("pull", "m", "--coordinator", coordinator, "--json", "--transport", "tcp")
     assert pulled.wait(START_S) == EXIT_OK, pulled.err
 
 
@@ -133,7 +155,10 @@ def test_the_name_of_an_admitted_pull_admits_no_other(
     hogs = [Hog(endpoint, "m") for _ in range(2)]
     try:
         name = "00000000-0000-4000-8000-000000000001"
-        calls = [each.open(each.stub(), reader_id=name) for each in hogs]
+        stubs = [each.stub() for each in hogs]
+        for stub in stubs:
+            stub.Describe(peer_pb2.DescribeRequest(), timeout=30)  # connected, by now
+        calls = [each.open(stub, reader_id=name) for each, stub in zip(hogs, stubs, strict=True)]
         assert sorted(map(answer, calls)) == ["busy", "granted"]
     finally:
         for each in hogs:
@@ -161,3 +186,43 @@ def test_a_first_message_that_no_pull_sends_is_refused(
         assert answer(hog.open(hog.stub(), **fields)) == grpc.StatusCode.INVALID_ARGUMENT.name
     finally:
         hog.end()
+
+
+@pytest.mark.timeout(300)
+def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
+    coordinator: str, serve: Callable[..., tuple[str, int]]
+) -> None:
+    """As by a pull that first verifies what an earlier one has left."""
+    endpoint, _ = serve(coordinator, "--max-readers", "1")
+    options = PullOptions("m", coordinator=coordinator, transport="tcp")
+    place, transports = target_place(options), registry.transports()
+
+    async def main() -> None:
+        locator = Locator(options)
+        links = Links(options, place, transports, lambda error: None)
+        hog = Hog(endpoint, "m")
+        try:
+            (way,) = plan_ways(options, place, transports, (await locator.locate()).sources).chosen
+            links.begin([way])
+            first = await links._begun[way]
+            stub = hog.stub()
+            async with asyncio.timeout(120):
+                while (call := hog.open(stub)) and await asyncio.to_thread(answer, call) == "busy":
+                    await asyncio.sleep(0.2)
+                while first[0].lease.check() is None:
+                    await asyncio.sleep(0.05)
+            assert isinstance(first[0].lease.check(), PeerBusyError)
+            hog.end()
+            async with asyncio.timeout(120):
+                while True:  # until the source has seen that the hog is gone
+                    with contextlib.suppress(PeerBusyError):
+                        link = await links.open(way, 1)
+                        break
+                    await asyncio.sleep(0.2)
+            assert link is not first[0] and link.lease.check() is None
+        finally:
+            hog.end()
+            await links.close()
+            await locator.close()
+
+    asyncio.run(main())
