@@ -193,7 +193,8 @@ class Grant:
     """What `open` needs: the ticket, the generation planned on, sizes of the regions by index.
 
     `peer` names the source in errors. `rail`, if given, is the pair of interfaces to use. `place`
-    is the reader's, where its destinations are.
+    is the reader's, where its destinations are. `peer_addresses` are those of the source's control
+    endpoint: data connections go there, and elsewhere only where the source proves that it listens.
     """
 
     grant_id: str
@@ -207,6 +208,7 @@ class Grant:
     rail: Rail | None = None
     place: Place = field(default_factory=Place)
     trusted_fabric: bool = False
+    peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
 
 
 class Sink(Protocol):

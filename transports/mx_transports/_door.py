@@ -8,6 +8,7 @@ is let in gets a thread of its own, as it moves bytes; grants have a cap on thos
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import resource
 import secrets
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 
 from mx.errors import ClosedError, LocalError
 from mx_transports import _frames as frames
+from mx_transports import _proof as proof
 from mx_transports._stream import Stream
 
 PREAMBLE_DEADLINE_S = 2.0
@@ -39,13 +41,35 @@ def _most_connections() -> int:
     return min(max(descriptors // _DESCRIPTORS_PART, 1), _MOST_CONNECTIONS)
 
 
-def listen(hosts: Sequence[str]) -> list[socket.socket]:
-    """Listening sockets on free ports, one for each host. Raises LocalError."""
-    listeners: list[socket.socket] = []
+#: Ports that are tried where one is free for connections, and taken for datagrams.
+_PORT_TRIES = 16
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a door is knocked at: for connections and, if others may have to be told that the
+    address is this process's own, for challenges (`_proof`)."""
+
+    sock: socket.socket
+    prover: socket.socket | None = None
+
+    @property
+    def address(self) -> list[object]:
+        """[host, port], as tickets have it."""
+        return list(self.sock.getsockname()[:2])
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.prover is not None:
+            self.prover.close()
+
+
+def listen(hosts: Sequence[str]) -> list[Listener]:
+    """Listeners on free ports, one for each host. Raises LocalError."""
+    listeners: list[Listener] = []
     for host in hosts:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listeners.append(socket.create_server((host, 0), family=family, backlog=256))
+            listeners.append(_listen(host))
         except OSError as error:
             for listener in listeners:
                 listener.close()
@@ -54,6 +78,19 @@ def listen(hosts: Sequence[str]) -> list[socket.socket]:
                 hint="give an address of this machine's own",
             ) from error
     return listeners
+
+
+def _listen(host: str) -> Listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for left in reversed(range(_PORT_TRIES)):
+        sock = socket.create_server((host, 0), family=family, backlog=256)
+        try:
+            return Listener(sock, proof.listen(sock))
+        except OSError as error:
+            sock.close()
+            if error.errno != errno.EADDRINUSE or not left:
+                raise
+    raise AssertionError("the last try has returned or raised")
 
 
 @dataclass
@@ -89,12 +126,13 @@ class DoorExposure(ABC):
         *,
         name: str,
         magic: bytes,
-        listeners: Sequence[socket.socket],
+        listeners: Sequence[Listener],
         stall_timeout_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._magic = magic
-        self._listeners = list(listeners)
+        self._listeners = [each.sock for each in listeners]
+        self._provers = [each.prover for each in listeners if each.prover is not None]
         self._stall_timeout_s = stall_timeout_s
         self._tls = tls
         self._lock = threading.Lock()
@@ -111,7 +149,7 @@ class DoorExposure(ABC):
 
     def _start(self) -> None:
         """Called last by the subclass's constructor."""
-        for sock in (*self._listeners, self._wake_read):
+        for sock in (*self._listeners, *self._provers, self._wake_read):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         self._door.start()
@@ -216,19 +254,26 @@ class DoorExposure(ABC):
                     self._attend(self._visitors[sock])
                 elif sock in self._listeners:
                     self._answer(sock)
+                elif sock in self._provers:
+                    proof.answer(sock, self._secret_of)
             now = time.monotonic()
             for visitor in [v for v in self._visitors.values() if v.deadline <= now]:
                 self._turn_away(visitor)
         for visitor in list(self._visitors.values()):
             self._turn_away(visitor)
         self._selector.close()
-        for sock in (*self._listeners, self._wake_read, self._wake_write):
+        for sock in (*self._listeners, *self._provers, self._wake_read, self._wake_write):
             sock.close()
         with self._lock:
             serving = list(self._threads)
         for thread in serving:
             thread.join()
         self._released()
+
+    def _secret_of(self, key: bytes) -> bytes | None:
+        with self._lock:
+            granted = self._granted.get(key)
+            return granted.secret if granted is not None else None
 
     def _answer(self, listener: socket.socket) -> None:
         try:

@@ -39,7 +39,7 @@ class TcpExposure(DoorExposure):
         self._sent_bytes = 0
         self._views = {region.index: host_view(region.view) for region in regions}
         listeners = listen(options.hosts)
-        self._addresses = [list(listener.getsockname()[:2]) for listener in listeners]
+        self._addresses = [listener.address for listener in listeners]
         super().__init__(
             name="mx-tcp-source",
             magic=MAGIC,
