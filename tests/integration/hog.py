@@ -43,7 +43,7 @@ class Hog:
     def stub(self) -> Any:
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channels.append(grpc.insecure_channel(self._endpoint, options=options))
-        return peer_pb2_grpc.PeerStub(self._channels[-1])
+        return peer_pb2_grpc.PeerStub(self._channels[-1])  # type: ignore[no-untyped-call]
 
     def open(self, stub: Any, **fields: Any) -> Any:
         """A lease's stream; renewed, with a claim of more and more bytes, until the end."""
@@ -72,7 +72,7 @@ def first_event(call: Any) -> tuple[str, Any]:
     try:
         event = next(call)
     except grpc.RpcError as error:
-        return str(error.code().name), None  # type: ignore[attr-defined]
+        return str(error.code().name), None
     return str(event.WhichOneof("event")), event
 
 
@@ -98,7 +98,8 @@ def main() -> None:
     opens, connections, streams = map(int, sys.argv[3:6])
     hog = Hog(endpoint, name)
     answers: Counter[str] = Counter()
-    calls, sockets = [], []
+    calls: list[Any] = []
+    sockets: list[socket.socket] = []
     for _ in range(connections):
         stub = hog.stub()
         for _ in range(opens):
