@@ -14,7 +14,7 @@ the session is left. Destinations stay valid until then: that is the caller's du
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -42,6 +42,7 @@ __all__ = [
     "Transport",
     "Unavailable",
     "Viable",
+    "Witness",
     "host_view",
 ]
 
@@ -121,9 +122,9 @@ class ExposedRegion:
 class Limiter(Protocol):
     """How fast a process may send, over all its transports and readers. Thread-safe."""
 
-    @property
-    def slice_nbytes(self) -> int:
-        """What may be sent in one go, for readers to take turns: shared by a reader's streams."""
+    def slice_nbytes(self, grant_id: str) -> int:
+        """What may be sent in one go on a grant, for readers to take turns: shared by the grant's
+        streams."""
 
     def delay_s(self, nbytes: int) -> float:
         """Take this many bytes, a slice at most, of what may be sent; returns how many seconds to
@@ -177,12 +178,23 @@ class Sending(Protocol):
         """Payload bytes sent so far, whoever to. Thread-safe."""
 
 
+@runtime_checkable
+class Witness(Protocol):
+    """What an exposure is besides that knows which grants are used. What readers say that they
+    have fetched is believed then only of those that have connected."""
+
+    def used(self) -> Mapping[str, int]:
+        """The payload bytes sent so far on each grant whose ticket was used to connect; 0 where
+        readers fetch. Thread-safe."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """What `open` needs: the ticket, the generation planned on, sizes of the regions by index.
 
     `peer` names the source in errors. `rail`, if given, is the pair of interfaces to use. `place`
-    is the reader's, where its destinations are.
+    is the reader's, where its destinations are. `peer_addresses` are those of the source's control
+    endpoint: data connections go there, and elsewhere only where the source proves that it listens.
     """
 
     grant_id: str
@@ -196,6 +208,7 @@ class Grant:
     rail: Rail | None = None
     place: Place = field(default_factory=Place)
     trusted_fabric: bool = False
+    peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
 
 
 class Sink(Protocol):

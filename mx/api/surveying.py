@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from mx import config, discovery
 from mx.api.common import transports
 from mx.api.listing import list_sources
+from mx.core.believing import believed
 from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
@@ -112,5 +113,5 @@ def _source_reach(
                 return viable.reason
             return path_or_reason(known[name], here, there, trusted_fabric=trusted_fabric)
 
-        plans[here.device] = plan(here, [record], sorted(known), reach)
+        plans[here.device] = plan(here, [believed(record, here)], sorted(known), reach)
     return SourceReach(record, plans)

@@ -54,6 +54,10 @@ class LeaseBook:
         lease.ends_at_s = now_s + self.lease_s + MARGIN_S
         return True
 
+    def find(self, grant_id: str) -> ReaderLease | None:
+        """The lease of a grant, if it runs."""
+        return self._leases.get(grant_id)
+
     def close(self, grant_id: str) -> bool:
         """Its reader believes nothing any more that it reads. False: it had ended before."""
         self._lost.pop(grant_id, None)

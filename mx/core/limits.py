@@ -6,7 +6,6 @@ A source sends through one token bucket for all of its readers; where readers fe
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from mx.units import KIB, MIB
@@ -71,30 +70,20 @@ class TokenBucket:
         self._tokens = min(self._rate * BURST_S, self._tokens + passed_s * self._rate)
 
 
-class Admission:
-    """Says who may read. Who reads already may open more; who may not is told when to ask."""
+class Retries:
+    """Says when those that were refused may ask again, one after the other."""
 
-    def __init__(self, max_readers: int = 0) -> None:
-        self._max_readers = max_readers
+    def __init__(self) -> None:
         self._next_s = 0.0
 
-    def full_for(self, reader: str, readers: Collection[str]) -> bool:
-        """May it not read, beside `readers`?"""
-        full = 0 < self._max_readers <= len(readers)
-        return full and reader not in readers
-
-    def refuse(self, reader: str, readers: Collection[str], now_s: float) -> float | None:
-        """None: it may read, beside `readers`. Else the seconds after which it may ask again."""
-        if not self.full_for(reader, readers):
-            return None
+    def after_s(self, now_s: float) -> float:
+        """The seconds after which the one that is refused now may ask again."""
         at_s = max(self._next_s, now_s + RETRY_S)
         self._next_s = min(at_s + RETRY_SPACING_S, now_s + RETRY_MOST_S)
         return min(at_s - now_s, RETRY_MOST_S)
 
 
-def shares(bytes_per_s: float, sent: int, fetched: int) -> tuple[float, float]:
-    """Split a rate evenly among grants: (what those together get that the source sends to, what
-    each gets that fetches for itself). Without any of the first kind they get a share of one, for
-    whoever comes next."""
-    each = max(bytes_per_s / max(1, sent + fetched), LEAST_BYTES_PER_S)
-    return each * max(1, sent), each
+def grant_share(bytes_per_s: float, readers: int, grants: int) -> float:
+    """What one grant gets of a rate that is split evenly among `readers`, of a reader that has
+    `grants` of them; without any, those of the first one to come."""
+    return max(bytes_per_s / max(1, readers) / max(1, grants), LEAST_BYTES_PER_S)

@@ -116,18 +116,26 @@ def _networks(nic: Nic) -> Iterator[tuple[str, str]]:
             yield network, str(interface.ip)
 
 
+def nic_gb_per_s(nic: Nic) -> float:
+    """An interface's speed, or what it is taken for if it does not tell it."""
+    return nic.speed_mbit_per_s / 8000 if nic.speed_mbit_per_s > 0 else UNKNOWN_GB_PER_S
+
+
 def _rail(near: _End, far: _End, near_rails: int, far_rails: int) -> Rail:
     """`near_rails` and `far_rails` are how many share the interfaces."""
-    ends = ((near.nic, near_rails), (far.nic, far_rails))
-    speeds = [
-        nic.speed_mbit_per_s / 8000 / count for nic, count in ends if nic.speed_mbit_per_s > 0
-    ]
+    # The far end's speed is its own word: it can lower the estimate, but never raise it beyond
+    # what this machine's interface does.
+    speed = nic_gb_per_s(near.nic) / near_rails
+    if far.nic.speed_mbit_per_s > 0:
+        speed = min(speed, far.nic.speed_mbit_per_s / 8000 / far_rails)
+    elif near.nic.speed_mbit_per_s <= 0:
+        speed = UNKNOWN_GB_PER_S / max(near_rails, far_rails)
     rdma = bool(near.nic.rdma_device and far.nic.rdma_device)
     return Rail(
         near.nic.name,
         near.address,
         far.nic.name,
         far.address,
-        min(speeds) if speeds else UNKNOWN_GB_PER_S / max(near_rails, far_rails),
+        speed,
         rdma and near.nic.link_layer == far.nic.link_layer,
     )

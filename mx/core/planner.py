@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mx.core.paths import Medium, Path, Rail, rails
+from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
 
@@ -162,6 +162,9 @@ def _ways(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterat
             if rail.rdma and path.rdma_gb_per_s:
                 rate, detail = path.rdma_gb_per_s, "RDMA"
             rate = min(rate, rail.gb_per_s)
+        elif path.medium is Medium.NETWORK and here.nics:
+            # Whatever its interfaces are said to be, it comes by one of these.
+            rate = min(rate, max(nic_gb_per_s(nic) for nic in here.nics))
         yield Way(
             source,
             path.transport,
@@ -200,8 +203,11 @@ def _why_not_another_source(way: Way, chosen: Sequence[Way]) -> str | None:
     return None
 
 
-def _host(source: SourceRecord) -> tuple[str, int]:
-    return (source.place.boot_id, source.place.net_namespace)
+def _host(source: SourceRecord) -> tuple[str, int, str]:
+    """Sources of one host are not read from beside one another. What a place says alone does not
+    keep another host's sources out."""
+    host = source.endpoint.rpartition(":")[0]
+    return (source.place.boot_id, source.place.net_namespace, host)
 
 
 def why_not(way: Way, chosen: Sequence[Way]) -> str | None:

@@ -288,6 +288,9 @@ class Crew:
         if isinstance(error, PathSlowError):
             if source_id not in self._neighbours:
                 self._resting.append(link.way)
+        elif isinstance(error, PeerBusyError):
+            self._give_up(source_id)
+            self._busy.put(link.way, error.retry_after_s)
         elif not isinstance(error, _WAY_ERRORS) or link.lease.check() is not None:
             self._give_up(source_id)
         await self._links.give_back(link)

@@ -199,6 +199,8 @@ class Lease:
                         pass  # no new grants are given: what runs may finish
                     case "gated":
                         self._be_gated()
+                    case "busy":  # nothing was read for long, and the place is another's now
+                        self._lose(self._busy(event.busy.retry_after_s))
                     case "stale":  # go on listening: it waits to hear that this was heard
                         self._lose(
                             StaleGenerationError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import grpc.aio
 
 from mx import trace
+from mx.core.believing import believed
 from mx.core.planner import Plan, Way, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
@@ -26,6 +27,7 @@ from mx.puller.pacing import PacedSession
 from mx.puller.staged import StagedSession
 from mx.runtime import uncut
 from mx.transport import Grant, Path, Session, Span, Transport, Unavailable
+from mx.wire.address import resolve
 from mx.wire.channel import dial
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,8 @@ def plan_ways(
     transports: Mapping[str, Transport],
     sources: Sequence[SourceRecord],
 ) -> Plan:
-    """What the transports say of each source, ranked and chosen from."""
+    """What the transports say of each source, ranked and chosen from. Places are believed as far
+    as they are verified."""
 
     def reach(name: str, there: Place) -> Path | str:
         viable = transports[name].probe()
@@ -96,7 +99,7 @@ def plan_ways(
 
     return plan(
         place,
-        sources,
+        [believed(source, place) for source in sources],
         sorted(transports),
         reach,
         forced=options.transport,
@@ -142,6 +145,10 @@ class Links:
         must hold. Raises SourceError, or LocalError where this side can't."""
         begun = self._begun.pop(way, None)
         link, offered_nbytes = await (begun if begun is not None else self._traced(way))
+        if begun is not None and link.lease.check() is not None:
+            # Much was done since it was begun, and the source has ended what was not used.
+            await self.give_back(link)
+            link, offered_nbytes = await self._traced(way)
         if offered_nbytes < need_nbytes:
             peer = link.lease.peer
             await self.give_back(link)
@@ -195,7 +202,8 @@ class Links:
         grant = self._grant(way, granted)
 
         def connect() -> Session:
-            session = transport.open(grant)
+            addresses = resolve(way.source.endpoint)
+            session = transport.open(replace(grant, peer_addresses=addresses))
             if granted.pacer is not None:
                 session = PacedSession(session, granted.pacer, way.source.endpoint)
             if way.staged:

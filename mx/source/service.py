@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mx import codec
-from mx.core.leases import LeaseBook
+from mx.core.leases import LeaseBook, ReaderLease
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel
-from mx.transport import Exposure, Sending
+from mx.source.requests import answer, check_open, first_message, principal_of
+from mx.transport import Exposure, Sending, Witness
 from mx.wire.rows import rows_to_wire
 from mx.wire.talk import Talk
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
@@ -71,6 +72,22 @@ class Served:
         """What was sent so far, by exposures that do; others leave it to readers to fetch."""
         return sum(e.sent_bytes() for e in self.all_exposures() if isinstance(e, Sending))
 
+    def used(self) -> dict[str, tuple[int, bool]]:
+        """By grant that its reader has connected with: the bytes sent on it so far, and whether
+        that reader may fetch for itself too."""
+        found: dict[str, tuple[int, bool]] = {}
+        for exposure in self.all_exposures():
+            if isinstance(exposure, Witness):
+                fetches = not isinstance(exposure, Sending)
+                for grant_id, nbytes in exposure.used().items():
+                    before = found.get(grant_id, (0, False))
+                    found[grant_id] = (before[0] + nbytes, before[1] or fetches)
+        return found
+
+    def witnessed(self) -> bool:
+        """Return True if every exposure knows which grants are used."""
+        return all(isinstance(exposure, Witness) for exposure in self.all_exposures())
+
 
 class PeerServicer(peer_pb2_grpc.PeerServicer):
     """Runs on the loop. `models` maps source ids to what is served."""
@@ -122,22 +139,25 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         request_iterator: AsyncIterator[peer_pb2.OpenRequest],
         context: Any,
     ) -> None:
-        request = await anext(request_iterator, None)
+        request = await first_message(request_iterator)
         if request is None:
             return
+        reader = check_open(request)
         newer = self._newer(request)
         if newer:
-            await context.write(peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=newer)))
+            stale = peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=newer))
+            await answer(context, stale)
             return
         served = self._find(request)
         held = served.held
-        reader = codec.place_from_wire(request.place)
-        grant_id = secrets.token_hex(16)
-        retry_after_s = self.limits.refuse(request.reader_id or grant_id)
-        if retry_after_s is not None:
-            busy = peer_pb2.Busy(retry_after_s=retry_after_s)
-            await context.write(peer_pb2.OpenEvent(busy=busy))
+        principal = principal_of(context, request.reader_id)
+        ending = self.limits.make_room(principal)
+        if ending is None:
+            await answer(context, self._busy())
             return
+        for idle_id in ending:
+            self._end_idle(idle_id)
+        grant_id = secrets.token_hex(16)
         queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue(_MAX_EVENTS)
         self._queues[grant_id] = queue
         pump: asyncio.Task[None] | None = None
@@ -159,25 +179,22 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             self.limits.opened(
                 grant_id,
                 held.source_id,
-                reader_id or grant_id,
+                principal,
                 sent=any(isinstance(served.exposures[t.transport], Sending) for t in tickets),
             )
             self.leases.open(
                 grant_id, held.source_id, held.generation, reader.hostname, self._clock()
             )
-            await context.write(
-                peer_pb2.OpenEvent(
-                    granted=peer_pb2.Granted(
-                        grant_id=grant_id,
-                        lease_s=self.leases.lease_s,
-                        generation=held.generation,
-                        tickets=tickets,
-                        region_nbytes=[region.view.nbytes for region in held.regions()],
-                        gated=gated,
-                        max_bytes_per_s=self.limits.share(grant_id),
-                    )
-                )
+            granted = peer_pb2.Granted(
+                grant_id=grant_id,
+                lease_s=self.leases.lease_s,
+                generation=held.generation,
+                tickets=tickets,
+                region_nbytes=[region.view.nbytes for region in held.regions()],
+                gated=gated,
+                max_bytes_per_s=self.limits.share(grant_id),
             )
+            await answer(context, peer_pb2.OpenEvent(granted=granted))
             pump = asyncio.create_task(self._pump(queue, context), name="mx-lease-events")
             while True:
                 async with asyncio.timeout(self.leases.lease_s * 2):
@@ -214,7 +231,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     async def Mingle(
         self, request_iterator: AsyncIterator[peer_pb2.SwarmMessage], context: Any
     ) -> None:
-        first = await anext(request_iterator, None)
+        first = await first_message(request_iterator)
         if first is None or first.WhichOneof("message") != "hello":
             raise PeerProtocolError("a talk begins with a hello")
         served = self.models.get(first.hello.source_id)
@@ -230,15 +247,18 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             return await anext(request_iterator, None)
 
         talk = Talk(record.endpoint, hear, context.write)
+        principal = principal_of(context, record.source_id)
         self.talks += 1
+        self.limits.trades(principal, +1)
         try:
-            if self.limits.full_for(record.source_id):  # what use were it to ask for chunks?
+            if self.limits.full_for(principal):  # what use were it to ask for chunks?
                 talk.say(welcome=peer_pb2.Welcome(accepted=False))
                 await talk.listen(lambda message: None)
                 return
             await served.mingler.mingle(record, first.hello.have, talk)
         finally:
             self.talks -= 1
+            self.limits.trades(principal, -1)
 
     # -- the source's side ----------------------------------------------------------------------
 
@@ -296,15 +316,40 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                     queue.put_nowait(event)
 
     async def expire_leases(self, interval_s: float = 0.5) -> None:
-        """For ever: withdraw the tickets of leases that have ended."""
+        """For ever: withdraw the tickets of leases that have ended, and of those that are idle."""
         while True:
             await asyncio.sleep(interval_s)
             for lease in self.leases.expire(self._clock()):
-                self.limits.closed(lease.grant_id)
-                served = self.models.get(lease.source_id)
-                if served is not None:
-                    for exposure in served.all_exposures():
-                        exposure.revoke(lease.grant_id)
+                self._revoke(lease)
+            self._look_for_progress()
+            for grant_id in self.limits.idle():
+                self._end_idle(grant_id)
+
+    def _look_for_progress(self) -> None:
+        for served in self.models.values():
+            used, witnessed = served.used(), served.witnessed()
+            for lease in self.leases.of_source(served.held.source_id):
+                sent_nbytes, fetches = used.get(lease.grant_id, (0, not witnessed))
+                self.limits.seen(lease.grant_id, sent_nbytes, fetches=fetches)
+
+    def _busy(self) -> peer_pb2.OpenEvent:
+        return peer_pb2.OpenEvent(busy=peer_pb2.Busy(retry_after_s=self.limits.retry_after_s()))
+
+    def _end_idle(self, grant_id: str) -> None:
+        """End a grant that moves nothing. Its reader is told when it may ask again."""
+        self._tell([grant_id], self._busy())
+        lease = self.leases.find(grant_id)
+        if lease is not None:
+            log.info("a grant of %s moves nothing: withdrawn", lease.reader)
+            self.leases.lose(grant_id)
+            self._revoke(lease)
+
+    def _revoke(self, lease: ReaderLease) -> None:
+        self.limits.closed(lease.grant_id)
+        served = self.models.get(lease.source_id)
+        if served is not None:
+            for exposure in served.all_exposures():
+                exposure.revoke(lease.grant_id)
 
     def document(self, digest: bytes) -> bytes | None:
         for served in self.models.values():

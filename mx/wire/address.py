@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
@@ -83,3 +84,13 @@ def read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
             raise ConfigError(f"{flag} {path} is not a PEM file")
         contents.append(data)
     return contents[0], contents[1], contents[2]
+
+
+def resolve(address: str) -> tuple[str, ...]:
+    """The IP addresses that HOST:PORT stands for; none where the name is not known. May block."""
+    host, port = split_address(address)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(each[4][0]) for each in found))

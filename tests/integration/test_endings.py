@@ -21,6 +21,7 @@ from mx.errors import (
     ConfigError,
     CoordinatorError,
     LocalError,
+    PeerBusyError,
     PeerProtocolError,
     PeerTimeoutError,
 )
@@ -218,6 +219,18 @@ def test_a_lease_that_is_no_length_is_refused(lease_s: float) -> None:
             await lease.open(Place(), ["tcp"], 5.0)
 
     asyncio.run(lease_on(OddPeer(granted(lease_s)), use))
+
+
+def test_a_lease_whose_place_was_given_to_another_says_when_to_ask_again() -> None:
+    async def use(lease: Lease) -> None:
+        await lease.open(Place(), ["tcp"], 5.0)
+        async with asyncio.timeout(30):
+            while (error := lease.check()) is None:
+                await asyncio.sleep(0.01)
+        assert isinstance(error, PeerBusyError) and error.retry_after_s == 0.5
+
+    busy = peer_pb2.OpenEvent(busy=peer_pb2.Busy(retry_after_s=0.5))
+    asyncio.run(lease_on(OddPeer(granted(60.0), busy), use))
 
 
 def test_a_source_that_only_ever_drains_is_given_up() -> None:

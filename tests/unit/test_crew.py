@@ -328,6 +328,21 @@ def test_who_is_busy_is_not_asked_sooner_than_it_says() -> None:
     assert not stage.crew.wants(A.source_id)
 
 
+def test_a_place_that_was_given_to_another_is_asked_for_again() -> None:
+    stage = Stage(dict.fromkeys((OTHER,), busy(retry_after_s=30.0)), patience_s=60.0)
+
+    def lose() -> None:
+        for number in range(len(stage.added)):
+            stage.crew.lane_lost(number, busy())
+
+    def end_when_back() -> None:
+        assert stage.opened.count(TCP0) == 2, stage.opened
+        stage.end()
+
+    stage.play(lose, lambda: None, end_when_back)
+    assert TCP0 in stage.added[2:]
+
+
 # -- what is told of those that were left -----------------------------------------------------
 
 

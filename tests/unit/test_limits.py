@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mx.core.grants import Principal
 from mx.core.limits import (
     BURST_S,
     LEAST_BYTES_PER_S,
     RETRY_MOST_S,
     RETRY_S,
-    Admission,
     Bounds,
+    Retries,
     TokenBucket,
-    shares,
+    grant_share,
     slice_nbytes,
 )
 from mx.core.metering import Meter
@@ -73,58 +74,57 @@ def test_slices_are_short_in_time_and_neither_tiny_nor_huge() -> None:
     assert slice_nbytes(1e12) == 4 * MIB
 
 
-@given(st.integers(10**6, 10**12), st.integers(0, 50), st.integers(0, 50))
-def test_shares_sum_up_to_the_whole(rate: int, sent: int, fetched: int) -> None:
-    together, each = shares(rate, sent, fetched)
-    assert each >= LEAST_BYTES_PER_S
-    if rate / max(1, sent + fetched) >= LEAST_BYTES_PER_S and sent:
-        assert together + fetched * each == pytest.approx(rate)
+@given(st.integers(10**6, 10**12), st.lists(st.integers(1, 16), max_size=50))
+def test_every_reader_has_the_same_share_however_many_grants_it_has(
+    rate: int, grants: list[int]
+) -> None:
+    parts = [grant_share(rate, len(grants), each) for each in grants]
+    assert all(part >= LEAST_BYTES_PER_S for part in parts)
+    if all(part > LEAST_BYTES_PER_S for part in parts) and grants:
+        held = [part * each for part, each in zip(parts, grants, strict=True)]
+        assert held == pytest.approx([rate / len(grants)] * len(grants))
+    assert grant_share(rate, 0, 0) == rate
 
 
 # -- admission ------------------------------------------------------------------------------------
 
 
-def test_readers_beyond_the_bound_are_refused_and_told_when_to_ask() -> None:
-    admission = Admission(2)
-    assert admission.refuse("a", set(), 0.0) is None
-    assert admission.refuse("b", {"a"}, 0.0) is None
-    assert admission.refuse("a", {"a", "b"}, 0.0) is None  # by another transport
-    assert admission.refuse("c", {"a", "b"}, 0.0) == RETRY_S
-    assert Admission(0).refuse("x", {str(n) for n in range(1000)}, 0.0) is None
-
-
 def test_a_crowd_is_spread_out_and_nobody_put_off_for_ever() -> None:
-    admission = Admission(1)
-    answers = [admission.refuse(str(n), {"a"}, 0.0) or 0.0 for n in range(1000)]
+    retries = Retries()
+    answers = [retries.after_s(0.0) for _ in range(1000)]
     assert answers[:3] == pytest.approx([0.5, 0.55, 0.6])
     assert answers == sorted(answers) and answers[-1] == RETRY_MOST_S
-    assert admission.refuse("late", {"a"}, 60.0) == RETRY_S
+    assert retries.after_s(60.0) == RETRY_S
 
 
 # -- a source's -----------------------------------------------------------------------------------
 
 
+def reader(name: str) -> Principal:
+    return Principal(f"ipv4:10.0.0.1:{name}", "10.0.0.1", name)
+
+
 def test_a_reader_with_several_grants_is_one_reader() -> None:
     limits = SourceLimits(Bounds(max_readers=1), clock=ManualClock())
-    limits.opened("g1", "s", "me", sent=True)
-    limits.opened("g2", "s", "me", sent=False)
-    assert limits.refuse("me") is None
-    assert limits.refuse("other") is not None
+    limits.opened("g1", "s", reader("me"), sent=True)
+    limits.opened("g2", "s", reader("me"), sent=False)
+    assert limits.make_room(reader("me")) == []
+    assert limits.make_room(reader("other")) is None
     limits.closed("g1")
-    assert limits.refuse("other") is not None
+    assert limits.make_room(reader("other")) is None
     limits.closed("g2")
     limits.closed("g2")
-    assert limits.refuse("other") is None
+    assert limits.make_room(reader("other")) == []
 
 
 def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
     clock = ManualClock()
     limits = SourceLimits(Bounds(max_bytes_per_s=90 * 10**6), clock=clock)
     assert limits.limiter is not None
-    limits.opened("tcp", "s", "a", sent=True)
+    limits.opened("tcp", "s", reader("a"), sent=True)
     assert limits.share("tcp") == 0  # the source itself sees to it
-    limits.opened("shm", "s", "b", sent=False)
-    limits.opened("ucx", "s", "c", sent=False)
+    limits.opened("shm", "s", reader("b"), sent=False)
+    limits.opened("ucx", "s", reader("c"), sent=False)
     assert limits.share("shm") == limits.share("ucx") == 30e6
     # What the sender may send in the ten seconds from now on, to whomever: a third.
     clock.advance(1.0)
@@ -144,8 +144,8 @@ def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
 
 def test_without_bounds_nothing_is_limited() -> None:
     limits = SourceLimits(clock=ManualClock())
-    limits.opened("g", "s", "a", sent=False)
-    assert limits.limiter is None and limits.share("g") == 0 and limits.refuse("b") is None
+    limits.opened("g", "s", reader("a"), sent=False)
+    assert limits.limiter is None and limits.share("g") == 0 and limits.make_room(reader("b")) == []
 
 
 # -- meters ---------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ def test_what_a_short_read_reported_at_its_end_is_counted_once() -> None:
 def test_a_source_counts_for_readers_that_fetch_what_they_report() -> None:
     clock = ManualClock()
     limits = SourceLimits(clock=clock)
-    limits.opened("shm", "s", "a", sent=False)
-    limits.opened("tcp", "s", "b", sent=True)
+    limits.opened("shm", "s", reader("a"), sent=False)
+    limits.opened("tcp", "s", reader("b"), sent=True)
     clock.advance(1.0)
     limits.reported("shm", GB)
     limits.reported("tcp", 7 * GB)  # counted where it was sent

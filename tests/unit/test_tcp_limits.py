@@ -13,7 +13,15 @@ from mx.errors import SourceError
 from mx.source.limits import SendLimiter
 from mx.testing import conformance
 from mx.testing.bench import Bench, Harness
-from mx.transport import ExposedRegion, ExposeOptions, Exposure, Limiter, Sending, Transport
+from mx.transport import (
+    ExposedRegion,
+    ExposeOptions,
+    Exposure,
+    Limiter,
+    Sending,
+    Transport,
+    Witness,
+)
 from mx.units import MIB
 from mx_transports.tcp import TcpTransport
 
@@ -53,13 +61,16 @@ class LimitedHarness(Harness):
 class Counting:
     """Lets everything through, or nothing for `delay`; counts what was asked for."""
 
-    slice_nbytes = MIB // 2
+    SLICE = MIB // 2
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
         self.lock = threading.Lock()
         self.slices: list[int] = []
         self.asked = threading.Event()
+
+    def slice_nbytes(self, grant_id: str) -> int:
+        return self.SLICE
 
     def delay_s(self, nbytes: int) -> float:
         with self.lock:
@@ -82,7 +93,7 @@ def test_every_byte_is_asked_for_once_in_slices_that_streams_share(streams: int)
         views = [memoryview(bytearray(3 * MIB)) for _ in range(3)]
         bench.succeed(*(bench.read(session, 0, n * 3 * MIB, view) for n, view in enumerate(views)))
         assert sum(limiter.slices) == 9 * MIB
-        assert max(limiter.slices) == limiter.slice_nbytes // streams
+        assert max(limiter.slices) == limiter.SLICE // streams
         assert isinstance(source.exposure, Sending)
         assert source.exposure.sent_bytes() == 9 * MIB
         assert b"".join(views) == source.memories[0].expected[: 9 * MIB]
@@ -93,8 +104,9 @@ def test_what_is_sent_is_counted_without_a_limiter_too() -> None:
         source = bench.source(2 * MIB)
         session = bench.open(source)
         bench.succeed(bench.read(session, 0, 5, memoryview(bytearray(MIB))))
-        assert isinstance(source.exposure, Sending)
+        assert isinstance(source.exposure, Sending) and isinstance(source.exposure, Witness)
         assert source.exposure.sent_bytes() == MIB
+        assert list(source.exposure.used().values()) == [MIB]
 
 
 def test_a_grant_that_is_withdrawn_ends_a_long_pause() -> None:

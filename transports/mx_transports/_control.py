@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 
-from mx.errors import LocalError
 from mx_transports import _vm as vm
 
 #: The control page, in this machine's byte order: generation, whether the grant has ended.
@@ -23,17 +22,19 @@ class Control:
     """One grant's page, written here and read by its reader without a round trip."""
 
     def __init__(self) -> None:
+        """Raises OSError where there are no descriptors or no memory left."""
+        self.descriptor = os.memfd_create("mx-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            self.descriptor = os.memfd_create("mx-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise LocalError(f"no control page for a reader: {error.strerror}") from error
-        os.ftruncate(self.descriptor, CONTROL_BYTES)
-        self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)
-        # The mapping above stays writable; nobody gets another such.
-        vm.add_seals(
-            self.descriptor,
-            vm.F_SEAL_SHRINK | vm.F_SEAL_GROW | vm.F_SEAL_FUTURE_WRITE | vm.F_SEAL_SEAL,
-        )
+            os.ftruncate(self.descriptor, CONTROL_BYTES)
+            self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)
+            # The mapping above stays writable; nobody gets another such.
+            vm.add_seals(
+                self.descriptor,
+                vm.F_SEAL_SHRINK | vm.F_SEAL_GROW | vm.F_SEAL_FUTURE_WRITE | vm.F_SEAL_SEAL,
+            )
+        except BaseException:
+            os.close(self.descriptor)
+            raise
 
     def write(self, generation: int, ended: bool) -> None:
         CONTROL.pack_into(self._page, 0, generation, ended)
@@ -41,6 +42,30 @@ class Control:
     def close(self) -> None:
         self._page.close()
         os.close(self.descriptor)
+
+
+class Controls:
+    """The pages of one exposure's grants, by key. A page is made when its grant's reader connects,
+    which only a process of this machine can; the exposure's lock is held in every call."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, Control] = {}
+
+    def descriptor(self, key: bytes, generation: int) -> int:
+        """A new descriptor of the grant's page; the caller's to close. Raises OSError."""
+        page = self._pages.get(key)
+        if page is None:
+            page = self._pages[key] = Control()
+            page.write(generation, False)
+        return os.dup(page.descriptor)
+
+    def write(self, key: bytes, generation: int, ended: bool) -> None:
+        """What the grant's reader is to see, if it has connected; the last of it if it ended."""
+        page = self._pages.get(key)
+        if page is not None:
+            page.write(generation, ended)
+            if ended:
+                self._pages.pop(key).close()
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:

@@ -22,9 +22,9 @@ from mx.errors import LocalError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions
 from mx_transports import _cuda_wire as wire
 from mx_transports import _vm as vm
-from mx_transports._control import Control, peer_credentials
+from mx_transports._control import Controls, peer_credentials
 from mx_transports._cuda_wire import Allocation, Export, Region, Where
-from mx_transports._door import DoorExposure, Granted
+from mx_transports._door import DoorExposure, Granted, Listener
 from mx_transports._stream import Stream
 
 
@@ -121,7 +121,7 @@ class GpuExposure(DoorExposure):
         self._regions = [_described(region) for region in regions]
         self._exports.synchronize()
         self._socket_name = f"mx-{name}-{secrets.token_hex(16)}"
-        self._controls: dict[bytes, Control] = {}
+        self._controls = Controls()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(b"\0" + self._socket_name.encode())
@@ -129,7 +129,7 @@ class GpuExposure(DoorExposure):
             super().__init__(
                 name=f"mx-{name}-source",
                 magic=magic,
-                listeners=[listener],
+                listeners=[Listener(listener)],
                 stall_timeout_s=options.stall_timeout_s,
             )
         except OSError as error:
@@ -156,11 +156,7 @@ class GpuExposure(DoorExposure):
         }
 
     def _changed(self, granted: Granted) -> None:
-        if granted.key not in self._controls:
-            self._controls[granted.key] = Control()
-        self._controls[granted.key].write(self._generation, granted.revoked)
-        if granted.revoked:
-            self._controls.pop(granted.key).close()
+        self._controls.write(granted.key, self._generation, granted.revoked)
 
     def _end(self, granted: Granted) -> None:
         """The reader is asked to let go, not cut off: it may be copying."""
@@ -206,7 +202,7 @@ class GpuExposure(DoorExposure):
         with self._lock:
             if granted.revoked:
                 return
-            control = os.dup(self._controls[granted.key].descriptor)
+            control = self._controls.descriptor(granted.key, self._generation)
         allocations = self._exports.allocations
         sizes = wire.GREETING.pack(len(allocations), len(self._regions))
         try:

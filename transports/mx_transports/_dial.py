@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
+from mx.core.believing import own_addresses
 from mx.core.topology import Place
 from mx.errors import (
     PeerLostError,
@@ -17,6 +18,7 @@ from mx.errors import (
 )
 from mx.transport import Grant
 from mx_transports import _frames as frames
+from mx_transports import _proof as proof
 from mx_transports._stream import Stream
 
 
@@ -32,26 +34,51 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses(ticket: frames.Ticket, grant: Grant) -> list[tuple[str, int]]:
-    """What the ticket says to dial; with a rail, at its far end alone."""
+    """What the ticket says to dial, as far as it is the source's own; with a rail, at its far end
+    alone. Blocks where that has to be proved. Raises PeerProtocolError, PeerTimeoutError."""
     peer, found = grant.peer, []
     listed = ticket.fields.get("addresses")
     for entry in listed if isinstance(listed, list) else []:
         try:
             host, port = entry
-            ipaddress.ip_address(host)
+            host = str(ipaddress.ip_address(host))
             if type(port) is int and 0 < port < 1 << 16:
                 found.append((host, port))
         except (ValueError, TypeError):
             continue
     if not found:
         raise PeerProtocolError(f"{peer} handed out a ticket without any address", peer=peer)
-    if grant.rail is None:
-        return found
-    far = grant.rail.remote_address
-    found = [address for address in found if address[0] == far]
-    if not found:
-        raise PeerProtocolError(f"{peer} does not listen at {far}, as it had said", peer=peer)
-    return found
+    if grant.rail is not None:
+        far = grant.rail.remote_address
+        found = [address for address in found if address[0] == far]
+        if not found:
+            raise PeerProtocolError(f"{peer} does not listen at {far}, as it had said", peer=peer)
+    return _own(found, ticket, grant)
+
+
+def _own(found: list[proof.Address], ticket: frames.Ticket, grant: Grant) -> list[proof.Address]:
+    """Those that are the source's own: at its control endpoint's address, or proved."""
+    known = [address for address in found if _is_known(address[0], grant)]
+    own = known or proof.proved(found, ticket, grant)
+    if not own:
+        hosts = ", ".join(dict.fromkeys(host for host, _ in found))
+        raise PeerTimeoutError(
+            f"{grant.peer} has not proved that {hosts} is its own address (nothing answers there "
+            "by UDP), and is not dialled there",
+            peer=grant.peer,
+            hint="let datagrams through to the source's data ports, as connections are",
+        )
+    return own
+
+
+def _is_known(host: str, grant: Grant) -> bool:
+    """Is it where the control connection goes: the same address or, if that does not leave this
+    machine, any address of this machine?"""
+    if host in grant.peer_addresses:
+        return True
+    mine = own_addresses(grant.place)
+    stays = any(is_loopback(each) or each in mine for each in grant.peer_addresses)
+    return stays and (is_loopback(host) or host in mine)
 
 
 def connect_any(

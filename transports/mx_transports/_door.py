@@ -8,7 +8,9 @@ is let in gets a thread of its own, as it moves bytes; grants have a cap on thos
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import resource
 import secrets
 import selectors
 import socket
@@ -21,20 +23,53 @@ from dataclasses import dataclass, field
 
 from mx.errors import ClosedError, LocalError
 from mx_transports import _frames as frames
+from mx_transports import _proof as proof
 from mx_transports._stream import Stream
 
 PREAMBLE_DEADLINE_S = 2.0
 MAX_UNPROVED = 64
 MAX_CONNECTIONS_PER_GRANT = 32
+#: All grants of an exposure together have connections for this part of the process's descriptors.
+_DESCRIPTORS_PART = 4
+_MOST_CONNECTIONS = 4096
 
 
-def listen(hosts: Sequence[str]) -> list[socket.socket]:
-    """Listening sockets on free ports, one for each host. Raises LocalError."""
-    listeners: list[socket.socket] = []
+def _most_connections() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(max(descriptors // _DESCRIPTORS_PART, 1), _MOST_CONNECTIONS)
+
+
+#: Ports that are tried where one is free for connections, and taken for datagrams.
+_PORT_TRIES = 16
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a door is knocked at: for connections and, if others may have to be told that the
+    address is this process's own, for challenges (`_proof`)."""
+
+    sock: socket.socket
+    prover: socket.socket | None = None
+
+    @property
+    def address(self) -> list[object]:
+        """[host, port], as tickets have it."""
+        return list(self.sock.getsockname()[:2])
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.prover is not None:
+            self.prover.close()
+
+
+def listen(hosts: Sequence[str]) -> list[Listener]:
+    """Listeners on free ports, one for each host. Raises LocalError."""
+    listeners: list[Listener] = []
     for host in hosts:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listeners.append(socket.create_server((host, 0), family=family, backlog=256))
+            listeners.append(_listen(host))
         except OSError as error:
             for listener in listeners:
                 listener.close()
@@ -45,9 +80,23 @@ def listen(hosts: Sequence[str]) -> list[socket.socket]:
     return listeners
 
 
+def _listen(host: str) -> Listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for left in reversed(range(_PORT_TRIES)):
+        sock = socket.create_server((host, 0), family=family, backlog=256)
+        try:
+            return Listener(sock, proof.listen(sock))
+        except OSError as error:
+            sock.close()
+            if error.errno != errno.EADDRINUSE or not left:
+                raise
+    raise AssertionError("the last try has returned or raised")
+
+
 @dataclass
 class Granted:
-    """One grant as its source sees it. `busy` counts its running reads."""
+    """One grant as its source sees it. `busy` counts its running reads, `sent_nbytes` what was
+    sent on it; `connected` is True once a connection has shown its secret."""
 
     grant_id: str
     key: bytes
@@ -55,6 +104,8 @@ class Granted:
     streams: set[Stream] = field(default_factory=set)
     busy: int = 0
     revoked: bool = False
+    connected: bool = False
+    sent_nbytes: int = 0
 
 
 @dataclass
@@ -75,12 +126,13 @@ class DoorExposure(ABC):
         *,
         name: str,
         magic: bytes,
-        listeners: Sequence[socket.socket],
+        listeners: Sequence[Listener],
         stall_timeout_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._magic = magic
-        self._listeners = list(listeners)
+        self._listeners = [each.sock for each in listeners]
+        self._provers = [each.prover for each in listeners if each.prover is not None]
         self._stall_timeout_s = stall_timeout_s
         self._tls = tls
         self._lock = threading.Lock()
@@ -89,6 +141,7 @@ class DoorExposure(ABC):
         self._closed = False
         self._name = name
         self._threads: set[threading.Thread] = set()
+        self._most_connections = _most_connections()
         self._wake_read, self._wake_write = socket.socketpair()
         self._visitors: dict[socket.socket, _Visitor] = {}
         self._selector = selectors.DefaultSelector()
@@ -96,7 +149,7 @@ class DoorExposure(ABC):
 
     def _start(self) -> None:
         """Called last by the subclass's constructor."""
-        for sock in (*self._listeners, self._wake_read):
+        for sock in (*self._listeners, *self._provers, self._wake_read):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         self._door.start()
@@ -150,6 +203,12 @@ class DoorExposure(ABC):
             for granted in self._granted.values():
                 self._changed(granted)
 
+    def used(self) -> dict[str, int]:
+        """See `mx.transport.Witness`."""
+        with self._lock:
+            standing = self._granted.values()
+            return {each.grant_id: each.sent_nbytes for each in standing if each.connected}
+
     def active_readers(self) -> int:
         with self._lock:
             return sum(1 for granted in self._granted.values() if granted.busy)
@@ -195,19 +254,26 @@ class DoorExposure(ABC):
                     self._attend(self._visitors[sock])
                 elif sock in self._listeners:
                     self._answer(sock)
+                elif sock in self._provers:
+                    proof.answer(sock, self._secret_of)
             now = time.monotonic()
             for visitor in [v for v in self._visitors.values() if v.deadline <= now]:
                 self._turn_away(visitor)
         for visitor in list(self._visitors.values()):
             self._turn_away(visitor)
         self._selector.close()
-        for sock in (*self._listeners, self._wake_read, self._wake_write):
+        for sock in (*self._listeners, *self._provers, self._wake_read, self._wake_write):
             sock.close()
         with self._lock:
             serving = list(self._threads)
         for thread in serving:
             thread.join()
         self._released()
+
+    def _secret_of(self, key: bytes) -> bytes | None:
+        with self._lock:
+            granted = self._granted.get(key)
+            return granted.secret if granted is not None else None
 
     def _answer(self, listener: socket.socket) -> None:
         try:
@@ -272,7 +338,7 @@ class DoorExposure(ABC):
             expected = granted.secret if granted else bytes(frames.SECRET_BYTES)
             if not hmac.compare_digest(expected, secret) or granted is None:
                 status = frames.REFUSED
-            elif len(granted.streams) >= MAX_CONNECTIONS_PER_GRANT:
+            elif len(granted.streams) >= MAX_CONNECTIONS_PER_GRANT or not self._make_room(granted):
                 status = frames.FULL
             elif self._start_serving(visitor, granted):
                 return
@@ -281,6 +347,21 @@ class DoorExposure(ABC):
         with contextlib.suppress(OSError):
             visitor.sock.send(frames.HELLO.pack(magic, status))
         self._turn_away(visitor)
+
+    def _make_room(self, granted: Granted) -> bool:
+        """Where there are as many connections as there may be, end one of the grant that has most
+        of them, if it has more than this one will have. The lock is held."""
+        if sum(len(each.streams) for each in self._granted.values()) < self._most_connections:
+            return True
+        most = max(self._granted.values(), key=lambda each: len(each.streams))
+        # Those that were ended so are let go by their threads in a moment: not too many at once.
+        ending = len(self._threads) - self._most_connections
+        if len(most.streams) <= len(granted.streams) + 1 or ending > MAX_UNPROVED:
+            return False
+        stream = next(iter(most.streams))
+        most.streams.discard(stream)
+        stream.abort()
+        return True
 
     def _start_serving(self, visitor: _Visitor, granted: Granted) -> bool:
         """Hand the connection to a thread of its own; the lock is held. False if it can't be."""
@@ -299,6 +380,7 @@ class DoorExposure(ABC):
             return False
         del self._visitors[visitor.sock]
         granted.streams.add(stream)
+        granted.connected = True
         self._threads.add(thread)
         return True
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from mx.errors import LocalError
 from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports import _vm as vm
-from mx_transports._control import Control, peer_credentials
-from mx_transports._door import DoorExposure, Granted
+from mx_transports._control import Controls, peer_credentials
+from mx_transports._door import DoorExposure, Granted, Listener
 from mx_transports._stream import Stream
 
 MAGIC = b"mxshm\0\0\1"
@@ -53,14 +53,14 @@ class ShmExposure(DoorExposure):
             ]
         ]
         self._socket_name = f"mx-shm-{secrets.token_hex(16)}"
-        self._controls: dict[bytes, Control] = {}
+        self._controls = Controls()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(b"\0" + self._socket_name.encode())
         listener.listen(256)
         super().__init__(
             name="mx-shm-source",
             magic=MAGIC,
-            listeners=[listener],
+            listeners=[Listener(listener)],
             stall_timeout_s=options.stall_timeout_s,
         )
         self._start()
@@ -73,11 +73,7 @@ class ShmExposure(DoorExposure):
         return {"socket": self._socket_name, "pid": pid, "start_ticks": vm.start_ticks(pid)}
 
     def _changed(self, granted: Granted) -> None:
-        if granted.key not in self._controls:
-            self._controls[granted.key] = Control()
-        self._controls[granted.key].write(self._generation, granted.revoked)
-        if granted.revoked:
-            self._controls.pop(granted.key).close()
+        self._controls.write(granted.key, self._generation, granted.revoked)
 
     def _released(self) -> None:
         self._regions.clear()
@@ -86,7 +82,7 @@ class ShmExposure(DoorExposure):
         with self._lock:
             if granted.revoked:
                 return
-            control = os.dup(self._controls[granted.key].descriptor)
+            control = self._controls.descriptor(granted.key, self._generation)
         try:
             stream.send_descriptors(INFO.pack(len(self._regions)), [control])
         finally:

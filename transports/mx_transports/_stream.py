@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 #: How often a blocked call looks at the clock, as a fraction of the stall timeout.
 _TICKS = 4
@@ -122,8 +122,13 @@ class Stream:
                     raise StreamClosed("the connection was closed")
                 rest, deadline = _after(rest, got), 0.0
 
-    def send_all(self, buffers: Sequence[memoryview | bytes]) -> None:
-        """Send buffers one after the other. Raises TimeoutError or OSError."""
+    def send_all(
+        self,
+        buffers: Sequence[memoryview | bytes],
+        sent_some: Callable[[int], None] | None = None,
+    ) -> None:
+        """Send buffers one after the other; `sent_some` is told of the bytes as they go. Raises
+        TimeoutError or OSError."""
         views = [memoryview(view) for view in buffers if len(view)]
         for first in range(0, len(views), _MAX_BUFFERS):
             rest, deadline = views[first : first + _MAX_BUFFERS], 0.0
@@ -133,6 +138,8 @@ class Stream:
                 except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError):
                     deadline = self._check(deadline)
                     continue
+                if sent_some is not None:
+                    sent_some(sent)
                 rest, deadline = _after(rest, sent), 0.0
 
     def send_descriptors(self, data: bytes, descriptors: Sequence[int]) -> None:

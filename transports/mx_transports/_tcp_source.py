@@ -39,7 +39,7 @@ class TcpExposure(DoorExposure):
         self._sent_bytes = 0
         self._views = {region.index: host_view(region.view) for region in regions}
         listeners = listen(options.hosts)
-        self._addresses = [list(listener.getsockname()[:2]) for listener in listeners]
+        self._addresses = [listener.address for listener in listeners]
         super().__init__(
             name="mx-tcp-source",
             magic=MAGIC,
@@ -95,24 +95,32 @@ class TcpExposure(DoorExposure):
 
     def _send(self, stream: Stream, granted: Granted, head: bytes, views: list[memoryview]) -> None:
         if self._limiter is None:
-            stream.send_all([head, *views])
-            self._count(sum(len(view) for view in views))
+            ahead = len(head)
+
+            def sent_some(nbytes: int) -> None:
+                nonlocal ahead
+                self._count(granted, nbytes - min(nbytes, ahead))
+                ahead -= min(nbytes, ahead)
+
+            stream.send_all([head, *views], sent_some)
             return
         stream.send_all([head])
         for view in views:
             sent = 0
             while sent < len(view):
                 # A reader's streams share its slice, so that it gains nothing by having many.
-                size = max(LEAST_SLICE, self._limiter.slice_nbytes // len(granted.streams))
+                slice_nbytes = self._limiter.slice_nbytes(granted.grant_id)
+                size = max(LEAST_SLICE, slice_nbytes // max(1, len(granted.streams)))
                 part = view[sent : sent + size]
                 pause(self._limiter.delay_s(len(part)), lambda: granted.revoked)
                 stream.send_all([part])
-                self._count(len(part))
+                self._count(granted, len(part))
                 sent += len(part)
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, granted: Granted, nbytes: int) -> None:
         with self._lock:
             self._sent_bytes += nbytes
+            granted.sent_nbytes += nbytes
 
     def _status(self, generation: int) -> int:
         return frames.OK if generation == self._generation else frames.STALE

@@ -73,7 +73,7 @@ class UcxExposure(DoorExposure):
         self._agents: dict[str, AgentProcess] = {}
         self._deaths: list[float] = []
         listeners = listen(options.hosts)
-        self._addresses = [list(listener.getsockname()[:2]) for listener in listeners]
+        self._addresses = [listener.address for listener in listeners]
         super().__init__(
             name="mx-ucx-source",
             magic=MAGIC,
