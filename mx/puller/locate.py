@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -136,44 +136,18 @@ class Locator:
         refs = [(digest, size) for digest, size in sizes.items() if digest not in located.inlined]
         if not refs:
             return dict(located.inlined)
-        found = await self._fetch(refs, located.sources, ask_coordinator=True)
+        causes: list[MxError] = []
+        if self._client is not None:
+            try:
+                return {**located.inlined, **await self._client.fetch(refs)}
+            except MxError as error:
+                causes.append(error)
+        found = await _from_sources(located.key, refs, located.sources, self._channel, causes)
         return {**located.inlined, **found}
 
     async def side_files(self, manifest: Manifest, located: Located) -> dict[str, bytes]:
-        """The side files' bytes by path; only sources hold them."""
-        sides = manifest.packaging.side_files
-        if not sides:
-            return {}
-        refs = list({(side.digest, side.nbytes) for side in sides})
-        found = await self._fetch(refs, located.sources, ask_coordinator=False)
-        return {side.path: found[side.digest] for side in sides}
-
-    async def _fetch(
-        self,
-        refs: Sequence[tuple[bytes, int]],
-        sources: Sequence[SourceRecord],
-        *,
-        ask_coordinator: bool,
-    ) -> dict[bytes, bytes]:
-        causes: list[MxError] = []
-        if ask_coordinator and self._client is not None:
-            try:
-                return await self._client.fetch(refs)
-            except MxError as error:
-                causes.append(error)
-        for source in sources:
-            remote = Remote(Role.SOURCE, source.endpoint)
-            try:
-                return await fetch(self._channel(source.endpoint), refs, who=remote)
-            except MxError as error:
-                causes.append(error)
-        if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
-            raise causes[-1]
-        raise NoSourceError(
-            f"nobody gave the description of {self._where.name}: "
-            + ("; ".join(str(cause) for cause in causes) or "no source is registered"),
-            hint="mx sources shows who is registered",
-        )
+        """As the function of that name, from the sources that were found."""
+        return await side_files(located.key, manifest, located.sources, self._channel)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
@@ -189,6 +163,53 @@ class Locator:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+async def side_files(
+    key: ModelKey,
+    manifest: Manifest,
+    sources: Sequence[SourceRecord],
+    channel: Callable[[str], grpc.aio.Channel],
+) -> dict[str, bytes]:
+    """Fetch the side files, which only sources hold.
+
+    Args:
+        channel: Connects to an endpoint.
+
+    Returns:
+        Their bytes by path.
+
+    Raises:
+        NoSourceError: No source gave all of them.
+    """
+    sides = manifest.packaging.side_files
+    if not sides:
+        return {}
+    refs = list({(side.digest, side.nbytes) for side in sides})
+    found = await _from_sources(key, refs, sources, channel, [])
+    return {side.path: found[side.digest] for side in sides}
+
+
+async def _from_sources(
+    key: ModelKey,
+    refs: Sequence[tuple[bytes, int]],
+    sources: Sequence[SourceRecord],
+    channel: Callable[[str], grpc.aio.Channel],
+    causes: list[MxError],
+) -> dict[bytes, bytes]:
+    for source in sources:
+        remote = Remote(Role.SOURCE, source.endpoint)
+        try:
+            return await fetch(channel(source.endpoint), refs, who=remote)
+        except MxError as error:
+            causes.append(error)
+    if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
+        raise causes[-1]
+    raise NoSourceError(
+        f"nobody gave the description of {key.name}: "
+        + ("; ".join(str(cause) for cause in causes) or "no source is registered"),
+        hint="mx sources shows who is registered",
+    )
 
 
 def _same(one: ManifestRef, other: ManifestRef) -> bool:

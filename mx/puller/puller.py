@@ -62,7 +62,7 @@ class Puller:
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
         self._locator: Locator | None = None
-        self.company = Company(options, self._plan, state.is_ready)
+        self.company = Company(options, self._plan)
         reader_id = self.company.reader_id
         self._links = Links(options, self._place, transports, self._lease_lost, reader_id)
         self._delivery: Delivery | None = None
@@ -133,11 +133,11 @@ class Puller:
 
     async def _from_peers(self) -> PullReport:
         self._locator = locator = Locator(self.options)
-        out = self.options.out is not None
-        relays_do = bool(self.company.reader_id)
+        options, relays_do = self.options, bool(self.company.reader_id)
+        sides = options.out is not None or options.hold  # who reads here later may write them
         found = await patiently(
-            lambda: find(locator, self._plan, self._located, relays_do=relays_do, side_files=out),
-            self.options.wait_s,
+            lambda: find(locator, self._plan, self._located, relays_do=relays_do, side_files=sides),
+            options.wait_s,
             self._waiting,
         )
         self.manifest = manifest = found.manifest

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mx import trace
@@ -56,7 +56,8 @@ async def find(
     side_files: bool,
 ) -> Found:
     """One look. `begin` hears of the ways while the manifest is still on its way; `relays_do`
-    says whether sources that hold a part are better than nothing.
+    says whether sources that hold a part are better than nothing, `side_files` whether those are
+    wanted too.
 
     Raises UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
@@ -77,7 +78,15 @@ async def find(
             hint="start one with mx serve, or name one with --from peer=HOST:PORT",
         )
     sides = await locator.side_files(manifest, located) if side_files else {}
-    return Found(located, manifest, ways, sides)
+    return Found(located, with_side_files(manifest, sides), ways, sides)
+
+
+def with_side_files(manifest: Manifest, side_files: Mapping[str, bytes]) -> Manifest:
+    """The manifest with these side files, by path, among its documents: a source of it gives them
+    to its readers."""
+    sides = manifest.packaging.side_files
+    found = {side.digest: side_files[side.path] for side in sides if side.path in side_files}
+    return replace(manifest, documents=manifest.documents | found)
 
 
 async def patiently(

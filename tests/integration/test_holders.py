@@ -1,0 +1,262 @@
+"""Pulls that stay, or wait, give all that they hold once the origin is gone: whatever came before
+others could find them, and whatever dead source is still listed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks.checkpoints import write_checkpoint
+from mx.errors import EXIT_OK
+from mx.testing.hosts import Hosts, Link, unavailable
+from tests.integration.conftest import HostCommand
+from tests.integration.test_main_job import same
+
+pytestmark = pytest.mark.integration
+
+ORIGIN, DIRECTORY, FIRST, SECOND, NEWCOMER = "origin", "directory", "first", "second", "new"
+MBIT_PER_S = 100
+LAYERS = 20
+LAYER_NBYTES = 2 << 20
+END_S = 120.0
+SIDE_FILE = "config.json"
+
+#: Begins every script: its arguments are ADDRESS COORDINATOR, and what it needs besides.
+PREAMBLE = """
+import json, sys, time
+from dataclasses import replace
+import mx
+from mx import config
+from mx.units import MIB
+host, coordinator, *more = sys.argv[1:]
+settings = replace(
+    config.load(), listen=f"{host}:0", insecure=True, coordinator=coordinator, chunk_bytes=MIB
+)
+common = dict(coordinator=coordinator, settings=settings)
+"""
+
+#: Pulls, and keeps the pull open.
+OPEN = """
+with mx.pull("m", **common) as pull:
+    print(json.dumps(pull.wait().to_json()), flush=True)
+    time.sleep(600)
+"""
+
+#: Holds some layers of the model under another name, and pulls the rest: BASE WAIT_S. Prints the
+#: report and goes on serving, until it is killed.
+REUSING = """
+base, wait_s = more
+with mx.serve(base, model=f"base-{host}", **common) as held:
+    pull = mx.pull("m", reuse=held, hold=True, wait_s=float(wait_s), **common)
+    with pull:
+        report = pull.wait()
+        with pull.hold():
+            print(json.dumps(report.to_json()), flush=True)
+            time.sleep(600)
+"""
+
+
+class Script(HostCommand):
+    """A Python script in one of the hosts."""
+
+    def __init__(self, hosts: Hosts, host: str, script: str, *arguments: str) -> None:
+        self.script = PREAMBLE + script
+        super().__init__(hosts, host, *arguments)
+
+    def command(self, entry: str) -> list[str]:
+        return [*self.prefix, sys.executable, "-c", self.script]
+
+
+@dataclass
+class Lan:
+    """An origin and, elsewhere, its coordinator; three more hosts around the same switch."""
+
+    hosts: Hosts
+    links: dict[str, Link]
+    folder: Path
+    out: Path
+    started: contextlib.ExitStack
+    origin: HostCommand
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / "model.safetensors"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return ("--coordinator", self.coordinator, "--insecure", "--json")
+
+    @property
+    def coordinator(self) -> str:
+        return f"{self.links[DIRECTORY].address(DIRECTORY)}:7600"
+
+    def pull(self, host: str, *more: str) -> HostCommand:
+        listen = ("--listen", f"{self.links[host].address(host)}:0", "--transport", "tcp")
+        command = HostCommand(self.hosts, host, "pull", "m", *listen, *self.options, *more)
+        self.started.callback(command.end)
+        return command
+
+    def script(self, host: str, script: str, *more: str) -> HostCommand:
+        address = self.links[host].address(host)
+        command = Script(self.hosts, host, script, address, self.coordinator, *more)
+        self.started.callback(command.end)
+        return command
+
+    def reuse(self, host: str, base: Path, wait_s: float = 0.0) -> HostCommand:
+        return self.script(host, REUSING, str(base), str(wait_s))
+
+    def listed(self) -> dict[str, int]:
+        """How many layers each host's source of the model holds, as the coordinator says."""
+        command = HostCommand(self.hosts, DIRECTORY, "sources", "m", *self.options)
+        try:
+            sources = command.json()["sources"]
+        finally:
+            command.end()
+        hosts = {link.address(name): name for name, link in self.links.items()}
+        return {hosts[s["endpoint"].partition(":")[0]]: s["layers_held"] for s in sources}
+
+    def until_listed(self, command: HostCommand, found: Callable[[dict[str, int]], bool]) -> None:
+        seen: dict[str, int] = {}
+
+        def look() -> bool:
+            nonlocal seen
+            seen = self.listed()
+            return found(seen)
+
+        command.until(look, f"such a listing: {seen}", END_S)
+
+    def stop_origin(self) -> None:
+        self.origin.signal(signal.SIGKILL)
+        self.origin.wait()
+
+    def until_origin_is_forgotten(self, command: HostCommand) -> None:
+        self.until_listed(command, lambda layers: ORIGIN not in layers)
+
+    def check(self, command: HostCommand, out: Path | None = None) -> dict[str, Any]:
+        """It is through, and what it wrote is the whole checkpoint."""
+        report = command.json(END_S)
+        assert "error" not in report, report
+        assert sum(path["bytes"] for path in report["paths"]) == LAYERS * LAYER_NBYTES
+        if out is not None:
+            assert command.wait() == EXIT_OK, command.err
+            assert same(load_file(out / "model.safetensors"), load_file(self.weights))
+            assert (out / SIDE_FILE).read_text() == (self.folder / SIDE_FILE).read_text()
+        return report
+
+    def check_newcomers(self) -> None:
+        """Somebody who comes now gets everything, written or not."""
+        self.check(self.pull(NEWCOMER))
+        out = self.out / NEWCOMER
+        report = self.check(self.pull(NEWCOMER, "--out", str(out)), out)
+        origin = self.links[ORIGIN].address(ORIGIN)
+        assert all(not path["source"].startswith(f"{origin}:") for path in report["paths"])
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return {
+        f"model.layers.{n}.mlp.up_proj.weight": (1024, LAYER_NBYTES // 2048) for n in range(LAYERS)
+    }
+
+
+@pytest.fixture
+def lan(tmp_path: Path) -> Iterator[Lan]:
+    reason = unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    write_checkpoint(folder / "model.safetensors", shapes())
+    (folder / SIDE_FILE).write_text(json.dumps({"architectures": ["None"], "layers": LAYERS}))
+    with Hosts() as hosts, contextlib.ExitStack() as started:
+        names = (ORIGIN, DIRECTORY, FIRST, SECOND, NEWCOMER)
+        links = hosts.star(names, up_mbit_per_s=MBIT_PER_S, down_mbit_per_s=MBIT_PER_S)
+        at = f"{links[DIRECTORY].address(DIRECTORY)}:7600"
+        daemon = HostCommand(hosts, DIRECTORY, "--listen", at, "--insecure", daemon=True)
+        started.callback(daemon.end)
+        daemon.until(lambda: "listens" in daemon.err, "listening")
+        origin = HostCommand(
+            hosts, ORIGIN, "serve", str(folder), "--model", "m", "--chunk-bytes", "1MiB",
+            "--listen", f"{links[ORIGIN].address(ORIGIN)}:0",
+            "--coordinator", at, "--insecure", "--json",
+        )  # fmt: skip
+        started.callback(origin.end)
+        origin.json()
+        yield Lan(hosts, links, folder, tmp_path, started, origin)
+
+
+# -- whole holders --------------------------------------------------------------------------------
+
+
+def test_a_holder_that_began_alone_gives_everything(lan: Lan) -> None:
+    holder = lan.pull(FIRST, "--hold")
+    lan.check(holder)
+    lan.stop_origin()
+    lan.until_origin_is_forgotten(holder)
+    assert lan.listed() == {FIRST: LAYERS}
+    lan.check_newcomers()
+
+
+def test_a_holder_gives_everything_while_the_dead_origin_is_listed(lan: Lan) -> None:
+    holder = lan.pull(FIRST, "--hold")
+    lan.check(holder)
+    lan.until_listed(holder, lambda layers: layers.get(FIRST) == LAYERS)
+    lan.stop_origin()
+    lan.check_newcomers()
+
+
+def test_a_holder_gives_what_it_has_resumed(lan: Lan) -> None:
+    out = lan.out / FIRST
+    killed = lan.pull(FIRST, "--out", str(out))
+    journal = lan.out / f".{FIRST}.mx-partial" / "journal"
+    killed.until(
+        lambda: journal.exists() and journal.read_bytes().count(b"\n") > 6, "layers written"
+    )
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    holder = lan.pull(FIRST, "--out", str(out), "--hold")
+    report = lan.check(holder)
+    assert "resume" in {path["transport"] for path in report["paths"]}
+    lan.stop_origin()
+    lan.until_origin_is_forgotten(holder)
+    lan.check_newcomers()
+
+
+def test_an_open_pull_that_keeps_nothing_gives_side_files_too(lan: Lan) -> None:
+    """It is listed as whole, so whoever comes may want to write what it gives."""
+    holder = lan.script(FIRST, OPEN)
+    lan.until_listed(holder, lambda layers: layers.get(FIRST) == LAYERS)
+    lan.stop_origin()
+    lan.until_origin_is_forgotten(holder)
+    lan.check_newcomers()
+
+
+def some_of(lan: Lan, name: str, layers: range) -> Path:
+    """A checkpoint that has these layers in common with the model."""
+    from safetensors.torch import save_file
+
+    tensors = load_file(lan.weights)
+    found = {
+        key: tensor if int(key.split(".")[2]) in layers else tensor + 1
+        for key, tensor in tensors.items()
+    }
+    path = lan.out / f"{name}.safetensors"
+    save_file(found, path)
+    return path
+
+
+def test_a_holder_gives_what_it_has_reused(lan: Lan) -> None:
+    holder = lan.reuse(FIRST, some_of(lan, FIRST, range(12)))
+    report = lan.check(holder)
+    assert "reuse" in {path["transport"] for path in report["paths"]}
+    lan.stop_origin()
+    lan.until_origin_is_forgotten(holder)
+    lan.check_newcomers()
