@@ -41,7 +41,8 @@ class Company:
     @property
     def others_give(self) -> bool:
         """Is there anybody who holds a part, and might give it?"""
-        return bool(self.reader_id) and any(not each.whole for each in self.sources)
+        others = [each for each in self.sources if each.source_id != self.reader_id]
+        return bool(self.reader_id) and any(not each.whole for each in others)
 
     def expect(
         self, seconds: float, begin: Callable[[], None], reading: Callable[[], bool]

@@ -159,6 +159,7 @@ class Member:
         if self.gated:
             return
         self.gated = True
+        self._alone_since_s = None
         self._reads.gate()
         self._receiver.width = WIDTH
         for peer in self._peers.values():

@@ -195,7 +195,7 @@ class Puller:
                 break
         if self.arena is None:
             self.arena = new_arena(self.options, nbytes)
-        crew.all_busy = lambda: self._swarm(gated=self.company.others_give)
+        crew.none_left = lambda: self.company.others_give and self._swarm(gated=True)
         if not ways.ways:
             self._swarm(gated=True)
         else:

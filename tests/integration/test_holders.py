@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
-from mx.errors import EXIT_OK
+from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
 from mx.testing.hosts import Hosts, Link, unavailable
 from tests.integration.conftest import HostCommand
 from tests.integration.test_main_job import same
@@ -167,8 +168,13 @@ def shapes() -> dict[str, tuple[int, ...]]:
     }
 
 
+#: Leases of sources that outlast a test, so that the dead are listed to its end.
+LONG_LEASE = pytest.mark.parametrize("lan", ["300"], indirect=True)
+
+
 @pytest.fixture
-def lan(tmp_path: Path) -> Iterator[Lan]:
+def lan(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lan]:
+    """Sources are listed for 5 seconds after their death, or what the parameter says."""
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -180,7 +186,10 @@ def lan(tmp_path: Path) -> Iterator[Lan]:
         names = (ORIGIN, DIRECTORY, FIRST, SECOND, NEWCOMER)
         links = hosts.star(names, up_mbit_per_s=MBIT_PER_S, down_mbit_per_s=MBIT_PER_S)
         at = f"{links[DIRECTORY].address(DIRECTORY)}:7600"
-        daemon = HostCommand(hosts, DIRECTORY, "--listen", at, "--insecure", daemon=True)
+        daemon = HostCommand(
+            hosts, DIRECTORY, "--listen", at, "--insecure",
+            "--lease-s", getattr(request, "param", "5"), daemon=True,
+        )  # fmt: skip
         started.callback(daemon.end)
         daemon.until(lambda: "listens" in daemon.err, "listening")
         origin = HostCommand(
@@ -205,6 +214,7 @@ def test_a_holder_that_began_alone_gives_everything(lan: Lan) -> None:
     lan.check_newcomers()
 
 
+@LONG_LEASE
 def test_a_holder_gives_everything_while_the_dead_origin_is_listed(lan: Lan) -> None:
     holder = lan.pull(FIRST, "--hold")
     lan.check(holder)
@@ -260,3 +270,70 @@ def test_a_holder_gives_what_it_has_reused(lan: Lan) -> None:
     lan.stop_origin()
     lan.until_origin_is_forgotten(holder)
     lan.check_newcomers()
+
+
+# -- those that hold parts ------------------------------------------------------------------------
+
+
+@dataclass
+class Parts:
+    """Two that hold a part each, wait for the rest, and can't reach each other."""
+
+    lan: Lan
+    holders: dict[str, HostCommand]
+
+    def stop_origin(self, number: int) -> None:
+        """And see to it that it is listed still."""
+        self.lan.origin.signal(number)
+        assert ORIGIN in self.lan.listed()
+
+
+#: What each holds of the model; together they hold all of it.
+HALVES = {FIRST: range(0, 12), SECOND: range(10, LAYERS)}
+
+
+@pytest.fixture
+def parts(lan: Lan) -> Parts:
+    lan.hosts.throttle(lan.links[ORIGIN], 1, ORIGIN)
+    addresses = {host: lan.links[host].address(host) for host in HALVES}
+    for host, other in ((FIRST, SECOND), (SECOND, FIRST)):
+        blackhole = ("route", "add", "blackhole", f"{addresses[other]}/32")
+        subprocess.run(["ip", "-n", lan.hosts.namespace(host), *blackhole], check=True)
+    bases = {host: some_of(lan, host, layers) for host, layers in HALVES.items()}
+    holders = {host: lan.reuse(host, base, END_S) for host, base in bases.items()}
+    for host, layers in HALVES.items():
+        lan.until_listed(
+            holders[host],
+            lambda listed, host=host, layers=layers: listed.get(host, 0) >= len(layers),
+        )
+    listed = lan.listed()
+    assert all(listed[host] < LAYERS for host in HALVES), listed
+    return Parts(lan, holders)
+
+
+@LONG_LEASE
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_parts_make_a_whole_while_the_dead_origin_is_listed(parts: Parts, number: int) -> None:
+    lan = parts.lan
+    parts.stop_origin(number)
+    out = lan.out / NEWCOMER
+    report = lan.check(lan.pull(NEWCOMER), None)
+    hosts = {path["source"].partition(":")[0] for path in report["paths"]}
+    assert {lan.links[host].address(host) for host in HALVES} <= hosts
+    lan.check(lan.pull(NEWCOMER, "--out", str(out)), out)
+
+
+@LONG_LEASE
+@pytest.mark.parametrize("wait_s", [0, 3])
+def test_parts_that_are_no_whole_end_it_while_the_dead_origin_is_listed(
+    parts: Parts, wait_s: int
+) -> None:
+    lan = parts.lan
+    parts.holders[SECOND].signal(signal.SIGKILL)
+    parts.stop_origin(signal.SIGKILL)
+    newcomer = lan.pull(NEWCOMER, "--wait", str(wait_s))
+    error = newcomer.json(END_S)["error"]
+    assert newcomer.wait() == error["exit_code"]
+    assert error["exit_code"] in (EXIT_NO_SOURCE, EXIT_INCOMPLETE)
+    assert f"after {len(HALVES[FIRST])} of {LAYERS} layers" in error["message"]
+    assert "Traceback" not in newcomer.err
