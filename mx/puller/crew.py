@@ -71,7 +71,7 @@ class Crew:
         self._banned: set[str] = set()  # sources that lied, or hold something else by now
         self.expecting: Callable[[], bool] = lambda: False  # may more sources come?
         self.hoping: Callable[[], bool] = lambda: False  # nobody is left: are they waited for?
-        self.none_left: Callable[[], object] = lambda: None  # no source that is known to be whole
+        self.none_left: Callable[[], None] = lambda: None  # no source that is known to be whole
         self.source_lost: Callable[[str], None] = lambda source_id: None  # no way to it is left
         self._fatal: BaseException | None = None
         self._engine: Callable[[], Engine | None] = lambda: None

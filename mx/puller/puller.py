@@ -195,7 +195,7 @@ class Puller:
                 break
         if self.arena is None:
             self.arena = new_arena(self.options, nbytes)
-        crew.none_left = lambda: self.company.others_give and self._swarm(gated=True)
+        crew.none_left = lambda: self._swarm(gated=True, if_others_give=True)
         if not ways.ways:
             self._swarm(gated=True)
         else:
@@ -264,8 +264,8 @@ class Puller:
         self.phase = "reading"
         return self._engine.add_lane(link.lane(time.monotonic()))
 
-    def _swarm(self, *, gated: bool = False, by: str = "") -> None:
-        if self._ended:
+    def _swarm(self, *, gated: bool = False, by: str = "", if_others_give: bool = False) -> None:
+        if self._ended or (if_others_give and not self.company.others_give):
             return
         if gated and self._engine is None and self.manifest is not None:
             self._engine = self._new_engine(self.manifest)

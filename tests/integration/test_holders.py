@@ -4,6 +4,7 @@ others could find them, and whatever dead source is still listed."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import subprocess
@@ -154,8 +155,9 @@ class Lan:
         return report
 
     def check_newcomers(self) -> None:
-        """Somebody who comes now gets everything, written or not."""
-        self.check(self.pull(NEWCOMER))
+        """Two who come now get everything, and so does one alone, written or not."""
+        for each in [self.pull(host) for host in (SECOND, NEWCOMER)]:
+            self.check(each)
         out = self.out / NEWCOMER
         report = self.check(self.pull(NEWCOMER, "--out", str(out)), out)
         origin = self.links[ORIGIN].address(ORIGIN)
@@ -220,6 +222,18 @@ def test_a_holder_gives_everything_while_the_dead_origin_is_listed(lan: Lan) -> 
     lan.check(holder)
     lan.until_listed(holder, lambda layers: layers.get(FIRST) == LAYERS)
     lan.stop_origin()
+    lan.check_newcomers()
+
+
+def test_a_holder_that_was_through_before_others_could_find_it_gives_everything(lan: Lan) -> None:
+    """It is a source only from its end on."""
+    for name, link in lan.links.items():
+        for end in (name, link.b):
+            lan.hosts.throttle(link, None, end)
+    holder = lan.pull(FIRST, "--hold")
+    lan.check(holder)
+    lan.stop_origin()
+    lan.until_origin_is_forgotten(holder)
     lan.check_newcomers()
 
 
@@ -292,6 +306,10 @@ class Parts:
 HALVES = {FIRST: range(0, 12), SECOND: range(10, LAYERS)}
 
 
+def holds_its_part(host: str, listed: dict[str, int]) -> bool:
+    return listed.get(host, 0) >= len(HALVES[host])
+
+
 @pytest.fixture
 def parts(lan: Lan) -> Parts:
     lan.hosts.throttle(lan.links[ORIGIN], 1, ORIGIN)
@@ -301,11 +319,8 @@ def parts(lan: Lan) -> Parts:
         subprocess.run(["ip", "-n", lan.hosts.namespace(host), *blackhole], check=True)
     bases = {host: some_of(lan, host, layers) for host, layers in HALVES.items()}
     holders = {host: lan.reuse(host, base, END_S) for host, base in bases.items()}
-    for host, layers in HALVES.items():
-        lan.until_listed(
-            holders[host],
-            lambda listed, host=host, layers=layers: listed.get(host, 0) >= len(layers),
-        )
+    for host in HALVES:
+        lan.until_listed(holders[host], functools.partial(holds_its_part, host))
     listed = lan.listed()
     assert all(listed[host] < LAYERS for host in HALVES), listed
     return Parts(lan, holders)
