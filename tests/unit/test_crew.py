@@ -255,11 +255,14 @@ def test_in_a_swarm_one_that_is_found_again_and_again_is_tried_once() -> None:
     stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), PeerLostError("cut")))
     stage.crew.none_left = stage.crew.gate
     stage.crew.expecting = lambda: True
+    settled = [lambda: None] * 3
     stage.play(
+        *settled,
         lambda: stage.crew.add_candidates([OTHER]),
         lambda: stage.crew.add_candidates([OTHER]),
         lambda: setattr(stage.crew, "none_left", lambda: None),
         stage.crew.ungate,
+        *settled,
         stage.end,
     )
     assert stage.opened.count(OTHER) == 2
