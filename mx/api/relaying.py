@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from mx.core.types import Manifest, ModelKey, SourceRecord, SourceRole
+from mx.errors import MxError
 from mx.memory.arena import Arena
 from mx.puller.member import Member
 from mx.source.model import HeldModel
@@ -58,6 +60,8 @@ class Relay:
         caller's."""
         assert self._held is not None
         await self._server.settle(self._source_id)
+        with contextlib.suppress(MxError):  # it is told with the registration that it renews
+            await self._server.advertise()
         return self._server, self._held
 
     async def close(self) -> None:

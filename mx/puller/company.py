@@ -28,22 +28,21 @@ class Company:
         self,
         options: PullOptions,
         plan: Callable[[Sequence[SourceRecord]], Plan],
-        is_ready: Callable[[int], bool],
     ) -> None:
-        """`plan` finds the ways to read from sources, `is_ready` says it of a layer."""
+        """`plan` finds the ways to read from sources."""
         able = options.relay is not None and options.device == "cpu" and options.into is None
         self.reader_id = str(uuid.uuid4()) if able else ""
         self.sources: Sequence[SourceRecord] = ()  # that were found last
         self._options = options
         self._plan = plan
-        self._is_ready = is_ready
         self._swarming: Swarming | None = None
         self._later: asyncio.TimerHandle | None = None
 
     @property
     def others_give(self) -> bool:
         """Is there anybody who holds a part, and might give it?"""
-        return bool(self.reader_id) and any(not each.whole for each in self.sources)
+        others = [each for each in self.sources if each.source_id != self.reader_id]
+        return bool(self.reader_id) and any(not each.whole for each in others)
 
     def expect(
         self, seconds: float, begin: Callable[[], None], reading: Callable[[], bool]
@@ -79,9 +78,7 @@ class Company:
         if not self.reader_id or make is None or self._swarming is not None:
             return
         host = make(self.reader_id)
-        self._swarming = Swarming(
-            self.reader_id, self._options, host, engine, crew, self._plan, self._is_ready
-        )
+        self._swarming = Swarming(self.reader_id, self._options, host, engine, crew, self._plan)
         if gated:
             crew.gate([by])
             self._swarming.member.go_gated()
@@ -91,7 +88,7 @@ class Company:
         """These hold the model now, or parts of it."""
         self.sources = sources
         if self._swarming is not None:
-            self._swarming.member.acquaintances.met(sources)
+            self._swarming.met(sources)
 
     @property
     def host(self) -> RelayHost | None:

@@ -71,7 +71,7 @@ class Crew:
         self._banned: set[str] = set()  # sources that lied, or hold something else by now
         self.expecting: Callable[[], bool] = lambda: False  # may more sources come?
         self.hoping: Callable[[], bool] = lambda: False  # nobody is left: are they waited for?
-        self.all_busy: Callable[[], None] = lambda: None  # whoever could be read from is
+        self.none_left: Callable[[], None] = lambda: None  # no source that is known to be whole
         self.source_lost: Callable[[str], None] = lambda source_id: None  # no way to it is left
         self._fatal: BaseException | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -91,6 +91,8 @@ class Crew:
                 self._fill()
                 if self._fatal is not None:
                     raise self._fatal
+                if self.idle and not self._gated:
+                    self.none_left()
                 reading = engine()
                 # Neighbours may be there and have nothing that is missing.
                 stuck = self.idle or self._gated
@@ -110,10 +112,7 @@ class Crew:
 
     def _hopes(self) -> bool:
         """Nobody is being read from: is anybody waited for? Both waits begin, and end, together."""
-        hopes = (self.hoping(), self._busy.hope())
-        if hopes[1]:
-            self.all_busy()
-        return any(hopes)
+        return any((self.hoping(), self._busy.hope()))
 
     async def _tick(self, engine: Callable[[], Engine | None]) -> None:
         while True:
@@ -173,7 +172,8 @@ class Crew:
         new = [way for way in ways if self.wants(way.source.source_id)]
         self._met.update(way.source.source_id for way in new)
         if self._gated:
-            self._aside += [w for w in new if w.source.source_id not in self._neighbours]
+            aside = [w for w in new if w.source.source_id not in self._neighbours]
+            self._aside += [w for w in aside if w not in self._aside]
             new = [w for w in new if w.source.source_id in self._neighbours]
         self._candidates += new
         if new:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from mx.core.commands import (
     Assign,
@@ -25,39 +24,19 @@ from mx.core.digest import digest_of_blocks
 from mx.core.pull import PullMachine
 from mx.core.striping import Part
 from mx.core.types import Manifest
-from mx.errors import (
-    ClosedError,
-    DigestError,
-    MxError,
-    PathError,
-    PathSlowError,
-    PeerLostError,
-    PeerRefusedError,
-    PeerTimeoutError,
-    StaleGenerationError,
+from mx.errors import ClosedError, DigestError, MxError, PathSlowError
+from mx.puller.lanes import (
+    LANE_ERRORS,
+    ChunkListener,
+    Hasher,
+    Landed,
+    Lane,
+    Listener,
+    MakeHasher,
+    host_hasher,
 )
-from mx.puller.lanes import ChunkListener, Hasher, Lane, Listener, MakeHasher, host_hasher
 from mx.puller.report import PathReport, Telling
 from mx.transport import Piece, Read, Span
-
-#: Errors of a read after which its session is given up: peer or path, not the chunk, are at fault.
-_LANE_ERRORS = (
-    PathError,
-    PeerLostError,
-    PeerTimeoutError,
-    PeerRefusedError,
-    StaleGenerationError,
-    ClosedError,
-)
-
-
-class _Landed(NamedTuple):
-    """A part of a chunk that is yet to be verified."""
-
-    begin: int
-    block_digests: bytes
-    nbytes: int
-    lane: int
 
 
 class _PartSink:
@@ -108,11 +87,11 @@ class Engine:
         self._machine = PullMachine(self._grid, several_lanes=several_lanes)
         self._lanes: dict[int, Lane] = {}
         self._in_flight: dict[Part, _PartSink] = {}
-        self._unverified: dict[int, list[_Landed]] = {}
+        self._unverified: dict[int, list[Landed]] = {}
         self._done_in_layer = [0] * len(manifest.layout.layers)
         self.reads_issued = 0
         self._prefilled: dict[tuple[str, str], PathReport] = {}
-        self.chunk_listener: ChunkListener | None = None
+        self._chunk_listener: ChunkListener | None = None
 
     @property
     def arena(self) -> Span:
@@ -160,6 +139,17 @@ class Engine:
             commands = self._machine.start()
         self._run(commands)
 
+    def subscribe(self, listener: ChunkListener) -> list[int]:
+        """Tell this listener of every chunk that lands from now on. There is one at most.
+
+        Returns:
+            The chunks that have landed so far: `listener` hears of all others, and of none of
+            these.
+        """
+        with self._lock:
+            self._chunk_listener = listener
+            return [c for c in range(len(self._grid)) if self._machine.landed_chunk(c)]
+
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0) -> int:
         """These chunks are in the arena already, hashed and found right: nobody is asked for them.
         `label` and `source` are what the report calls where they came from, which took `seconds`.
@@ -181,10 +171,11 @@ class Engine:
                 before = self._prefilled.get((label, source), PathReport(label, source, 0, 0.0))
                 path = PathReport(label, source, before.bytes + nbytes, before.seconds + seconds)
                 self._prefilled[label, source] = path
-        self._run(commands)
-        if self.chunk_listener is not None:
+            listener = self._chunk_listener
+        if listener is not None:
             for chunk in news:
-                self.chunk_listener.chunk_landed(chunk)
+                listener.chunk_landed(chunk)
+        self._run(commands)
         return nbytes
 
     def add_lane(self, lane: Lane) -> int:
@@ -223,11 +214,10 @@ class Engine:
 
     # -- in a swarm -----------------------------------------------------------------------------
 
-    def gate(self) -> list[int]:
-        """From now on chunks are read only where they are permitted. Returns those that landed."""
+    def gate(self) -> None:
+        """From now on chunks are read only where they are permitted."""
         with self._lock:
             self._machine.gate()
-            return [c for c in range(len(self._grid)) if self._machine.landed_chunk(c)]
 
     def ungate(self) -> None:
         """There is nobody to ask: read whatever the lanes hold."""
@@ -295,7 +285,7 @@ class Engine:
             self.part_failed(sink, error)
             return
         part, nbytes = sink.part, sink.landed_nbytes
-        landed = _Landed(part.begin, sink.hasher.block_digests(), nbytes, sink.lane)
+        landed = Landed(part.begin, sink.hasher.block_digests(), nbytes, sink.lane)
         with self._lock:
             self._in_flight.pop(part, None)
             self._unverified.setdefault(part.chunk, []).append(landed)
@@ -304,7 +294,7 @@ class Engine:
         self._run(commands)
 
     def part_failed(self, sink: _PartSink, error: MxError) -> None:
-        if isinstance(error, _LANE_ERRORS):
+        if isinstance(error, LANE_ERRORS):
             self.lane_lost(sink.lane, error)
         with self._lock:
             self._in_flight.pop(sink.part, None)
@@ -330,16 +320,17 @@ class Engine:
                 commands = self._machine.verified(chunk)
             else:
                 commands = self._machine.corrupt(chunk, self._digest_error(chunk, parts), now_s)
-        self._run(commands)
-        if self.chunk_listener is None:
-            return
-        if right:
-            self.chunk_listener.chunk_landed(chunk)
-        else:
+            # With the machine's step, so that a chunk is in a subscriber's snapshot or told, and
+            # before the commands, so that the pull does not end before its last chunk is told.
+            listener, landed = self._chunk_listener, self._machine.landed_chunk(chunk)
+        if listener is not None and landed:
+            listener.chunk_landed(chunk)
+        elif listener is not None and not right:
             for source in {self._lanes[part.lane].source for part in parts}:
-                self.chunk_listener.chunk_failed(chunk, source or "")
+                listener.chunk_failed(chunk, source or "")
+        self._run(commands)
 
-    def _digest_error(self, chunk: int, parts: Sequence[_Landed]) -> DigestError:
+    def _digest_error(self, chunk: int, parts: Sequence[Landed]) -> DigestError:
         peers = dict.fromkeys(self._lanes[part.lane].peer for part in parts)
         return DigestError(
             f"{self._tag(chunk)} from {' and '.join(peers)} does not match its digest",

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mx.core.digest import ChunkHasher
 from mx.core.types import Segment
-from mx.errors import MxError
+from mx.errors import (
+    ClosedError,
+    MxError,
+    PathError,
+    PeerLostError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    StaleGenerationError,
+)
 from mx.transport import Session, Span
+
+#: Errors of a read after which its session is given up: peer or path, not the chunk, are at fault.
+LANE_ERRORS = (
+    PathError,
+    PeerLostError,
+    PeerTimeoutError,
+    PeerRefusedError,
+    StaleGenerationError,
+    ClosedError,
+)
 
 
 class ReadLease(Protocol):
@@ -70,3 +88,12 @@ class Lane:
     nbytes: int = 0
     last_at_s: float = 0.0
     lost: bool = False
+
+
+class Landed(NamedTuple):
+    """A part of a chunk that is yet to be verified."""
+
+    begin: int
+    block_digests: bytes
+    nbytes: int
+    lane: int

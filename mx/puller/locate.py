@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -143,13 +143,23 @@ class Locator:
         refs = [(digest, size) for digest, size in sizes.items() if digest not in located.inlined]
         if not refs:
             return dict(located.inlined)
-        found = await self._fetch(refs, located.sources)
+        causes: list[MxError] = []
+        if self._client is not None:
+            try:
+                return {**located.inlined, **await self._client.fetch(refs)}
+            except MxError as error:
+                causes.append(error)
+        found = await _from_sources(located.key, refs, located.sources, self._channel, causes)
         return {**located.inlined, **found}
 
-    async def side_files(
+    async def side_files(self, manifest: Manifest, located: Located) -> dict[bytes, bytes]:
+        """As the function of that name, from the sources that were found."""
+        return await side_files(located.key, manifest, located.sources, self._channel)
+
+    async def write_side_files(
         self, manifest: Manifest, sources: Sequence[SourceRecord], write: WritePage
     ) -> None:
-        """Fetch the side files, which only sources hold, to `write`."""
+        """Fetch the side files, which only sources hold, to `write`, page by page."""
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
         if not refs:
             return
@@ -163,35 +173,7 @@ class Locator:
                 raise
             except MxError as error:
                 causes.append(error)
-        raise self._none_gave("side files", causes)
-
-    async def _fetch(
-        self,
-        refs: Sequence[tuple[bytes, int]],
-        sources: Sequence[SourceRecord],
-    ) -> dict[bytes, bytes]:
-        causes: list[MxError] = []
-        if self._client is not None:
-            try:
-                return await self._client.fetch(refs)
-            except MxError as error:
-                causes.append(error)
-        for source in sources:
-            remote = Remote(Role.SOURCE, source.endpoint)
-            try:
-                return await fetch(self._channel(source.endpoint), refs, who=remote)
-            except MxError as error:
-                causes.append(error)
-        raise self._none_gave("description", causes)
-
-    def _none_gave(self, what: str, causes: Sequence[MxError]) -> MxError:
-        if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
-            return causes[-1]
-        return NoSourceError(
-            f"nobody gave the {what} of {self._where.name}: "
-            + ("; ".join(str(cause) for cause in causes) or "no source is registered"),
-            hint="mx sources shows who is registered",
-        )
+        raise _none_gave("side files", self._where.name, causes)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
@@ -207,6 +189,56 @@ class Locator:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+async def side_files(
+    key: ModelKey,
+    manifest: Manifest,
+    sources: Sequence[SourceRecord],
+    channel: Callable[[str], grpc.aio.Channel],
+) -> dict[bytes, bytes]:
+    """Fetch the side files, which only sources hold, into memory.
+
+    Args:
+        channel: Connects to an endpoint.
+
+    Returns:
+        Their bytes by digest.
+
+    Raises:
+        NoSourceError: No source gave all of them.
+    """
+    sides = manifest.packaging.side_files
+    if not sides:
+        return {}
+    refs = list({(side.digest, side.nbytes) for side in sides})
+    return await _from_sources(key, refs, sources, channel, [])
+
+
+async def _from_sources(
+    key: ModelKey,
+    refs: Sequence[tuple[bytes, int]],
+    sources: Sequence[SourceRecord],
+    channel: Callable[[str], grpc.aio.Channel],
+    causes: list[MxError],
+) -> dict[bytes, bytes]:
+    for source in sources:
+        remote = Remote(Role.SOURCE, source.endpoint)
+        try:
+            return await fetch(channel(source.endpoint), refs, who=remote)
+        except MxError as error:
+            causes.append(error)
+    raise _none_gave("description", key.name, causes)
+
+
+def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
+    if causes and not isinstance(causes[-1], SourceError | UnknownModelError):
+        return causes[-1]
+    return NoSourceError(
+        f"no source gave the {what} of {name}: "
+        + ("; ".join(str(cause) for cause in causes) or "none is registered"),
+        hint="mx sources shows who is registered",
+    )
 
 
 def _same(one: ManifestRef, other: ManifestRef) -> bool:

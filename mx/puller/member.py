@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,8 +33,8 @@ PATIENCE_S = 30.0
 class Reads(Protocol):
     """What a member wants of the pull."""
 
-    def gate(self) -> Sequence[int]:
-        """From now on read only what is permitted. Returns the chunks that have landed."""
+    def gate(self) -> None:
+        """From now on read only what is permitted."""
 
     def ungate(self) -> None:
         """There is nobody to ask: read from whom you can."""
@@ -131,6 +131,12 @@ class Member:
 
     # -- on the loop ------------------------------------------------------------------------------
 
+    def began_with(self, chunks: Iterable[int]) -> None:
+        """These landed before this heard of any."""
+        for chunk in chunks:
+            self._receiver.landed(-1, chunk, time.monotonic())
+        self._plan_announcement()
+
     def _landed(self, chunk: int) -> None:
         self._news_at_s = time.monotonic()
         self._lost.clear()
@@ -153,16 +159,14 @@ class Member:
         if self.gated:
             return
         self.gated = True
-        now_s = time.monotonic()
-        for chunk in self._reads.gate():
-            self._receiver.landed(-1, chunk, now_s)
+        self._alone_since_s = None
+        self._reads.gate()
         self._receiver.width = WIDTH
-        self._plan_announcement()
         for peer in self._peers.values():
             peer.connected = False
             if peer.seeds and peer.readable:
                 peer.talk.say(gated=True)
-        self._do(self._receiver.plan(now_s))
+        self._do(self._receiver.plan(time.monotonic()))
 
     def go_alone(self) -> None:
         """There is nobody to ask."""

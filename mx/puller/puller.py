@@ -38,7 +38,7 @@ from mx.puller.report import (
     unexpected,
 )
 from mx.puller.reuse import prefilling
-from mx.puller.seeking import Found, Seeker, SideFiles, find, patiently
+from mx.puller.seeking import Found, Seeker, SideFiles, find, patiently, write_side_files
 from mx.puller.state import PullState
 from mx.runtime import uncut
 from mx.transport import Medium, Span, Transport
@@ -62,7 +62,7 @@ class Puller:
         self._loop = asyncio.get_running_loop()
         self._engine: Engine | None = None
         self._locator: Locator | None = None
-        self.company = Company(options, self._plan, state.is_ready)
+        self.company = Company(options, self._plan)
         reader_id = self.company.reader_id
         self._links = Links(options, self._place, transports, self._lease_lost, reader_id)
         self._delivery: Delivery | None = None
@@ -133,10 +133,12 @@ class Puller:
 
     async def _from_peers(self) -> PullReport:
         self._locator = locator = Locator(self.options)
-        relays_do = bool(self.company.reader_id)
+        options, relays_do = self.options, bool(self.company.reader_id)
         found = await patiently(
-            lambda: find(locator, self._plan, self._located, relays_do=relays_do),
-            self.options.wait_s,
+            lambda: find(
+                locator, self._plan, self._located, relays_do=relays_do, side_files=options.hold
+            ),
+            options.wait_s,
             self._waiting,
         )
         self.manifest = manifest = found.manifest
@@ -196,7 +198,7 @@ class Puller:
                 break
         if self.arena is None:
             self.arena = new_arena(self.options, nbytes)
-        crew.all_busy = lambda: self._swarm(gated=self.company.others_give)
+        crew.none_left = lambda: self._swarm(gated=True, if_others_give=True)
         if not ways.ways:
             self._swarm(gated=True)
         else:
@@ -265,8 +267,8 @@ class Puller:
         self.phase = "reading"
         return self._engine.add_lane(link.lane(time.monotonic()))
 
-    def _swarm(self, *, gated: bool = False, by: str = "") -> None:
-        if self._ended:
+    def _swarm(self, *, gated: bool = False, by: str = "", if_others_give: bool = False) -> None:
+        if self._ended or (if_others_give and not self.company.others_give):
             return
         if gated and self._engine is None and self.manifest is not None:
             self._engine = self._new_engine(self.manifest)
@@ -293,8 +295,7 @@ class Puller:
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
         self._delivery = self._new_delivery(manifest, strong=False)
-        for digest in {side.digest for side in manifest.packaging.side_files}:
-            await asyncio.to_thread(self._delivery.side_page, digest, 0, manifest.documents[digest])
+        await asyncio.to_thread(write_side_files, manifest, self._delivery.side_page)
         for index in range(len(manifest.layout.layers)):
             self._delivery.announce(arena.view, index, VerifiedBy.DIGEST)
         nbytes, seconds = manifest.layout.payload_nbytes, self.state.last_layer_s()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mx import trace
@@ -53,9 +53,11 @@ async def find(
     begin: Callable[[Located, Plan], None],
     *,
     relays_do: bool,
+    side_files: bool,
 ) -> Found:
     """One look. `begin` hears of the ways while the manifest is still on its way; `relays_do`
-    says whether sources that hold a part are better than nothing.
+    says whether sources that hold a part are better than nothing, `side_files` whether those are
+    wanted in memory, too.
 
     Raises UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
@@ -75,6 +77,9 @@ async def find(
             + ("; ".join(ways.explain()) or "none is registered"),
             hint="start one with mx serve, or name one with --from peer=HOST:PORT",
         )
+    if side_files:  # who reads here later may write them
+        sides = await locator.side_files(manifest, located)
+        manifest = replace(manifest, documents=manifest.documents | sides)
     return Found(located, manifest, ways)
 
 
@@ -90,10 +95,22 @@ class SideFiles:
 
     async def fetch(self) -> None:
         """One attempt. Raises as `find`, and what `write` raises."""
+        if self._in_memory():
+            return await asyncio.to_thread(write_side_files, self._found.manifest, self._write)
         sources, self._sources = self._sources, None
         if sources is None:
             sources = await self._locator.again(self._found.located)
-        await self._locator.side_files(self._found.manifest, sources, self._write)
+        await self._locator.write_side_files(self._found.manifest, sources, self._write)
+
+    def _in_memory(self) -> bool:
+        manifest = self._found.manifest
+        return all(side.digest in manifest.documents for side in manifest.packaging.side_files)
+
+
+def write_side_files(manifest: Manifest, write: WritePage) -> None:
+    """Give the side files that a manifest has among its documents to `write`. Blocks."""
+    for digest in {side.digest for side in manifest.packaging.side_files}:
+        write(digest, 0, manifest.documents[digest])
 
 
 async def patiently(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Sequence
 
 import grpc.aio
@@ -16,6 +17,7 @@ from mx.errors import MxError
 from mx.memory.arena import Arena
 from mx.puller.crew import Crew
 from mx.puller.engine import Engine
+from mx.puller.locate import side_files
 from mx.puller.member import Member
 from mx.puller.options import PullOptions
 from mx.puller.relay import RelayHost
@@ -52,9 +54,8 @@ class Swarming:
         engine: Engine,
         crew: Crew,
         plan: Callable[[Sequence[SourceRecord]], Plan],
-        is_ready: Callable[[int], bool],
     ) -> None:
-        """`plan` finds the ways to read from sources, `is_ready` says it of a layer."""
+        """`plan` finds the ways to read from sources."""
         self._options = options
         self._host = host
         self._manifest = manifest = engine.manifest
@@ -62,11 +63,11 @@ class Swarming:
         self._crew: Crew | None = crew
         self._plan = plan
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._is_ready = is_ready
-        self._layers = len(manifest.layout.layers)
+        self._key = options.key
+        self._sources: Sequence[SourceRecord] = ()
         self._task: asyncio.Task[None] | None = None
         self.member = Member(own_id, len(manifest.grid), self, host.record, self._dial)
-        engine.chunk_listener = self.member
+        self.member.began_with(engine.subscribe(self.member))
         crew.source_lost = lambda source_id: self.member.lost(
             source_id, for_good=crew.bans(source_id)
         )
@@ -74,25 +75,34 @@ class Swarming:
 
     def begin(self, key: ModelKey, arena: Arena, sources: Sequence[SourceRecord]) -> None:
         """Be found, and get to know these and others. A pull goes on alone where that fails."""
-        self._task = asyncio.create_task(self._run(key, arena, sources), name="mx-swarm")
+        self._key, self._sources = key, sources
+        self._task = asyncio.create_task(self._run(arena), name="mx-swarm")
 
-    async def _run(self, key: ModelKey, arena: Arena, sources: Sequence[SourceRecord]) -> None:
+    def met(self, sources: Sequence[SourceRecord]) -> None:
+        """These hold the model now, or parts of it."""
+        self._sources = sources
+        self.member.acquaintances.met(sources)
+
+    async def _run(self, arena: Arena) -> None:
         try:
-            await self._host.start(key, self._manifest, arena, self.member)
+            await self._host.start(self._key, self._manifest, arena, self.member)
         except MxError as error:
             log.warning("others can't read here: %s", str(error))
             self.member.go_alone()
             return
-        self.member.acquaintances.met(sources)
+        self.member.acquaintances.met(self._sources)
         if self._options.coordinator is not None:
             await self._advertise(self._options.coordinator)
 
     async def _advertise(self, coordinator: str) -> None:
         """Until all is held and the coordinator knows."""
+        whole = [(0, len(self._manifest.layout.layers))]
         told: list[tuple[int, int]] | None = None
-        while told != [(0, self._layers)]:
+        while told != whole:
+            held = self._held_layers()
+            if held == whole:  # what is listed as whole gives the side files too
+                await self._get_side_files()
             with contextlib.suppress(MxError):  # it is told again, and nobody needs it to read
-                held = ranges([self._is_ready(layer) for layer in range(self._layers)])
                 self._host.hold(held)
                 if told is None:
                     await self._host.register(coordinator)
@@ -100,6 +110,26 @@ class Swarming:
                     await self._host.advertise()
                 told = held
             await asyncio.sleep(ADVERTISE_S)
+
+    async def _get_side_files(self) -> None:
+        """Have those that this pull had no use for, so that those that read here can."""
+        manifest, key, channel = self._manifest, self._key, self._channel
+        if all(side.digest in manifest.documents for side in manifest.packaging.side_files):
+            return
+        sources = random.sample(self._sources, len(self._sources))
+        try:
+            sides = await side_files(key, manifest, sources, channel)
+        except MxError as error:
+            log.info("side files can't be passed on: %s", str(error))
+            return
+        manifest.documents.update(sides)  # the very ones that are served
+
+    def _held_layers(self) -> list[tuple[int, int]]:
+        """The layers that are given to whoever asks: no others are ever listed."""
+        chunks, grid = self.member.held, self._manifest.grid
+        layers = [grid.of_layer(layer) for layer in range(len(grid.layout.layers))]
+        masks = [((1 << len(layer)) - 1) << layer.start for layer in layers]
+        return ranges([chunks & mask == mask for mask in masks])
 
     @property
     def listening_host(self) -> RelayHost | None:
@@ -111,10 +141,10 @@ class Swarming:
 
     # -- what the member wants of the pull --------------------------------------------------------
 
-    def gate(self) -> Sequence[int]:
-        if self._crew is not None:
+    def gate(self) -> None:
+        if self._crew is not None and self._engine is not None:
             self._crew.gate()
-        return [] if self._engine is None else self._engine.gate()
+            self._engine.gate()
 
     def ungate(self) -> None:
         if self._crew is not None and self._engine is not None:
@@ -141,14 +171,17 @@ class Swarming:
 
     # ----------------------------------------------------------------------------------------------
 
-    async def _dial(self, record: SourceRecord) -> Talk:
-        endpoint = record.endpoint
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
             self._channels[endpoint] = dial(
                 endpoint, tls=self._options.tls, insecure=self._options.insecure
             )
+        return self._channels[endpoint]
+
+    async def _dial(self, record: SourceRecord) -> Talk:
+        endpoint = record.endpoint
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
-        call = Stub(self._channels[endpoint], service, Remote(Role.SOURCE, endpoint)).Mingle()
+        call = Stub(self._channel(endpoint), service, Remote(Role.SOURCE, endpoint)).Mingle()
         return Talk(endpoint, call.read, call.write, lambda: cut(call))
 
     async def close(self) -> None:

@@ -226,6 +226,48 @@ def test_who_hopes_is_not_told_that_no_more_come() -> None:
     assert stage.no_more == 1
 
 
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_when_no_whole_source_is_left_others_are_asked_before_it_is_given_up(
+    from_the_start: bool,
+) -> None:
+    ways = (TCP0, TCP1, UCX0, OTHER)
+    stage = Stage(dict.fromkeys(ways, PeerLostError("cut")) if from_the_start else None)
+    asked: list[int] = []
+
+    def ask() -> None:
+        asked.append(len(stage.opened))
+        stage.crew.gate()
+        stage.crew.expecting = lambda: True
+        stage.crew.join("later", [LATER])
+
+    def lose(lane: int) -> None:
+        if not from_the_start:
+            stage.crew.lane_lost(lane, PeerTimeoutError("stopped"))
+
+    stage.crew.none_left = ask
+    stage.play(lambda: lose(0), lambda: lose(1), lambda: lose(2), stage.end)
+    assert asked == [len(stage.opened) - 1]  # once, after all others
+    assert stage.opened[-1] == LATER
+    assert stage.no_more == 0
+
+
+def test_in_a_swarm_one_that_is_found_again_and_again_is_tried_once() -> None:
+    stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), PeerLostError("cut")))
+    stage.crew.none_left = stage.crew.gate
+    stage.crew.expecting = lambda: True
+    settled = [lambda: None] * 3
+    stage.play(
+        *settled,
+        lambda: stage.crew.add_candidates([OTHER]),
+        lambda: stage.crew.add_candidates([OTHER]),
+        lambda: setattr(stage.crew, "none_left", lambda: None),
+        stage.crew.ungate,
+        *settled,
+        stage.end,
+    )
+    assert stage.opened.count(OTHER) == 2
+
+
 def test_a_source_that_was_lost_is_tried_again_only_if_there_is_nobody_else() -> None:
     stage = Stage()
     stage.crew.hoping = lambda: True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -206,7 +207,7 @@ class Chunks:
 
 def test_what_is_there_already_is_asked_of_nobody(setting: Setting) -> None:
     engine, chunks = setting.engine, Chunks()
-    engine.chunk_listener = chunks
+    assert engine.subscribe(chunks) == []
     setting.arena[: 2 * MIB] = BYTES[: 2 * MIB]
     assert engine.prefill("resume", "/some/folder", [0, 1], 0.5) == 2 * MIB
     assert engine.prefill("reuse", "another model", [1, 0]) == 0
@@ -223,6 +224,53 @@ def test_what_is_there_already_is_asked_of_nobody(setting: Setting) -> None:
         ("held", "peer", MIB),
         ("resume", "/some/folder", 2 * MIB),
     ]
+
+
+def test_a_subscriber_knows_of_every_chunk_whenever_it_comes(setting: Setting) -> None:
+    """What was there before, and read before, is in its snapshot; the rest it is told."""
+    engine, chunks = setting.engine, Chunks()
+    setting.arena[:MIB] = BYTES[:MIB]
+    engine.prefill("resume", "/some/folder", [0])
+    session = setting.lane()
+    session.land()
+    assert engine.subscribe(chunks) == [0, 1]
+    assert chunks.landed == []
+    session.land()
+    assert chunks.landed == [2]
+    assert engine.subscribe(Chunks()) == [0, 1, 2]
+
+
+def test_a_chunk_that_lands_while_somebody_subscribes_is_known_once() -> None:
+    for _ in range(200):
+        setting, chunks = Setting(), Chunks()
+        session = setting.lane()
+        begin = threading.Barrier(2)
+
+        def land(session: HeldSession = session, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            for _ in range(3):
+                session.land()
+
+        landing = threading.Thread(target=land)
+        landing.start()
+        begin.wait()
+        found = setting.engine.subscribe(chunks)
+        landing.join()
+        assert sorted(found + chunks.landed) == [0, 1, 2]
+
+
+def test_the_last_chunk_is_told_before_the_end(setting: Setting) -> None:
+    """Whoever is told that a pull is complete finds all of it with those that read from it."""
+    chunks = Chunks()
+    setting.engine.subscribe(chunks)
+    told_at_end: list[list[int]] = []
+    setting.listener.layer_ready = lambda layer: told_at_end.append(  # type: ignore[method-assign]
+        list(chunks.landed)
+    )
+    session = setting.lane()
+    for _ in range(3):
+        session.land()
+    assert told_at_end == [[0, 1, 2]]
 
 
 def test_a_model_that_is_all_there_needs_no_lane(setting: Setting) -> None:

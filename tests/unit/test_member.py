@@ -39,8 +39,7 @@ class Reads:
         self.reached = reached
         self.connected: list[str] = []
 
-    def gate(self) -> Sequence[int]:
-        return []
+    def gate(self) -> None: ...
 
     def ungate(self) -> None: ...
 
