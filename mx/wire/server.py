@@ -27,7 +27,7 @@ from mx.transport import TlsFiles
 from mx.wire.address import join_address, read_tls, require_protection, split_address
 from mx.wire.channel import KEEPALIVE_OPTIONS
 from mx.wire.rpc import Malformed, parser
-from mx.wire.status import DETAIL_KEY, code_of, encode_detail
+from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 
 _log = logging.getLogger(__name__)
 
@@ -118,9 +118,8 @@ class _CheckedRequests:
 
 
 async def _abort(context: Any, error: MxError) -> None:
-    text = " ".join(str(error).split())[:1000]
     detail = ((DETAIL_KEY, encode_detail(error)),)
-    await context.abort(code_of(error), text, trailing_metadata=detail)
+    await context.abort(code_of(error), status_text(error), trailing_metadata=detail)
 
 
 async def _drain(requests: AsyncIterator[object]) -> None:

@@ -42,7 +42,9 @@ from mx.errors import (
 from mx.text import plain
 
 DETAIL_KEY = "mx-error-bin"
-_MAX_TEXT = 2000  # trailing metadata shares 8 KiB with everything else in it
+# Trailing metadata shares 8 KiB with everything else in it: these are bytes as they are sent.
+_MAX_DETAIL_BYTES = 3000
+_MAX_TEXT_BYTES = 1000
 
 #: The first class that fits decides, so subclasses come before their bases.
 _CODES: tuple[tuple[type[MxError], grpc.StatusCode], ...] = (
@@ -83,12 +85,26 @@ def code_of(error: MxError) -> grpc.StatusCode:
 
 def encode_detail(error: MxError) -> bytes:
     """What `translate` rebuilds the error from."""
+    half = _MAX_DETAIL_BYTES // 2
     detail = {
         "error": type(error).__name__,
-        "message": error.message[:_MAX_TEXT],
-        "hint": error.hint[:_MAX_TEXT],
+        "message": _cut(error.message, half),
+        "hint": _cut(error.hint, half),
     }
     return json.dumps(detail).encode()
+
+
+def status_text(error: MxError) -> str:
+    """One line for foreign clients. gRPC sends three bytes for each that is not ASCII."""
+    return _cut(" ".join(str(error).split()), _MAX_TEXT_BYTES)
+
+
+def _cut(text: str, limit: int) -> str:
+    """The beginning of a text that takes at most `limit` bytes in JSON's escapes."""
+    text = text[:limit]
+    while len(json.dumps(text)) > limit:
+        text = text[: len(text) * limit // len(json.dumps(text))]
+    return text
 
 
 def _rebuild(data: bytes, remote: Remote) -> MxError | None:

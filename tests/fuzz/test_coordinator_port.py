@@ -117,6 +117,23 @@ def valid_requests() -> dict[str, list[bytes]]:
         "Resolve": [pb.ResolveRequest(name="llama@" + digests[0].hex()[:16], revision="main")],
         "ListModels": [pb.ListModelsRequest()],
         "ListSources": [pb.ListSourcesRequest(name="llama")],
+        "Progress": [
+            pb.ProgressRequest(
+                pull=pb.PullProgress(
+                    pull_id=source_id,
+                    model=codec.key_to_wire(record.model),
+                    phase=pb.PullProgress.PHASE_RUNNING,
+                    layers=4,
+                    ready=b"\x01",
+                    nbytes=100,
+                    done_bytes=done_bytes,
+                    seconds=1.5,
+                    sources=["127.0.0.1:7700"],
+                )
+            )
+            for done_bytes in (10, 20)
+        ],
+        "ListPulls": [pb.ListPullsRequest(name="llama")],
     }
     return {
         method: [message.SerializeToString() for message in messages]
@@ -200,6 +217,9 @@ def test_mangled_requests() -> None:
                 grpc.StatusCode.PERMISSION_DENIED,  # or took the source id with another secret
                 grpc.StatusCode.ALREADY_EXISTS,
             )
-            runner.run(client.list_models())
+            # Whatever was let in, lists can be read, and nothing in them is skipped.
+            for asked in (client.list_models(), client.list_sources(), client.list_pulls()):
+                runner.run(asked)
+            assert not client._lists._said
         finally:
             runner.run(stop())

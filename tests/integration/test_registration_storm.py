@@ -18,6 +18,7 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.daemon import ROOT, daemon
+from tests.records import by_digest, make_documents, make_record
 
 pytestmark = pytest.mark.integration
 
@@ -75,17 +76,16 @@ def _patient(address: str) -> Any:
 
 async def test_the_heartbeat_of_a_source_that_is_late_finds_it_still_listed() -> None:
     """Its stream waits behind others' registrations: the first lease is longer."""
-    from tests.records import by_digest, make_documents, make_record
-
     documents = make_documents("A")
     record = make_record(documents)
     with daemon(lease_s=2.0) as (_, address):
-        client, channel = CoordinatorClient(address), dial(address)
+        client = CoordinatorClient(address)
+        channel: Any = dial(address)
         try:
             await client.register(record, by_digest(documents), binding_secret=b"s" * 32)
             (status,) = await client.list_sources()
             assert status.lease_left_s > 2.0
-            beat: Any = channel.stream_stream("/mx.wire.v1.Coordinator/Heartbeat")()
+            beat = channel.stream_stream("/mx.wire.v1.Coordinator/Heartbeat")()
             request = pb.HeartbeatRequest(
                 source_id=record.source_id,
                 binding_secret=b"s" * 32,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mx import codec
 from mx.core.types import AddressTable, ModelKey, Region, SourceRecord, TableRow
 from mx.errors import ConfigError, PeerProtocolError
-from mx.wire.rows import RowsDecoder, rows_to_wire
+from mx.wire.rows import ROWS_PER_PAGE, RowsDecoder, rows_to_wire
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
 from tests.records import make_documents, make_record, scattered_rows
@@ -227,3 +227,87 @@ def test_scattered_sources_may_hold_any_layer() -> None:
     record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1000),))
     decoded = codec.source_from_wire(codec.source_to_wire(record))
     assert decoded == replace(record, table=replace(record.table, rows=()))
+
+
+class Counted(int):
+    """An int that counts how often it is compared."""
+
+    compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        Counted.compared += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        Counted.compared += 1
+        return int(self) > int(other)
+
+    def __le__(self, other: int) -> bool:
+        return not self > other
+
+    def __ge__(self, other: int) -> bool:
+        return not self < other
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return isinstance(other, int) and int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_what_is_held_is_checked_in_one_pass() -> None:
+    count = 2000
+    regions = tuple(
+        Region(i, "cpu", 0, 1, (Counted(2 * i), Counted(2 * i + 1))) for i in range(count)
+    )
+    table = AddressTable(b"l" * 32, regions)
+    Counted.compared = 0
+    codec.check_held(table, [(2 * i, 2 * i + 1) for i in range(count)])
+    assert Counted.compared < 40 * count  # sorting included; in pairs they were half of count²
+
+
+spans = st.lists(st.integers(0, 40), max_size=12, unique=True).map(
+    lambda ends: list(zip(*[iter(sorted(ends))] * 2, strict=False))
+)
+
+
+@given(spans, spans)
+def test_held_layers_lie_in_regions(
+    layers: list[tuple[int, int]], held: list[tuple[int, int]]
+) -> None:
+    table = AddressTable(
+        b"l" * 32, tuple(Region(i, "cpu", 0, 1, span) for i, span in enumerate(layers))
+    )
+    covered = {layer for begin, end in layers for layer in range(begin, end)}
+    fits = all(layer in covered for begin, end in held for layer in range(begin, end))
+    if fits:
+        codec.check_held(table, held)
+    else:
+        with pytest.raises(PeerProtocolError, match="no region"):
+            codec.check_held(table, held)
+
+
+def test_tables_are_bounded_in_number_and_sum() -> None:
+    regions = [Region(i, "cpu", 0, 1, (i, i + 1)) for i in range(codec.MAX_REGIONS + 1)]
+    wire = codec.table_to_wire(AddressTable(b"l" * 32, tuple(regions)))
+    with pytest.raises(PeerProtocolError, match=f"more than {codec.MAX_REGIONS} regions"):
+        codec.table_from_wire(wire)
+    half = codec.MAX_TOTAL_BYTES // 2
+    for nbytes, fits in ((half, True), (half + 1, False)):
+        two = tuple(Region(i, "cpu", 0, nbytes, (i, i + 1)) for i in range(2))
+        wire = codec.table_to_wire(AddressTable(b"l" * 32, two))
+        if fits:
+            assert codec.table_from_wire(wire).regions == two
+        else:
+            with pytest.raises(PeerProtocolError, match="more than any memory"):
+                codec.table_from_wire(wire)
+
+
+def test_a_page_of_rows_is_bounded() -> None:
+    rows = [TableRow(0, i, 1, 0, i) for i in range(ROWS_PER_PAGE + 1)]
+    table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 20),))
+    pages = list(rows_to_wire(rows))
+    assert [len(page.layer) for page in pages] == [ROWS_PER_PAGE, 1]
+    pages[0].MergeFrom(pages[1])
+    with pytest.raises(PeerProtocolError, match="in one message"):
+        RowsDecoder(table, len(rows)).check(pages[0])

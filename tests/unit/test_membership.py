@@ -457,3 +457,42 @@ def test_the_manifest_follows_the_sources_that_are_left() -> None:
     assert members.resolve("llama").ref == first.ref
     members.deregister(1, first.source_id, ALICE)
     assert members.resolve("llama").ref == second.ref
+
+
+def test_one_address_takes_a_part_of_what_there_is() -> None:
+    limits = Limits(models=4, sources=6, models_per_address=2, sources_per_address=3)
+    members = Membership(limits=limits, binding_grace_s=10.0)
+    greedy = [make_record(make_documents(str(i)), name=f"m{i}") for i in range(3)]
+    for record in greedy[:2]:
+        members.register(0, record, b"s" * 16, address="ipv4:10.0.0.1")
+    with pytest.raises(CapacityError, match="2 models from ipv4:10.0.0.1"):
+        members.register(0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
+    # Renewed, and a source of what is bound: these are no new models.
+    members.register(1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
+    again = make_record(make_documents("0"), name="m0")
+    members.register(1, again, b"s" * 16, address="ipv4:10.0.0.1")
+    with pytest.raises(CapacityError, match="3 sources from ipv4:10.0.0.1"):
+        another = make_record(make_documents("0"), name="m0")
+        members.register(1, another, b"s" * 16, address="ipv4:10.0.0.1")
+    members.register(1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")
+    # What ends is given back.
+    members.deregister(2, greedy[1].source_id, b"s" * 16)
+    fourth = make_record(make_documents("4"), name="m4")
+    members.register(2, fourth, b"s" * 16, address="ipv4:10.0.0.1")
+    members.tick(1000)
+    members.tick(1010)
+    assert not members.sources() and not members.models()
+    for record in greedy[:2]:
+        members.register(1010, record, b"s" * 16, address="ipv4:10.0.0.1")
+
+
+def test_the_first_lease_is_longer() -> None:
+    members = Membership(lease_s=1.0, first_lease_s=3.0)
+    early, late = make_record(WEIGHTS["A"]), make_record(WEIGHTS["A"])
+    for record in (early, late):
+        members.register(0, record, b"s" * 16)
+    members.heartbeat(0.5, early.source_id, b"s" * 16, SourceState.SERVING)
+    members.tick(1.5)
+    assert [s.record for s in members.sources()] == [late]
+    members.tick(3.0)
+    assert not members.sources()
