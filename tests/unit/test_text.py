@@ -138,7 +138,7 @@ def test_a_hostile_coordinator_on_a_terminal() -> None:
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no")
         raise AssertionError
 
-    class Everything(grpc.GenericRpcHandler[bytes, bytes]):
+    class Everything(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
             return grpc.unary_unary_rpc_method_handler(refuse)
 

@@ -1,0 +1,54 @@
+"""Side files on their way to `--out`: to disk as they come, whatever their size."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mx import api
+from mx.units import MIB
+from tests.integration.conftest import REPOSITORY, environment
+
+pytestmark = pytest.mark.integration
+
+FILES, FILE_BYTES = 4, 40 * MIB
+
+
+def peak_bytes(*arguments: str) -> int:
+    """Run `mx` to its good end. Returns the most memory that it held."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mx", *arguments], env=environment(), cwd=REPOSITORY
+    )
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+def test_a_pull_holds_no_side_file_in_memory(tmp_path: Path, coordinator: str) -> None:
+    source = tmp_path / "source"
+    (source / "vocab").mkdir(parents=True)
+    save_file({"w": torch.arange(1000)}, source / "model.safetensors")
+    for number in range(FILES):
+        line = f"{number} and more of it\n"
+        text = line * (FILE_BYTES // len(line))
+        (source / "vocab" / f"{number}.txt").write_text(text)
+    (source / "vocab" / "again.txt").write_text(text)
+    (source / "empty.txt").touch()
+    out = tmp_path / "out"
+    with api.serve(source, model="m", coordinator=coordinator) as served:
+        where = ("pull", "m", "--from", f"peer={served.endpoint}")
+        without = peak_bytes(*where)
+        with_them = peak_bytes(*where, "--out", str(out))
+    written = sorted(path.relative_to(out) for path in out.rglob("*"))
+    assert written == sorted(path.relative_to(source) for path in source.rglob("*"))
+    for path in written:
+        if (source / path).is_file():
+            assert (out / path).read_bytes() == (source / path).read_bytes()
+    assert with_them - without < FILE_BYTES
