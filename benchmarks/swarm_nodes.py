@@ -7,9 +7,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mx.core.swarm import Ask, Cancel, Command, Decline, Receiver, Want
+from mx.core.swarm import Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Take, Want
 from mx.core.swarm_neighbours import Neighbours
-from mx.core.swarm_source import Answer, Gate, Go, Offer, Room, Seeder
+from mx.core.swarm_slots import Answer, Gate, Go, Room
+from mx.core.swarm_source import Offer, Seeder
 
 from .swarm_net import Link, Network, Transfer
 from .swarm_setting import Outcome, RarestFirst, Setting
@@ -234,6 +236,8 @@ class Swarm:
                 at(now_s + latency_s, self._cancelled, node.number, peer, each.chunk)
             elif type(each) is Decline:
                 at(now_s + latency_s, self._declined, node.number, each.chunk)
+            elif type(each) is Take:
+                at(now_s + 2 * latency_s, self._taken, node, self.nodes[each.peer], each.chunk)
             elif type(each) is Want:
                 at(now_s + latency_s, self._wanting, node.number, self.nodes[each.peer])
             else:
@@ -256,6 +260,10 @@ class Swarm:
             self._begin(source, node, chunk)
         elif answer is Answer.BUSY:
             self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
+
+    def _taken(self, node: Node, source: Node, chunk: int) -> None:
+        if node.alive and source.alive and (node.number, chunk) not in source.flights:
+            self._begin(source, node, chunk)
 
     def _begin(self, source: Node, node: Node, chunk: int) -> None:
         transfer = Transfer(source.number, node.number, chunk, source.link, node.link)

@@ -65,7 +65,8 @@ class Swarming:
         self._is_ready = is_ready
         self._layers = len(manifest.layout.layers)
         self._task: asyncio.Task[None] | None = None
-        self.member = Member(own_id, len(manifest.grid), self, host.record, self._dial)
+        grid = manifest.grid
+        self.member = Member(own_id, len(grid), grid.chunk_nbytes, self, host.record, self._dial)
         engine.chunk_listener = self.member
         crew.source_lost = lambda source_id: self.member.lost(
             source_id, for_good=crew.bans(source_id)

@@ -17,7 +17,9 @@ from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel
+from mx.source.reading import ReadCounts
 from mx.transport import Exposure, Sending
+from mx.wire.address import address_of_peer
 from mx.wire.talk import Talk
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
@@ -31,6 +33,10 @@ _MAX_GONE = 64
 
 class Mingler(Protocol):
     """A source's part in a swarm."""
+
+    def watch(self, sent: Callable[[str, str], int | None]) -> None:
+        """From now on `sent(reader id, address or "")` says how many bytes a reader was sent, or
+        None where that cannot be seen."""
 
     def opened(self, reader_id: str) -> bool:
         """A pull was granted reads. Must it ask first?"""
@@ -85,6 +91,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.models: dict[str, Served] = {}
         self.leases = LeaseBook(lease_s)
         self.limits = limits or SourceLimits(report_s=lease_s / 4)
+        self.counts = ReadCounts()
         self.talks = 0  # that are going on
         self.state = SourceState.SERVING
         self._record_of = record_of
@@ -149,6 +156,15 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 for name, exposure in served.exposures.items()
                 if not wanted or name in wanted
             ]
+            sending = [served.exposures[ticket.transport] for ticket in tickets]
+            if reader_id:
+                self.counts.opened(
+                    grant_id,
+                    held.source_id,
+                    address_of_peer(context.peer()),
+                    reader_id,
+                    [exposure for exposure in sending if isinstance(exposure, Sending)],
+                )
             gated = bool(reader_id) and served.mingler.opened(reader_id)
             counted = bool(reader_id)
             if gated:
@@ -159,7 +175,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 grant_id,
                 held.source_id,
                 reader_id or grant_id,
-                sent=any(isinstance(served.exposures[t.transport], Sending) for t in tickets),
+                sent=any(isinstance(exposure, Sending) for exposure in sending),
             )
             self.leases.open(
                 grant_id, held.source_id, held.generation, reader.hostname, self._clock()
@@ -202,6 +218,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             self._alone.pop(grant_id, None)
             self.leases.lose(grant_id)
             self.limits.closed(grant_id)
+            self.counts.closed(grant_id)
             if counted:
                 served.mingler.closed(reader_id)
             for exposure in served.all_exposures():
@@ -228,7 +245,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         async def hear() -> peer_pb2.SwarmMessage | None:
             return await anext(request_iterator, None)
 
-        talk = Talk(record.endpoint, hear, context.write)
+        address = address_of_peer(context.peer())
+        talk = Talk(record.endpoint, hear, context.write, address=address)
         self.talks += 1
         try:
             if self.limits.full_for(record.source_id):  # what use were it to ask for chunks?
@@ -300,6 +318,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             await asyncio.sleep(interval_s)
             for lease in self.leases.expire(self._clock()):
                 self.limits.closed(lease.grant_id)
+                self.counts.closed(lease.grant_id)
                 served = self.models.get(lease.source_id)
                 if served is not None:
                     for exposure in served.all_exposures():

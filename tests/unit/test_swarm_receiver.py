@@ -6,17 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm import (
-    ANNOUNCE_S,
-    BUSY_S,
-    Ask,
-    Cancel,
-    Decline,
-    Pass,
-    Receiver,
-    Want,
-    members,
-)
+from mx.core.swarm import ANNOUNCE_S, BUSY_S, Receiver
+from mx.core.swarm_commands import Ask, Cancel, Decline, Pass, Take, Want, members
+from mx.core.swarm_free import FREE_S
 
 ELSEWHERE = -1
 

@@ -7,18 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm import (
-    BUSY_S,
-    END_CHUNKS,
-    LATE_S,
-    Ask,
-    Cancel,
-    Command,
-    Decline,
-    Pass,
-    Receiver,
-    Want,
-)
+from mx.core.swarm import BUSY_S, END_CHUNKS, LATE_S, Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Pass, Take, Want
 
 ELSEWHERE = -1
 

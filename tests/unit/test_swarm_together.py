@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from benchmarks.swarm_nodes import Swarm
 from benchmarks.swarm_setting import Setting
-from mx.core.swarm import END_CHUNKS, Ask, Cancel, Command, Decline, Receiver, Want
-from mx.core.swarm_source import Answer, Gate, Go, Offer, Room, Seeder
+from mx.core.swarm import END_CHUNKS, Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Take, Want
+from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
+from mx.core.swarm_source import Offer, Seeder
 
 ORIGIN = 0
 TICK_S = 0.2

@@ -14,12 +14,14 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 #: How often a blocked call looks at the clock, as a fraction of the stall timeout.
 _TICKS = 4
 #: Buffers per sendmsg or recvmsg_into; the kernel's limit is 1024.
 _MAX_BUFFERS = 256
+#: What TLS sends in one call, which returns once all of it is on its way.
+_TLS_SLICE = 256 << 10
 
 
 class StreamClosed(OSError):
@@ -122,18 +124,27 @@ class Stream:
                     raise StreamClosed("the connection was closed")
                 rest, deadline = _after(rest, got), 0.0
 
-    def send_all(self, buffers: Sequence[memoryview | bytes]) -> None:
-        """Send buffers one after the other. Raises TimeoutError or OSError."""
+    def send_all(
+        self,
+        buffers: Sequence[memoryview | bytes],
+        on_sent: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Send buffers one after the other; `on_sent` hears of each so many bytes that are sent,
+        several times a second while any are. Raises TimeoutError or OSError."""
         views = [memoryview(view) for view in buffers if len(view)]
         for first in range(0, len(views), _MAX_BUFFERS):
             rest, deadline = views[first : first + _MAX_BUFFERS], 0.0
             while rest:
                 try:
-                    sent = self._sock.send(rest[0]) if self._tls else self._sock.sendmsg(rest)
+                    if self._tls:
+                        sent = self._sock.send(rest[0][:_TLS_SLICE])
+                    else:
+                        sent = self._sock.sendmsg(rest)
                 except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError):
                     deadline = self._check(deadline)
                     continue
                 rest, deadline = _after(rest, sent), 0.0
+                on_sent(sent)
 
     def send_descriptors(self, data: bytes, descriptors: Sequence[int]) -> None:
         """Send a few bytes and duplicates of descriptors with them (unix sockets only)."""

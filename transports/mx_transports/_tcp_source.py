@@ -37,6 +37,7 @@ class TcpExposure(DoorExposure):
     ) -> None:
         self._limiter = options.limiter
         self._sent_bytes = 0
+        self._sent_to: dict[str, int] = {}
         self._views = {region.index: host_view(region.view) for region in regions}
         listeners = listen(options.hosts)
         self._addresses = [list(listener.getsockname()[:2]) for listener in listeners]
@@ -51,6 +52,15 @@ class TcpExposure(DoorExposure):
 
     def sent_bytes(self) -> int:
         return self._sent_bytes
+
+    def sent_to(self, grant_id: str) -> int:
+        with self._lock:
+            return self._sent_to.get(grant_id, 0)
+
+    def revoke(self, grant_id: str) -> None:
+        super().revoke(grant_id)
+        with self._lock:
+            self._sent_to.pop(grant_id, None)
 
     def _ticket_fields(self) -> dict[str, object]:
         return {"addresses": self._addresses}
@@ -95,8 +105,14 @@ class TcpExposure(DoorExposure):
 
     def _send(self, stream: Stream, granted: Granted, head: bytes, views: list[memoryview]) -> None:
         if self._limiter is None:
-            stream.send_all([head, *views])
-            self._count(sum(len(view) for view in views))
+            left = len(head)  # which is no payload
+
+            def on_sent(nbytes: int) -> None:
+                nonlocal left
+                payload, left = max(0, nbytes - left), max(0, left - nbytes)
+                self._count(granted, payload)
+
+            stream.send_all([head, *views], on_sent)
             return
         stream.send_all([head])
         for view in views:
@@ -107,12 +123,15 @@ class TcpExposure(DoorExposure):
                 part = view[sent : sent + size]
                 pause(self._limiter.delay_s(len(part)), lambda: granted.revoked)
                 stream.send_all([part])
-                self._count(len(part))
+                self._count(granted, len(part))
                 sent += len(part)
 
-    def _count(self, nbytes: int) -> None:
+    def _count(self, granted: Granted, nbytes: int) -> None:
         with self._lock:
             self._sent_bytes += nbytes
+            if not granted.revoked:
+                sent = self._sent_to.get(granted.grant_id, 0)
+                self._sent_to[granted.grant_id] = sent + nbytes
 
     def _status(self, generation: int) -> int:
         return frames.OK if generation == self._generation else frames.STALE
