@@ -19,7 +19,6 @@ from mx.core.swarm_standing import Reader, Standing
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.puller.acquaintances import Acquaintances
-from mx.wire.address import split_address
 from mx.wire.talk import Talk, from_bytes, to_bytes
 from mx.wire.v1 import peer_pb2
 
@@ -69,11 +68,6 @@ class _Peer:
     seeds: bool
     readable: bool  # else it may read here, but is asked for nothing
     connected: bool = False
-
-
-def _reader(record: SourceRecord, talk: Talk) -> Reader:
-    """Who reads at the other end: one that was dialled reads from where it is."""
-    return Reader(talk.address or split_address(record.endpoint)[0], record.source_id)
 
 
 class Member:
@@ -209,7 +203,7 @@ class Member:
         self._peers[number] = _Peer(record, talk, seeds, readable)
         self._numbers[record.source_id] = number
         self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
-        self._standing.joined(number, _reader(record, talk))
+        self._standing.joined(number, Reader(talk.address, record.source_id))
         if readable:
             self._alone_since_s = None
         if readable and record.source_id not in self._lost:  # or it could come and go for ever
@@ -231,7 +225,7 @@ class Member:
 
     async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
         """Another has greeted: talk until the end."""
-        if self._standing.waits(_reader(record, talk)):  # its place is another's
+        if self._standing.waits(Reader(talk.address, record.source_id)):  # its place is another's
             talk.say(welcome=peer_pb2.Welcome(accepted=False))
             await talk.listen(lambda message: None)
             return
@@ -303,19 +297,14 @@ class Member:
             match each:
                 case Ask(_, chunk):
                     peer.talk.say(ask=chunk)
-                    # Not sooner: to connect all to all at once would take a second of a core.
-                    if not peer.connected:
-                        peer.connected = True
-                        self._reads.connect(peer.record)
+                    self._connect(peer)
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
                         self._reads.withdraw(peer.record.source_id, chunk)
                     peer.talk.say(drop=chunk)
                 case Take(_, chunk):
-                    if not peer.connected:
-                        peer.connected = True
-                        self._reads.connect(peer.record)
+                    self._connect(peer)
                     if self._reads.permit(peer.record.source_id, chunk):
                         self._take_over(chunk, each.peer)
                 case Decline(_, chunk):
@@ -324,6 +313,12 @@ class Member:
                     peer.talk.say(**{"pass": True})
                 case Want():
                     peer.talk.say(want=True)
+
+    def _connect(self, peer: _Peer) -> None:
+        """Not sooner: to connect all to all at once would take a second of a core."""
+        if not peer.connected:
+            peer.connected = True
+            self._reads.connect(peer.record)
 
     def _answers(self, answers: Iterable[Go | Room | Busy]) -> None:
         for each in answers:
@@ -377,7 +372,7 @@ class Member:
             now_s = time.monotonic()
             self._answers(self._gate.tick(now_s))
             for peer in self._peers.values():
-                if self._standing.banned(_reader(peer.record, peer.talk)):
+                if self._standing.banned(Reader(peer.talk.address, peer.record.source_id)):
                     peer.talk.close()
             if not self.gated or self.complete:
                 continue

@@ -19,6 +19,7 @@ from mx.puller.engine import Engine
 from mx.puller.member import Member
 from mx.puller.options import PullOptions
 from mx.puller.relay import RelayHost
+from mx.wire.address import host_of
 from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.rpc import Stub
 from mx.wire.talk import Talk
@@ -150,7 +151,8 @@ class Swarming:
             )
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         call = Stub(self._channels[endpoint], service, Remote(Role.SOURCE, endpoint)).Mingle()
-        return Talk(endpoint, call.read, call.write, lambda: cut(call))
+        address = host_of(endpoint)
+        return Talk(endpoint, call.read, call.write, lambda: cut(call), address=address)
 
     async def close(self) -> None:
         """Leave the others, and let nobody read any more. Idempotent."""

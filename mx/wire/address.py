@@ -34,6 +34,11 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def host_of(address: str) -> str:
+    """The host of an address that was dialled; "unix" for unix:PATH."""
+    return "unix" if address.startswith("unix:") else split_address(address)[0]
+
+
 def join_address(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -46,7 +46,7 @@ class Talk:
         end: Callable[[], object] = lambda: None,
         address: str = "",
     ) -> None:
-        """`address` is where the other end's connection comes from; "" if it was dialled."""
+        """`address` is the other end's, without its port: where it dials from, or is dialled at."""
         self.peer = peer
         self.address = address
         self._read = read

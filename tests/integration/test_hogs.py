@@ -16,7 +16,7 @@ from tests.integration.test_swarm import ORIGIN, Lan, Pull, check, lan, pull
 
 __all__ = ["lan", "pull"]  # fixtures
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 class Hogging(HostCommand):
