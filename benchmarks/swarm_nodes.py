@@ -7,9 +7,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mx.core.swarm import Ask, Cancel, Command, Decline, Receiver, Want
+from mx.core.swarm import Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Take, Want
 from mx.core.swarm_neighbours import Neighbours
-from mx.core.swarm_source import Answer, Gate, Go, Offer, Room, Seeder
+from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
+from mx.core.swarm_source import Offer, Seeder
 
 from .swarm_net import Link, Network, Transfer
 from .swarm_setting import Outcome, RarestFirst, Setting
@@ -234,6 +236,8 @@ class Swarm:
                 at(now_s + latency_s, self._cancelled, node.number, peer, each.chunk)
             elif type(each) is Decline:
                 at(now_s + latency_s, self._declined, node.number, each.chunk)
+            elif type(each) is Take:
+                at(now_s + 2 * latency_s, self._taken, node, self.nodes[each.peer], each.chunk)
             elif type(each) is Want:
                 at(now_s + latency_s, self._wanting, node.number, self.nodes[each.peer])
             else:
@@ -256,6 +260,10 @@ class Swarm:
             self._begin(source, node, chunk)
         elif answer is Answer.BUSY:
             self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
+
+    def _taken(self, node: Node, source: Node, chunk: int) -> None:
+        if node.alive and source.alive and (node.number, chunk) not in source.flights:
+            self._begin(source, node, chunk)
 
     def _begin(self, source: Node, node: Node, chunk: int) -> None:
         transfer = Transfer(source.number, node.number, chunk, source.link, node.link)
@@ -307,14 +315,20 @@ class Swarm:
     def _passed(self, reader: int, source: Node) -> None:
         self._answers(source, source.gate.passed(reader))
 
-    def _answers(self, source: Node, answers: Iterable[Go | Room]) -> None:
+    def _answers(self, source: Node, answers: Iterable[Go | Room | Busy]) -> None:
         for each in answers:
             node = self.nodes[each.reader]
             if type(each) is Go:
                 if node.alive:
                     self._begin(source, node, each.chunk)
+            elif type(each) is Busy:
+                at_s = self.network.now_s + self._latency
+                self.network.at(at_s, self._refused, node, source, each.chunk)
             else:
                 self.network.at(self.network.now_s + self._latency, self._room, node, source)
+
+    def _refused(self, node: Node, source: Node, chunk: int) -> None:
+        self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
 
     def _room(self, node: Node, source: Node) -> None:
         self._do(node, node.receiver.room(source.number, self.network.now_s))
@@ -359,10 +373,13 @@ class Swarm:
     def _tick(self, node: Node) -> None:
         if not node.alive or node.finish_s is not None:
             return
+        self._answers(node, node.gate.tick(self.network.now_s))
         self._do(node, node.receiver.tick(self.network.now_s))
         self.network.at(self.network.now_s + TICK_S, self._tick, node)
 
     def _tick_origin(self) -> None:
         if self.seeder is not None and self._unfinished:
+            origin = self.nodes[ORIGIN]
+            self._answers(origin, origin.gate.tick(self.network.now_s))
             self._offer(self.seeder.tick(self.network.now_s))
             self.network.at(self.network.now_s + TICK_S, self._tick_origin)

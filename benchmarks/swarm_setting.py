@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mx.core.swarm import WIDTH, Receiver, members
+from mx.core.swarm import WIDTH, Receiver
+from mx.core.swarm_commands import members
 
 #: Who asks whom for what. star: all the origin; chain: each the one before; tree: a binomial tree;
 #: naive: a swarm without offers, in order; rarest: the same, the rarest chunk first, as BitTorrent.

@@ -177,6 +177,10 @@ class Sending(Protocol):
     def sent_bytes(self) -> int:
         """Payload bytes sent so far, whoever to. Thread-safe."""
 
+    def sent_to(self, grant_id: str) -> int:
+        """Payload bytes sent on this grant so far, those of running reads counted at least once a
+        second; 0 once it was revoked. Thread-safe."""
+
 
 @runtime_checkable
 class Witness(Protocol):

@@ -7,7 +7,8 @@ least to give to others, for its pace. An origin offers chunks of its own accord
 room says "busy"; whoever then finds nobody else to ask says that it wants to hear of room there,
 and is told. A chunk is asked of one neighbour; of another when it is late: instead of the first, or
 near the end beside it (a hedge). A neighbour that does less than a quarter of what the median one
-does is shunned: asked for nothing that somebody else can give.
+does is shunned: asked for nothing that somebody else can give. When nothing comes for long, chunks
+are read from a whole source without asking (`mx.core.swarm_free`).
 
 Sets of chunks are integers used as bit sets (bit c: chunk c): the union of two sets of 4,096
 chunks, or the lowest member of one, costs a tenth of a microsecond in plain Python.
@@ -20,11 +21,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-#: Asks outstanding, as many as a source serves at a time (`mx.core.swarm_source.WIDTH`). Two hide
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Pass, Take, Want, members
+from mx.core.swarm_free import FREE_S, FreeReading
+
+#: Asks outstanding, as many as a source serves at a time (`mx.core.swarm_slots.WIDTH`). Two hide
 #: the round trips of a network of up to 1 Gbit/s; docs/swarm.md has those for faster ones.
 WIDTH = 2
 #: Holdings are told to neighbours this long after the first that they don't know of has landed ...
@@ -47,50 +49,6 @@ END_CHUNKS = 4
 _KEPT = 0.7
 
 
-class Ask(NamedTuple):
-    """Ask `peer` for `chunk`."""
-
-    peer: int
-    chunk: int
-
-
-class Cancel(NamedTuple):
-    """Give up the ask or the read of `chunk` from `peer`: another brings it."""
-
-    peer: int
-    chunk: int
-
-
-class Decline(NamedTuple):
-    """Tell the origin that its offer is not taken: the chunk is here, or asked of another."""
-
-    peer: int
-    chunk: int
-
-
-class Pass(NamedTuple):
-    """Tell `peer`, which said that it has room, that nothing is wanted of it now."""
-
-    peer: int
-
-
-class Want(NamedTuple):
-    """Tell `peer`, which was busy, to say when it has room."""
-
-    peer: int
-
-
-Command = Ask | Cancel | Decline | Pass | Want
-
-
-def members(chunks: int) -> Iterator[int]:
-    """The members of a bit set, the lowest first."""
-    while chunks:
-        low = chunks & -chunks
-        yield low.bit_length() - 1
-        chunks ^= low
-
-
 @dataclass(slots=True)
 class _Peer:
     have: int
@@ -101,6 +59,7 @@ class _Peer:
     waited_for: bool = False  # it was told to say when it has room
     shunned: bool = False
     bad: int = 0  # chunks that failed; not asked for again while anything else can be
+    whole: bool = False  # it holds everything, whatever it says to hold
 
     @property
     def cost(self) -> float:
@@ -113,10 +72,13 @@ class Receiver:
     """One pull's part in a swarm. Not thread-safe; every method that returns commands returns
     them in order. Events of peers that are gone, or about what was not asked, are ignored."""
 
-    def __init__(self, chunks: int, *, width: int = WIDTH) -> None:
+    def __init__(self, chunks: int, *, width: int = WIDTH, free_s: float = FREE_S) -> None:
         """`width`: how many asks may be outstanding. Late ones, which may never be answered, don't
-        count."""
+        count. `free_s`: when nothing has come for so long, chunks are read without asking."""
         self.width = width
+        self._all = (1 << chunks) - 1
+        self._free = FreeReading(free_s)
+        self._taken: set[tuple[int, int]] = set()  # (peer, chunk) that are read without asking
         self._held = 0
         self._wanted = (1 << chunks) - 1  # neither held, asked for nor offered
         self._asks = 0  # outstanding, and not late
@@ -135,6 +97,11 @@ class Receiver:
         return self._held
 
     @property
+    def free(self) -> bool:
+        """Is it reading without asking?"""
+        return self._free.on
+
+    @property
     def peers(self) -> tuple[int, ...]:
         return tuple(self._peers)
 
@@ -149,12 +116,12 @@ class Receiver:
 
     # -- neighbours -----------------------------------------------------------------------------
 
-    def joined(self, peer: int, have: int = 0) -> int:
+    def joined(self, peer: int, have: int = 0, *, whole: bool = False) -> int:
         """A neighbour, which holds `have`; `plan` follows. Returns what it is to be told first:
-        all that is held here."""
+        all that is held here. `whole`: it holds everything, though it may not say so."""
         if peer in self._peers:
             raise ValueError(f"peer {peer} is there already")
-        self._peers[peer] = _Peer(have)
+        self._peers[peer] = _Peer(have, whole=whole)
         return self._held
 
     def gone(self, peer: int, now_s: float) -> list[Command]:
@@ -192,9 +159,12 @@ class Receiver:
         return self.plan(now_s)
 
     def busy(self, peer: int, chunk: int, now_s: float) -> list[Command]:
-        """The neighbour has no room for this ask."""
+        """The neighbour has no room for this ask, or takes back the slot that it has given. What
+        is being read may come all the same."""
         state = self._peers.get(peer)
-        if state is None or state.asked.pop(chunk, None) is None:
+        if state is None or (peer, chunk) in self._taken:
+            return []
+        if state.asked.pop(chunk, None) is None:
             return []
         state.busy_until_s = now_s + BUSY_S
         self._release(peer, chunk)
@@ -227,9 +197,12 @@ class Receiver:
         """The chunk is here, verified, from `peer` (any number that is no peer's: from elsewhere,
         such as a disk). Also right when the ask was given up meanwhile."""
         commands: list[Command] = []
+        self._free.landed(now_s)
         for other in self._askers.pop(chunk, ()):
-            self._ended(other, chunk)
             state = self._peers[other]
+            if other == peer and state.whole and (other, chunk) not in self._taken:
+                self._free.slot_given()
+            self._ended(other, chunk)
             seconds = now_s - state.asked.pop(chunk)
             if other != peer:
                 commands.append(Cancel(other, chunk))
@@ -341,6 +314,7 @@ class Receiver:
             self._wanted |= 1 << chunk
 
     def _ended(self, number: int, chunk: int) -> None:
+        self._taken.discard((number, chunk))
         if (number, chunk) in self._late:
             self._late.remove((number, chunk))
         else:
@@ -367,7 +341,7 @@ class Receiver:
                 peer.have |= peer.bad
                 peer.bad = 0
             commands += self.plan(now_s)
-        return commands
+        return commands + self._read_freely(now_s, limit_s)
 
     def _again(self, late: int, chunk: int, now_s: float) -> list[Command]:
         """Ask another for a late chunk, if there is one; if not, for other chunks at least."""
@@ -391,3 +365,34 @@ class Receiver:
         state.seen = max(state.seen + 1, SEEN)
         self._release(late, chunk)
         return [Cancel(late, chunk), self._ask(other, chunk, now_s)]
+
+    # -- without asking -------------------------------------------------------------------------
+
+    def _read_freely(self, now_s: float, limit_s: float) -> list[Command]:
+        """Take one chunk after the other from a whole source, beside what is asked for."""
+        whole = {n: p.whole for n, p in self._peers.items() if p.whole or p.have == self._all}
+        if not (self._free.due(now_s) and whole and self.left and self.width):
+            return []
+        commands: list[Command] = []
+        for number, chunk in list(self._taken):
+            slow = now_s - self._peers[number].asked[chunk] > max(self._free.after_s, limit_s)
+            if not slow or len(whole) == 1:
+                return []
+            commands.append(self._give_up(number, chunk))
+        offered = sum({1 << chunk for _, chunk in self._offers})
+        chunks = self._wanted | offered or sum({1 << chunk for _, chunk in self._late})
+        if not chunks:
+            return commands
+        source = self._free.choose(whole)
+        chunk = next(members(chunks & ~self._peers[source].bad or chunks))
+        self._offers = deque(each for each in self._offers if each[1] != chunk)
+        given_up = [self._give_up(asked, chunk) for asked in self.asked(chunk)]
+        commands += [each for each in given_up if each.peer != source]
+        self._ask(source, chunk, now_s)
+        self._taken.add((source, chunk))
+        return [*commands, Take(source, chunk)]
+
+    def _give_up(self, number: int, chunk: int) -> Cancel:
+        del self._peers[number].asked[chunk]
+        self._release(number, chunk)
+        return Cancel(number, chunk)

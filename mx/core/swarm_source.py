@@ -1,28 +1,25 @@
-"""The giving side of a swarm: who reads from a source now (`Gate`), and what an origin hands out
-(`Seeder`). Events in, answers out; no IO, no clock. Sets of chunks are bit sets and readers are
-numbers, see `mx.core.swarm`.
+"""What an origin hands out in a swarm (`Seeder`). Events in, answers out; no IO, no clock. Sets of
+chunks are bit sets and readers are numbers, see `mx.core.swarm`; who reads at a time is in
+`mx.core.swarm_slots`.
 
 Super-seeding (as in BitTorrent's BEP 16, with offers in the place of false holdings): an origin
 sends no chunk a second time while one has never gone out. It says over the stream that each
 reader has open with it "take chunk 17 from me next", to one reader at a time, so that nobody has
-to be asked who sends what, and all else comes from the readers.
+to be asked who sends what, and all else comes from the readers. A reader that does not take what
+it is offered is offered nothing more while others are there, and neither are others from its
+address that have taken nothing so far.
 """
 
 from __future__ import annotations
 
-import enum
 import statistics
-from collections import deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Reads that a source serves at a time. Few, since one at full speed and then the next has each
-#: chunk at another holder sooner than both at half speed; but one alone leaves the link idle from
-#: its end until the next has asked.
-WIDTH = 2
-#: How many of those that want to hear of room are told at a time. Some have found another by
-#: then.
-ROOM_BATCH = 6
+from mx.core.swarm_slots import WIDTH
+from mx.core.swarm_standing import Standing
+
 #: Offers that an origin has open: those under way, and one that is on its way or waits.
 OFFERS = WIDTH + 1
 #: An offer is late after this many times what one usually takes, and not before `LATE_S`.
@@ -31,101 +28,6 @@ LATE_S = 1.0
 #: A reader that takes this many times as long as the median one gets no offers.
 SLOW_FACTOR = 2.0
 _KEPT = 0.7
-
-
-class Answer(enum.Enum):
-    GO = "go"  # read now
-    WAIT = "wait"  # Go will follow
-    BUSY = "busy"  # ask elsewhere, or want to hear of room
-
-
-class Go(NamedTuple):
-    """The reader may read the chunk now."""
-
-    reader: int
-    chunk: int
-
-
-class Room(NamedTuple):
-    """Tell the reader, which wanted to hear of it, that it may ask: it asks, or passes."""
-
-    reader: int
-
-
-class Gate:
-    """Who reads now, who waits, who wants to. Used by every source, relay or origin."""
-
-    def __init__(self, *, width: int = WIDTH) -> None:
-        """`width`: how many read at a time."""
-        self._width = width
-        self._reading: set[tuple[int, int]] = set()
-        self._waiting: deque[tuple[int, int]] = deque()  # promised
-        self._hungry: dict[int, None] = {}  # in the order of their coming
-        self._told: set[int] = set()  # that there is room, without an answer so far
-
-    @property
-    def reading(self) -> int:
-        return len(self._reading)
-
-    def ask(self, reader: int, chunk: int, *, promised: bool = False) -> Answer:
-        """`promised`: the source has offered the chunk, and does not refuse it now."""
-        self._told.discard(reader)
-        ask = reader, chunk
-        if ask in self._reading:
-            return Answer.GO
-        if ask in self._waiting:
-            return Answer.WAIT
-        if len(self._reading) < self._width:
-            self._reading.add(ask)
-            return Answer.GO
-        if promised:
-            self._waiting.append(ask)
-            return Answer.WAIT
-        return Answer.BUSY
-
-    def want(self, reader: int, *, later: bool = False) -> list[Go | Room]:
-        """The reader was refused, finds nobody else to ask, and is to be told when there is room.
-        `later`: not before the next read has ended, whatever room there is."""
-        self._told.discard(reader)
-        self._hungry[reader] = None
-        return [] if later else self.next()
-
-    def done(self, reader: int, chunk: int) -> list[Go | Room]:
-        """The read has ended, well or not, or is not wanted any more. Those that were told of room
-        before, and did not answer, hold up nobody."""
-        self._told.clear()
-        self._reading.discard((reader, chunk))
-        if (reader, chunk) in self._waiting:
-            self._waiting.remove((reader, chunk))
-        return self.next()
-
-    def passed(self, reader: int) -> list[Go | Room]:
-        """The reader was told of room and wants nothing."""
-        self._told.discard(reader)
-        return self.next()
-
-    def gone(self, reader: int) -> list[Go | Room]:
-        """The reader is dead, or has left."""
-        self._reading = {ask for ask in self._reading if ask[0] != reader}
-        self._waiting = deque(ask for ask in self._waiting if ask[0] != reader)
-        self._hungry.pop(reader, None)
-        self._told.discard(reader)
-        return self.next()
-
-    def next(self) -> list[Go | Room]:
-        """Let in who waits, then tell some of those that want to hear of room."""
-        answers: list[Go | Room] = []
-        while self._waiting and len(self._reading) < self._width:
-            ask = self._waiting.popleft()
-            self._reading.add(ask)
-            answers.append(Go(*ask))
-        if len(self._reading) < self._width:
-            while self._hungry and len(self._told) < ROOM_BATCH:
-                reader = next(iter(self._hungry))
-                del self._hungry[reader]
-                self._told.add(reader)
-                answers.append(Room(reader))
-        return answers
 
 
 class Offer(NamedTuple):
@@ -141,6 +43,7 @@ class _Reader:
     sent: int = 0  # bit set of what it had from us
     offers: dict[int, float] = field(default_factory=dict)  # chunk -> when
     missed: int = 0  # bit set of what it was late with, or failed to read
+    lapsed: int = 0  # offers that it was late with, since it last took one
     turn: int = 0  # when it was last offered anything
     seconds: float = 0.0  # from offer to done, averaged over the latest
 
@@ -148,9 +51,14 @@ class _Reader:
 class Seeder:
     """What the origin hands out: each chunk once before any twice."""
 
-    def __init__(self, chunks: int, *, offers: int = OFFERS) -> None:
-        """`offers`: how many are open at a time, over all readers: enough to fill the link."""
+    def __init__(
+        self, chunks: int, *, offers: int = OFFERS, standing: Standing | None = None
+    ) -> None:
+        """`offers`: how many are open at a time, over all readers: enough to fill the link.
+        `standing` knows the readers' addresses, and which of them come last."""
         self._offers = offers
+        self._standing = standing or Standing()
+        self._lapsed: Counter[str] = Counter()  # offers by address
         self._unsent = (1 << chunks) - 1  # nobody has it or was offered it
         self._readers: dict[int, _Reader] = {}
         self._open = 0
@@ -213,6 +121,7 @@ class Seeder:
         offered_s = state.offers.pop(chunk, None)
         if offered_s is not None:
             self._open -= 1
+            state.lapsed = 0
             kept = _KEPT if state.seconds else 0.0
             state.seconds = kept * state.seconds + (1 - kept) * (now_s - offered_s)
         return self._hand_out(now_s)
@@ -240,11 +149,13 @@ class Seeder:
         """Time has passed: offers that are late go to others too."""
         usual_s = self._usual_s()
         limit_s = max(LATE_S, LATE_FACTOR * usual_s) if usual_s else 4 * LATE_S
-        for state in self._readers.values():
+        for number, state in self._readers.items():
             late = [c for c, offered_s in state.offers.items() if now_s - offered_s > limit_s]
             for chunk in late if len(self._readers) > 1 else ():
                 state.seconds = max(state.seconds, now_s - state.offers.pop(chunk))
                 state.missed |= 1 << chunk
+                state.lapsed += 1
+                self._lapsed[self._standing.reader(number).address] += 1
                 self._open -= 1
                 self.forced += self._take_up(chunk)
         return self._hand_out(now_s)
@@ -258,7 +169,9 @@ class Seeder:
         return True
 
     def _usual_s(self) -> float:
-        paces = [state.seconds for state in self._readers.values() if state.seconds]
+        # Of those that take what they are offered: the others would make waiting usual.
+        took = [each for each in self._readers.values() if each.sent and not each.lapsed]
+        paces = [state.seconds for state in took if state.seconds]
         return statistics.median_low(paces) if paces else 0.0
 
     def _hand_out(self, now_s: float) -> list[Offer]:
@@ -274,6 +187,7 @@ class Seeder:
                 self._readers.items(),
                 key=lambda item: (
                     item[1].missed & low,
+                    self._comes_last(*item),
                     item[1].seconds > limit_s,
                     len(item[1].offers),
                     item[1].turn,
@@ -286,3 +200,10 @@ class Seeder:
             self._unsent &= ~low
             given.append(Offer(number, chunk))
         return given
+
+    def _comes_last(self, number: int, state: _Reader) -> bool:
+        """Offer it nothing that another may take?"""
+        if not self._lapsed and self._standing.clean:
+            return False
+        new = not state.sent and self._lapsed[self._standing.reader(number).address] > 0
+        return bool(state.lapsed) or new or self._standing.last(number)

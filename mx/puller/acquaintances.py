@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from mx import codec
+from mx.core.swarm_known import KnownPeers
 from mx.core.swarm_neighbours import Neighbours
 from mx.core.types import SourceRecord, SourceRole
 from mx.errors import MxError, PeerProtocolError
@@ -16,8 +18,8 @@ from mx.wire.v1 import peer_pb2
 
 log = logging.getLogger(__name__)
 
-#: Others that are known at most.
-MOST_KNOWN = 4096
+#: Others that a peer tells of in one message; a source tells of 64.
+MOST_TOLD = 256
 #: A greeting that is not answered by then is given up.
 WELCOME_TIMEOUT_S = 3.0
 
@@ -60,7 +62,7 @@ class Acquaintances:
         own: Callable[[], SourceRecord | None],
         dial: Callable[[SourceRecord], Awaitable[Talk]],
     ) -> None:
-        self.known: dict[str, SourceRecord] = {}
+        self.known = KnownPeers()
         self._own_id = own_id
         self._host = host
         self._own = own
@@ -69,26 +71,33 @@ class Acquaintances:
         self._talks: dict[str, Talk] = {}  # with those that are talked to
         self._greeting: dict[str, Talk | None] = {}  # those that have not answered yet
         self._tasks: set[asyncio.Task[None]] = set()
-        self._banned: set[str] = set()
 
     @property
     def any(self) -> bool:
         """Is anybody talked to, or greeted?"""
         return bool(self._talks or self._greeting)
 
-    def met(self, sources: Iterable[SourceRecord]) -> None:
-        """These pull, or hold, the same model."""
+    def told_of(self, sources: Sequence[SourceRecord]) -> None:
+        """A peer says that these pull, or hold, the same model. Raises PeerProtocolError."""
+        if len(sources) > MOST_TOLD:
+            raise PeerProtocolError(f"{len(sources)} peers were told of at once")
+        self.met(sources, listed=False)
+
+    def met(self, sources: Iterable[SourceRecord], *, listed: bool = True) -> None:
+        """These pull, or hold, the same model. `listed`: so a coordinator, or the source that the
+        pull was told of, says; else another peer."""
+        now_s, keep = time.monotonic(), {**self._talks, **self._greeting}
+        self.known.prune(now_s, keep)
         for record in sources:
             source_id = record.source_id
-            if source_id == self._own_id or source_id in self._banned:
+            if source_id == self._own_id:
                 continue
-            if len(self.known) >= MOST_KNOWN:
+            if not self.known.name(record, now_s, listed=listed, keep=keep):
                 continue
-            self.known[source_id] = record
             origin = record.role is SourceRole.ORIGIN and not self._busy_with(source_id)
             if origin and self._host.reaches(record):  # else it would offer what can't be taken
                 self._start(self._greet(record, None))
-        relays = [i for i, record in self.known.items() if record.role is SourceRole.RELAY]
+        relays = [each.source_id for each in self.known if each.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
 
     def leave(self, source_id: str) -> None:
@@ -98,8 +107,7 @@ class Acquaintances:
 
     def ban(self, source_id: str) -> None:
         """Never talk to it again: it lied, or holds something else by now."""
-        self._banned.add(source_id)
-        self.known.pop(source_id, None)
+        self.known.ban(source_id)
         self.leave(source_id)
 
     def _busy_with(self, source_id: str) -> bool:
@@ -108,7 +116,7 @@ class Acquaintances:
     def _greet_all(self, names: Iterable[str]) -> None:
         for name in names:
             if name in self.known and not self._busy_with(name):
-                self._start(self._greet(self.known[name], self._neighbours))
+                self._start(self._greet(self.known.record(name), self._neighbours))
 
     def _start(self, work: Any) -> None:
         task = asyncio.create_task(work, name="mx-greet")
@@ -168,7 +176,7 @@ class Acquaintances:
     def _forget(self, source_id: str, neighbours: Neighbours | None) -> None:
         """It did not answer, or not want."""
         del self._greeting[source_id]
-        self.known.pop(source_id, None)
+        self.known.forget(source_id)
         if neighbours is not None:
             self._greet_all(neighbours.answered(source_id, False))
 
@@ -178,7 +186,7 @@ class Acquaintances:
         # Two that greet each other at a time keep the stream of the one with the lesser id.
         crossed = source_id in self._greeting and self._own_id < source_id
         answer = None
-        if source_id not in self._talks and not crossed and source_id not in self._banned:
+        if source_id not in self._talks and not crossed and not self.known.banned(source_id):
             answer = self._neighbours.greeting(source_id)
         if answer is None or not answer.welcome:
             talk.say(welcome=peer_pb2.Welcome(accepted=False))
@@ -189,7 +197,7 @@ class Acquaintances:
         superseded = self._greeting.pop(source_id, None)
         if superseded is not None:
             superseded.close()
-        self.known[source_id] = record
+        self.known.name(record, time.monotonic(), listed=True, keep=self._talks)
         welcome = peer_pb2.Welcome(accepted=True, gated=self._host.crowded)
         welcome.have = to_bytes(self._host.held)
         talk.say(welcome=welcome)

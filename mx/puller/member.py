@@ -4,19 +4,25 @@ says who may read from it. The deciding is done in `mx.core.swarm` and its neigh
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
-from mx.core.swarm import Ask, Cancel, Command, Decline, Pass, Receiver, Want
-from mx.core.swarm_source import Answer, Gate, Go, Room
+from mx.core.swarm import Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Pass, Take, Want
+from mx.core.swarm_free import free_after_s
+from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
+from mx.core.swarm_standing import Reader, Standing
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.puller.acquaintances import Acquaintances
 from mx.wire.talk import Talk, from_bytes, to_bytes
 from mx.wire.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 #: Chunks asked for at a time: one is read while the next is asked for.
@@ -75,6 +81,7 @@ class Member:
         self,
         own_id: str,
         chunk_count: int,
+        chunk_nbytes: int,
         reads: Reads,
         own: Callable[[], SourceRecord | None],
         dial: Callable[[SourceRecord], Awaitable[Talk]],
@@ -84,8 +91,11 @@ class Member:
         self._chunk_count = chunk_count
         self._reads = reads
         self._loop = asyncio.get_running_loop()
-        self._receiver = Receiver(chunk_count, width=0)
-        self._gate = Gate()
+        self._receiver = Receiver(chunk_count, width=0, free_s=free_after_s(chunk_nbytes))
+        self._sent: Callable[[str, str], int | None] = lambda name, address: None
+        # By the id alone: of those that were dialled it is not known where they read from.
+        self._standing = Standing(chunk_nbytes, lambda reader: self._sent(reader.name, ""))
+        self._gate = Gate(standing=self._standing)
         self._peers: dict[int, _Peer] = {}
         self._numbers: dict[str, int] = {}
         self._count = 0
@@ -196,7 +206,8 @@ class Member:
         number = self._count
         self._peers[number] = _Peer(record, talk, seeds, readable)
         self._numbers[record.source_id] = number
-        self._receiver.joined(number, held if readable else 0)
+        self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
+        self._standing.joined(number, Reader(talk.address, record.source_id))
         if readable:
             self._alone_since_s = None
         if readable and record.source_id not in self._lost:  # or it could come and go for ever
@@ -212,11 +223,16 @@ class Member:
         for chunk in [c for c, n in self._reading.items() if n == number]:
             del self._reading[chunk]
         self._answers(self._gate.gone(number))
+        self._standing.gone(number)
         self._reads.disconnect(source_id)
         self._do(self._receiver.gone(number, time.monotonic()))
 
     async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
         """Another has greeted: talk until the end."""
+        if self._standing.waits(Reader(talk.address, record.source_id)):  # its place is another's
+            talk.say(welcome=peer_pb2.Welcome(accepted=False))
+            await talk.listen(lambda message: None)
+            return
         await self.acquaintances.mingle(record, have, talk)
 
     # -- messages ---------------------------------------------------------------------------------
@@ -239,7 +255,7 @@ class Member:
             case "gated":
                 self.go_gated()
             case "meet":
-                self.acquaintances.met(
+                self.acquaintances.told_of(
                     [codec.source_from_wire(source) for source in message.meet.sources]
                 )
             case "ask" | "go" | "busy" | "done" | "drop" | "offer" if (
@@ -268,7 +284,7 @@ class Member:
                 if peer.readable:
                     self._do(self._receiver.offered(number, chunk, now_s))
             case _:
-                self._answers(self._gate.done(number, chunk))
+                self._answers(self._gate.done(number, chunk, read=kind == "done"))
 
     def _take_over(self, chunk: int, number: int) -> None:
         """Who reads it so far is late, and was hedged: two can't write to one place."""
@@ -285,15 +301,16 @@ class Member:
             match each:
                 case Ask(_, chunk):
                     peer.talk.say(ask=chunk)
-                    # Not sooner: to connect all to all at once would take a second of a core.
-                    if not peer.connected:
-                        peer.connected = True
-                        self._reads.connect(peer.record)
+                    self._connect(peer)
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
                         self._reads.withdraw(peer.record.source_id, chunk)
                     peer.talk.say(drop=chunk)
+                case Take(_, chunk):
+                    self._connect(peer)
+                    if self._reads.permit(peer.record.source_id, chunk):
+                        self._take_over(chunk, each.peer)
                 case Decline(_, chunk):
                     peer.talk.say(decline=chunk)
                 case Pass():
@@ -301,13 +318,22 @@ class Member:
                 case Want():
                     peer.talk.say(want=True)
 
-    def _answers(self, answers: Iterable[Go | Room]) -> None:
+    def _connect(self, peer: _Peer) -> None:
+        """Not sooner: to connect all to all at once would take a second of a core."""
+        if not peer.connected:
+            peer.connected = True
+            self._reads.connect(peer.record)
+
+    def _answers(self, answers: Iterable[Go | Room | Busy]) -> None:
         for each in answers:
             peer = self._peers.get(each.reader)
             if peer is None:
                 continue
             if isinstance(each, Go):
                 peer.talk.say(go=each.chunk)
+            elif isinstance(each, Busy):
+                log.info("%s does not read chunk %d: its slot is free", peer.talk.peer, each.chunk)
+                peer.talk.say(busy=each.chunk)
             else:
                 peer.talk.say(room=True)
 
@@ -325,6 +351,9 @@ class Member:
             self._peers[number].talk.say(have=to_bytes(chunks))
 
     # -- those that read here, for the server -----------------------------------------------------
+
+    def watch(self, sent: Callable[[str, str], int | None]) -> None:
+        self._sent = sent
 
     def opened(self, reader_id: str) -> bool:
         """A pull was granted reads here. Must it ask first?"""
@@ -345,9 +374,16 @@ class Member:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
+            self._answers(self._gate.tick(now_s))
+            for peer in self._peers.values():
+                if self._standing.banned(Reader(peer.talk.address, peer.record.source_id)):
+                    peer.talk.close()
             if not self.gated or self.complete:
                 continue
+            free = self._receiver.free
             self._do(self._receiver.tick(now_s))
+            if self._receiver.free and not free:
+                log.info("no source gives a slot: reading without asking")
             if any(peer.readable for peer in self._peers.values()):
                 continue
             self._alone_since_s = self._alone_since_s or now_s

@@ -21,6 +21,7 @@ from mx.puller.locate import side_files
 from mx.puller.member import Member
 from mx.puller.options import PullOptions
 from mx.puller.relay import RelayHost
+from mx.wire.address import host_of
 from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.rpc import Stub
 from mx.wire.talk import Talk
@@ -66,7 +67,8 @@ class Swarming:
         self._key = options.key
         self._sources: Sequence[SourceRecord] = ()
         self._task: asyncio.Task[None] | None = None
-        self.member = Member(own_id, len(manifest.grid), self, host.record, self._dial)
+        grid = manifest.grid
+        self.member = Member(own_id, len(grid), grid.chunk_nbytes, self, host.record, self._dial)
         self.member.began_with(engine.subscribe(self.member))
         crew.source_lost = lambda source_id: self.member.lost(
             source_id, for_good=crew.bans(source_id)
@@ -182,7 +184,8 @@ class Swarming:
         endpoint = record.endpoint
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         call = Stub(self._channel(endpoint), service, Remote(Role.SOURCE, endpoint)).Mingle()
-        return Talk(endpoint, call.read, call.write, lambda: cut(call))
+        address = host_of(endpoint)
+        return Talk(endpoint, call.read, call.write, lambda: cut(call), address=address)
 
     async def close(self) -> None:
         """Leave the others, and let nobody read any more. Idempotent."""

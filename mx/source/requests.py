@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncIterator
 from typing import Any
-from urllib.parse import unquote
 
 from mx import codec
 from mx.core.grants import Principal
 from mx.core.topology import Place
 from mx.errors import PeerProtocolError
+from mx.wire.address import address_of_peer
 from mx.wire.v1 import peer_pb2
 
-#: The smallest network that one owner is given of IPv6: its addresses are one principal.
-_IPV6_PREFIX = 64
 #: A stream whose first message has not come by then is ended, and so is one that does not take
 #: the answer to it.
 FIRST_MESSAGE_S = 10.0
@@ -31,19 +28,9 @@ def principal_of(context: Any, reader_id: str = "") -> Principal:
     Returns:
         Its connection, and the address that this comes from.
     """
-    connection = str(context.peer())  # "ipv4:127.0.0.1:1234", "ipv6:%5B::1%5D:1234"
-    _, _, rest = unquote(connection).partition(":")
-    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return Principal(connection, connection, reader_id)  # a unix socket
-    if address.version == 6 and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    if address.version == 6:
-        network = ipaddress.ip_network((address, _IPV6_PREFIX), strict=False)
-        return Principal(connection, str(network), reader_id)
-    return Principal(connection, str(address), reader_id)
+    connection = str(context.peer())
+    remote = connection.startswith(("ipv4:", "ipv6:"))  # else a unix socket, which has no address
+    return Principal(connection, address_of_peer(connection) if remote else connection, reader_id)
 
 
 def check_open(request: peer_pb2.OpenRequest) -> Place:

@@ -7,11 +7,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mx import codec
-from mx.core.swarm_source import Answer, Gate, Go, Offer, Room, Seeder
+from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
+from mx.core.swarm_source import Offer, Seeder
+from mx.core.swarm_standing import Reader, Standing
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.wire.talk import Talk, from_bytes, to_bytes
@@ -24,6 +26,10 @@ TICK_S = 0.2
 MEET_MOST = 64
 #: Swarm streams that a source keeps open at a time.
 MOST_MEMBERS = 1024
+#: ... from one address ...
+MOST_OF_ADDRESS = 256
+#: ... and from one reader: one that has lost its connection may be back before that is known.
+MOST_OF_READER = 2
 
 
 @dataclass
@@ -31,23 +37,29 @@ class _Member:
     record: SourceRecord
     talk: Talk
     have: int
+    reader: Reader
 
 
 class Seeding:
     """One origin's, on the loop. As long as one pull alone reads from it, that reads what it
     likes; from the second on, all ask."""
 
-    def __init__(self, chunk_count: int) -> None:
+    def __init__(self, chunk_count: int, chunk_nbytes: int) -> None:
         self._chunk_count = chunk_count
+        self._sent: Callable[[str, str], int | None] = lambda name, address: None
+        self._standing = Standing(chunk_nbytes, lambda r: self._sent(r.name, r.address))
         self._all = (1 << chunk_count) - 1
         self._members: dict[int, _Member] = {}
         self._readers: dict[str, int] = {}  # reader id -> leases
         self._numbers = 0
         self._gated = False
         self._opened = False  # was it said that everything may be asked for?
-        self._seeder = Seeder(chunk_count)
-        self._gate = Gate()
+        self._seeder = Seeder(chunk_count, standing=self._standing)
+        self._gate = Gate(standing=self._standing)
         self._ticking: asyncio.Task[None] | None = None
+
+    def watch(self, sent: Callable[[str, str], int | None]) -> None:
+        self._sent = sent
 
     # -- readers' leases ------------------------------------------------------------------------
 
@@ -70,13 +82,15 @@ class Seeding:
     async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
         """Until the talk ends."""
         held = from_bytes(have, self._chunk_count)
-        if len(self._members) >= MOST_MEMBERS:
+        reader = Reader(talk.address, record.source_id)
+        if not self._admits(reader):
             talk.say(welcome=peer_pb2.Welcome(accepted=False))
             await talk.listen(lambda message: None)
             return
         self._numbers += 1
         number = self._numbers
-        member = self._members[number] = _Member(record, talk, held)
+        member = self._members[number] = _Member(record, talk, held, reader)
+        self._standing.joined(number, reader)
         welcome = peer_pb2.Welcome(accepted=True, seeds=True, gated=self._gated)
         if self._opened:
             welcome.have = to_bytes(self._all)
@@ -92,10 +106,25 @@ class Seeding:
             del self._members[number]
             self._answers(self._gate.gone(number))
             self._offer(self._seeder.gone(number, time.monotonic()))
+            self._standing.gone(number)
             self._rest()
 
+    def _admits(self, reader: Reader) -> bool:
+        """Is there a place for another stream of this reader?"""
+        there = [member.reader for member in self._members.values()]
+        return (
+            len(there) < MOST_MEMBERS
+            and sum(each.address == reader.address for each in there) < MOST_OF_ADDRESS
+            and there.count(reader) < MOST_OF_READER
+            and not self._standing.banned(reader)
+        )
+
     def _introduce(self, newcomer: int) -> None:
-        others = [m.record for n, m in self._members.items() if n != newcomer]
+        others = [
+            member.record
+            for number, member in self._members.items()
+            if number != newcomer and not self._standing.last(number)
+        ]
         if others:
             known = random.sample(others, min(len(others), MEET_MOST))
             meet = peer_pb2.Meet(sources=[codec.source_to_wire(record) for record in known])
@@ -131,7 +160,7 @@ class Seeding:
         else:
             ended = self._seeder.done if kind == "done" else self._seeder.failed
             self._offer(ended(number, chunk, now_s))
-            self._answers(self._gate.done(number, chunk))
+            self._answers(self._gate.done(number, chunk, read=kind == "done"))
 
     def _asked(self, number: int, member: _Member, chunk: int) -> None:
         answer = Answer.BUSY
@@ -161,7 +190,8 @@ class Seeding:
         if self._members or self._readers or not self._gated:
             return
         self._gated = self._opened = False
-        self._seeder, self._gate = Seeder(self._chunk_count), Gate()
+        self._seeder = Seeder(self._chunk_count, standing=self._standing)
+        self._gate = Gate(standing=self._standing)
         self.end()
 
     def _offer(self, offers: Iterable[Offer]) -> None:
@@ -172,20 +202,28 @@ class Seeding:
             for member in self._members.values():
                 member.talk.say(have=to_bytes(self._all))
 
-    def _answers(self, answers: Iterable[Go | Room]) -> None:
+    def _answers(self, answers: Iterable[Go | Room | Busy]) -> None:
         for each in answers:
             member = self._members.get(each.reader)
             if member is None:
                 continue
             if isinstance(each, Go):
                 member.talk.say(go=each.chunk)
+            elif isinstance(each, Busy):
+                log.info("%s does not read chunk %d: its slot is free", member.reader, each.chunk)
+                member.talk.say(busy=each.chunk)
             else:
                 member.talk.say(room=True)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._offer(self._seeder.tick(time.monotonic()))
+            now_s = time.monotonic()
+            self._answers(self._gate.tick(now_s))
+            self._offer(self._seeder.tick(now_s))
+            for member in self._members.values():
+                if self._standing.banned(member.reader):
+                    member.talk.close()
 
     def end(self) -> None:
         """End every talk."""

@@ -108,7 +108,10 @@ class SourceServer:
         is its part in a swarm, that of an origin if None."""
         with trace.span("serve.expose", model=str(held.key)):
             exposures = await asyncio.to_thread(self._expose, held)
-            served = Served(held, exposures, mingler or Seeding(len(held.manifest.grid)))
+            grid = held.manifest.grid
+            served = Served(held, exposures, mingler or Seeding(len(grid), grid.chunk_nbytes))
+            counts, source_id = self._servicer.counts, held.source_id
+            served.mingler.watch(lambda name, address: counts.nbytes(source_id, name, address))
         self._servicer.models[held.source_id] = served
 
     def _expose(self, held: HeldModel) -> dict[str, Exposure]:

@@ -17,8 +17,10 @@ from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel
+from mx.source.reading import ReadCounts
 from mx.source.requests import answer, check_open, first_message, principal_of
 from mx.transport import Exposure, Sending, Witness
+from mx.wire.address import address_of_peer
 from mx.wire.rows import rows_to_wire
 from mx.wire.talk import Talk
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
@@ -33,6 +35,10 @@ _MAX_GONE = 64
 
 class Mingler(Protocol):
     """A source's part in a swarm."""
+
+    def watch(self, sent: Callable[[str, str], int | None]) -> None:
+        """From now on `sent(reader id, address or "")` says how many bytes a reader was sent, or
+        None where that cannot be seen."""
 
     def opened(self, reader_id: str) -> bool:
         """A pull was granted reads. Must it ask first?"""
@@ -103,6 +109,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.models: dict[str, Served] = {}
         self.leases = LeaseBook(lease_s)
         self.limits = limits or SourceLimits(report_s=lease_s / 4)
+        self.counts = ReadCounts()
         self.talks = 0  # that are going on
         self.state = SourceState.SERVING
         self._record_of = record_of
@@ -170,6 +177,15 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 for name, exposure in served.exposures.items()
                 if not wanted or name in wanted
             ]
+            sending = [served.exposures[ticket.transport] for ticket in tickets]
+            if reader_id:
+                self.counts.opened(
+                    grant_id,
+                    held.source_id,
+                    address_of_peer(context.peer()),
+                    reader_id,
+                    [exposure for exposure in sending if isinstance(exposure, Sending)],
+                )
             gated = bool(reader_id) and served.mingler.opened(reader_id)
             counted = bool(reader_id)
             if gated:
@@ -180,7 +196,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 grant_id,
                 held.source_id,
                 principal,
-                sent=any(isinstance(served.exposures[t.transport], Sending) for t in tickets),
+                sent=any(isinstance(exposure, Sending) for exposure in sending),
             )
             self.leases.open(
                 grant_id, held.source_id, held.generation, reader.hostname, self._clock()
@@ -220,6 +236,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             self._alone.pop(grant_id, None)
             self.leases.lose(grant_id)
             self.limits.closed(grant_id)
+            self.counts.closed(grant_id)
             if counted:
                 served.mingler.closed(reader_id)
             for exposure in served.all_exposures():
@@ -246,7 +263,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         async def hear() -> peer_pb2.SwarmMessage | None:
             return await anext(request_iterator, None)
 
-        talk = Talk(record.endpoint, hear, context.write)
+        address = address_of_peer(context.peer())
+        talk = Talk(record.endpoint, hear, context.write, address=address)
         principal = principal_of(context, record.source_id)
         self.talks += 1
         self.limits.trades(principal, +1)
@@ -346,6 +364,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
 
     def _revoke(self, lease: ReaderLease) -> None:
         self.limits.closed(lease.grant_id)
+        self.counts.closed(lease.grant_id)
         served = self.models.get(lease.source_id)
         if served is not None:
             for exposure in served.all_exposures():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from urllib.parse import unquote
 
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
@@ -34,9 +35,32 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def host_of(address: str) -> str:
+    """The host of an address that was dialled; "unix" for unix:PATH."""
+    return "unix" if address.startswith("unix:") else split_address(address)[0]
+
+
 def join_address(host: str, port: int) -> str:
     """HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_of_peer(peer: str) -> str:
+    """The address in what gRPC calls the other end of a connection, without its port: of IPv6 the
+    network of 64 bits, since a host may use any address in it."""
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind
+    host = unquote(rest).rpartition(":")[0].strip("[]")
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
 
 
 def is_local(address: str) -> bool:

@@ -44,8 +44,11 @@ class Talk:
         read: Callable[[], Awaitable[Any]],
         write: Callable[[Any], Awaitable[None]],
         end: Callable[[], object] = lambda: None,
+        address: str = "",
     ) -> None:
+        """`address` is the other end's, without its port: where it dials from, or is dialled at."""
         self.peer = peer
+        self.address = address
         self._read = read
         self._write = write
         self._end = end

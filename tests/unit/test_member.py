@@ -8,6 +8,7 @@ from typing import Any
 
 from mx.core.types import SourceRecord
 from mx.puller.member import Member
+from mx.units import MIB
 from mx.wire.talk import Talk, to_bytes
 from mx.wire.v1 import peer_pb2
 from tests.records import make_documents, make_record
@@ -65,7 +66,7 @@ async def told(neighbours: Sequence[Heard], reads: Reads, gated_first: bool) -> 
     """What a pull says at first to these, which hold everything; and, asked for a chunk that it
     has not got, to each of them."""
 
-    member = Member("own", CHUNKS, reads, lambda: None, _never)
+    member = Member("own", CHUNKS, MIB, reads, lambda: None, _never)
     listening = []
     try:
         if gated_first:

@@ -6,17 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm import (
-    ANNOUNCE_S,
-    BUSY_S,
-    Ask,
-    Cancel,
-    Decline,
-    Pass,
-    Receiver,
-    Want,
-    members,
-)
+from mx.core.swarm import ANNOUNCE_S, BUSY_S, Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Pass, Take, Want, members
+from mx.core.swarm_free import FREE_S
 
 ELSEWHERE = -1
 
@@ -236,3 +228,70 @@ def test_a_newcomer_is_told_everything() -> None:
 @given(st.sets(st.integers(0, 300)))
 def test_members_of_a_bit_set(chunks: set[int]) -> None:
     assert list(members(bits(*chunks))) == sorted(chunks)
+
+
+def starved(receiver: Receiver) -> list[Command]:
+    """Nothing comes for as long as it waits."""
+    assert not any(isinstance(each, Take) for each in receiver.tick(0.0))
+    assert not any(isinstance(each, Take) for each in receiver.tick(FREE_S))
+    return receiver.tick(FREE_S + 0.1)
+
+
+def test_one_that_gets_nothing_reads_without_asking_one_chunk_at_a_time() -> None:
+    receiver = Receiver(3)
+    receiver.joined(0, whole=True)  # an origin that offers nothing
+    assert starved(receiver) == [Take(0, 0)]
+    assert receiver.free
+    assert receiver.busy(0, 0, 6.3) == []
+    assert receiver.tick(6.4) == []
+    assert receiver.landed(0, 0, 6.5) == []
+    assert receiver.tick(6.6) == [Take(0, 1)]
+
+
+def test_it_asks_again_once_a_whole_source_has_given_a_slot() -> None:
+    receiver = Receiver(4)
+    receiver.joined(0, whole=True)
+    assert starved(receiver) == [Take(0, 0)]
+    assert receiver.offered(0, 2, 6.2) == [Ask(0, 2)]
+    receiver.landed(0, 2, 6.3)
+    assert not receiver.free
+    receiver.landed(0, 0, 6.4)
+    assert receiver.tick(6.5) == []
+
+
+def test_chunks_that_come_keep_it_asking() -> None:
+    receiver = Receiver(100, width=1)
+    receiver.joined(0, whole=True)
+    receiver.joined(1, (1 << 100) - 1)
+    for chunk in range(20):
+        receiver.plan(float(chunk))
+        receiver.landed(1, chunk, float(chunk))
+        assert not any(isinstance(each, Take) for each in receiver.tick(chunk + 0.5))
+    assert not receiver.free
+
+
+def test_what_only_one_that_never_answers_was_asked_for_is_taken_over() -> None:
+    receiver = Receiver(1)
+    receiver.joined(1, 1)
+    assert receiver.plan(0.0) == [Ask(1, 0)]
+    receiver.joined(0, whole=True)
+    assert starved(receiver) == [Cancel(1, 0), Take(0, 0)]
+
+
+def test_a_slot_that_is_taken_back_is_asked_for_elsewhere_and_may_land_all_the_same() -> None:
+    receiver = Receiver(1)
+    receiver.joined(1, 1)
+    assert receiver.plan(0.0) == [Ask(1, 0)]
+    receiver.joined(2, 1)
+    assert receiver.busy(1, 0, 4.0) == [Ask(2, 0)]
+    assert receiver.landed(1, 0, 4.1) == [Cancel(2, 0)]
+    assert receiver.left == 0
+
+
+def test_of_several_whole_sources_a_slow_one_is_left_for_the_next() -> None:
+    receiver = Receiver(1)
+    receiver.joined(0, whole=True)
+    receiver.joined(1, whole=True)
+    assert starved(receiver) == [Take(0, 0)]
+    assert receiver.tick(FREE_S + 3) == []
+    assert receiver.tick(2 * FREE_S + 1) == [Cancel(0, 0), Take(1, 0)]

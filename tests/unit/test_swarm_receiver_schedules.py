@@ -7,18 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm import (
-    BUSY_S,
-    END_CHUNKS,
-    LATE_S,
-    Ask,
-    Cancel,
-    Command,
-    Decline,
-    Pass,
-    Receiver,
-    Want,
-)
+from mx.core.swarm import BUSY_S, END_CHUNKS, LATE_S, Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Pass, Take, Want
 
 ELSEWHERE = -1
 
@@ -26,8 +16,10 @@ ELSEWHERE = -1
 class Driver:
     """Keeps the books of what was commanded, and checks each command against them."""
 
-    def __init__(self, chunks: int, width: int) -> None:
+    def __init__(self, chunks: int, width: int, *, whole: frozenset[int] = frozenset()) -> None:
+        """`whole`: the peers that hold everything, though they don't say so."""
         self.receiver = Receiver(chunks, width=width)
+        self.whole = whole
         self.chunks = chunks
         self.now_s = 0.0
         self.have: dict[int, int] = {}  # peer -> what it told
@@ -35,6 +27,7 @@ class Driver:
         self.asked: dict[int, set[int]] = {}  # peer -> chunks
         self.held = 0
         self.hedged = 0
+        self.free: set[tuple[int, int]] = set()  # what is read without asking
 
     def take(self, commands: list[Command]) -> list[Command]:
         for command in commands:
@@ -51,7 +44,17 @@ class Driver:
                         assert self.chunks - self.held.bit_count() <= END_CHUNKS
                         self.hedged += 1
                     self.asked[peer].add(chunk)
+                case Take(peer, chunk):
+                    everything = (1 << self.chunks) - 1
+                    assert peer in self.whole or self.have[peer] == everything
+                    assert not self.held >> chunk & 1
+                    self.free = {each for each in self.free if each[1] in self.asked[each[0]]}
+                    assert self.askers(chunk) in ([], [peer]), "another reads it"
+                    assert not self.free, "one at a time"
+                    self.free.add((peer, chunk))
+                    self.asked[peer].add(chunk)
                 case Cancel(peer, chunk):
+                    self.free.discard((peer, chunk))
                     self.asked[peer].remove(chunk)
                     self.offered[peer] &= ~(1 << chunk)
                 case Decline(peer, chunk):
@@ -73,7 +76,11 @@ class Driver:
         assert receiver.hedges == self.hedged
         assert set(receiver.peers) == set(self.have)
         for peer, asked in self.asked.items():
-            plain = [chunk for chunk in asked if not self.offered[peer] >> chunk & 1]
+            plain = [
+                chunk
+                for chunk in asked
+                if not self.offered[peer] >> chunk & 1 and (peer, chunk) not in self.free
+            ]
             assert len(plain) <= 1, "one at a time, but for what it offers"
         for chunk in range(self.chunks):
             assert sorted(receiver.asked(chunk)) == sorted(self.askers(chunk))
@@ -82,13 +89,14 @@ class Driver:
 
     def joins(self, peer: int, have: int) -> None:
         self.have[peer], self.offered[peer], self.asked[peer] = have, 0, set()
-        assert self.receiver.joined(peer, have) == self.held
+        assert self.receiver.joined(peer, have, whole=peer in self.whole) == self.held
         self.take(self.receiver.plan(self.now_s))
 
     def goes(self, peer: int) -> None:
         self.have.pop(peer, None)
         self.offered.pop(peer, None)
         self.asked.pop(peer, None)
+        self.free = {each for each in self.free if each[0] != peer}
         self.take(self.receiver.gone(peer, self.now_s))
 
     def announces(self, peer: int, chunks: int) -> None:
@@ -102,6 +110,9 @@ class Driver:
         self.take(self.receiver.offered(peer, chunk, self.now_s))
 
     def refuses(self, peer: int, chunk: int) -> None:
+        if (peer, chunk) in self.free:
+            assert self.take(self.receiver.busy(peer, chunk, self.now_s)) == []
+            return
         if chunk in self.asked.get(peer, ()):
             self.asked[peer].remove(chunk)
             self.offered[peer] &= ~(1 << chunk)
@@ -113,6 +124,7 @@ class Driver:
         assert len(answers) == (peer in self.have)
 
     def fails(self, peer: int, chunk: int) -> None:
+        self.free.discard((peer, chunk))
         if chunk in self.asked.get(peer, ()):
             self.asked[peer].remove(chunk)
             self.offered[peer] &= ~(1 << chunk)
@@ -122,6 +134,7 @@ class Driver:
     def lands(self, peer: int, chunk: int) -> None:
         others = [each for each in self.askers(chunk) if each != peer]
         self.asked.get(peer, set()).discard(chunk)
+        self.free = {each for each in self.free if each[1] != chunk}
         self.held |= 1 << chunk
         commands = self.take_landed(peer, chunk)
         assert {each.peer for each in commands if isinstance(each, Cancel)} == set(others)
@@ -139,14 +152,14 @@ class Driver:
         for peer, have in self.have.items():
             reachable |= have | self.offered[peer]
         for _ in range(20 * self.chunks + 20):
-            if self.held == reachable:
+            if self.held & reachable == reachable:
                 break
             asks = [(peer, chunk) for peer, asked in self.asked.items() for chunk in asked]
             if asks:
                 self.lands(*asks[0])
             else:
                 self.ticks(BUSY_S)
-        assert self.held == reachable
+        assert self.held & reachable == reachable
 
 
 PEERS = st.integers(0, 4)
@@ -154,7 +167,7 @@ PEERS = st.integers(0, 4)
 
 @given(st.data(), st.integers(1, 12), st.integers(1, 3))
 def test_any_events_in_any_order(data: st.DataObject, chunks: int, width: int) -> None:
-    driver = Driver(chunks, width)
+    driver = Driver(chunks, width, whole=data.draw(st.frozensets(PEERS, max_size=2)))
     some = st.integers(0, (1 << chunks) - 1)
     one = st.integers(0, chunks - 1)
     for _ in range(data.draw(st.integers(0, 60))):
@@ -218,3 +231,24 @@ def test_who_stops_answering_holds_up_only_what_nobody_else_has(
         else:
             driver.ticks(LATE_S)
     assert driver.held == others
+
+
+@given(st.integers(1, 10), st.integers(1, 3), st.integers(0, 3))
+def test_a_whole_source_that_refuses_everything_is_read_from_all_the_same(
+    chunks: int, width: int, silent: int
+) -> None:
+    """Peer 0 refuses, the silent ones never answer; what is read without asking arrives."""
+    driver = Driver(chunks, width, whole=frozenset({0}))
+    driver.joins(0, 0)
+    for peer in range(1, 1 + silent):
+        driver.joins(peer, (1 << chunks) - 1)
+    for _ in range(400):
+        for peer, chunk in [(p, c) for p, asked in driver.asked.items() for c in asked]:
+            if (peer, chunk) in driver.free:
+                driver.lands(peer, chunk)
+            elif peer == 0:
+                driver.refuses(peer, chunk)
+        if not driver.receiver.left:
+            break
+        driver.ticks(0.2)
+    assert not driver.receiver.left

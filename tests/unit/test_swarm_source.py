@@ -7,22 +7,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm_source import (
-    LATE_S,
-    OFFERS,
-    Answer,
-    Gate,
-    Go,
-    Offer,
-    Room,
-    Seeder,
-)
+from mx.core.swarm_slots import Answer, Gate, Go, Room
+from mx.core.swarm_source import LATE_S, OFFERS, Offer, Seeder
 
 READERS = range(6)
 
 
 class GateBooks:
-    """What each reader was told, by a gate."""
+    """What each reader was told, by a gate; each reader is at an address of its own."""
 
     def __init__(self, width: int) -> None:
         self.gate = Gate(width=width)
@@ -30,31 +22,52 @@ class GateBooks:
         self.reading: set[tuple[int, int]] = set()
         self.waiting: list[tuple[int, int]] = []  # promised, in their order
         self.hungry: list[int] = []  # without having been told of room since
+        self.told: set[int] = set()  # of room, without an answer
+
+    def counted(self) -> int:
+        """The slots that count for a reader that has none."""
+        return len({reader for reader, _ in self.reading})
+
+    def contested(self, reader: int) -> bool:
+        waiting = (other for other, _ in self.waiting)
+        return any(other != reader for other in (*self.hungry, *self.told, *waiting))
+
+    def has_room(self, reader: int) -> bool:
+        if not self.contested(reader) and len(self.reading) < self.width:
+            return True
+        return all(r != reader for r, _ in self.reading) and self.counted() < self.width
 
     def take(self, answers: list[Go | Room]) -> None:
         for each in answers:
             match each:
                 case Go(reader, chunk):
-                    assert (reader, chunk) == self.waiting.pop(0), "out of turn"
+                    assert self.has_room(reader)
+                    earlier = self.waiting[: self.waiting.index((reader, chunk))]
+                    assert not any(self.has_room(r) for r, _ in earlier), "out of turn"
+                    self.waiting.remove((reader, chunk))
                     self.reading.add((reader, chunk))
                 case Room(reader):
-                    assert not self.waiting, "promises come first"
-                    assert reader == self.hungry.pop(0), "out of turn"
-        if len(self.reading) < self.width:
-            assert not self.waiting, "there is room, and one waits"
+                    assert not any(self.has_room(r) for r, _ in self.waiting), "promises first"
+                    earlier_ones = self.hungry[: self.hungry.index(reader)]
+                    assert not any(self.has_room(r) for r in earlier_ones), "out of turn"
+                    self.hungry.remove(reader)
+                    self.told.add(reader)
+        assert not any(self.has_room(r) for r, _ in self.waiting), "there is room, and one waits"
         self.check()
 
     def check(self) -> None:
-        assert self.gate.reading == len(self.reading) <= self.width
+        assert self.gate.reading == len(self.reading) < 2 * self.width
+        assert self.counted() <= self.width
 
     def asks(self, reader: int, chunk: int, *, promised: bool) -> None:
+        self.told.discard(reader)
+        has_room = self.has_room(reader)
         answer = self.gate.ask(reader, chunk, promised=promised)
-        full = len(self.reading) == self.width
         if (reader, chunk) in self.reading:
             assert answer is Answer.GO
         elif (reader, chunk) in self.waiting:
             assert answer is Answer.WAIT
-        elif not full:
+        elif has_room:
             assert answer is Answer.GO
             self.reading.add((reader, chunk))
         elif promised:
@@ -65,13 +78,20 @@ class GateBooks:
         self.check()
 
     def wants(self, reader: int, *, later: bool) -> None:
+        self.told.discard(reader)
         if reader not in self.hungry:
             self.hungry.append(reader)
         answers = self.gate.want(reader, later=later)
         assert not (later and answers)
-        self.take(answers)
+        if not later:
+            self.take(answers)
+
+    def passes(self, reader: int) -> None:
+        self.told.discard(reader)
+        self.take(self.gate.passed(reader))
 
     def ends(self, reader: int, chunk: int) -> None:
+        self.told.clear()
         self.reading.discard((reader, chunk))
         if (reader, chunk) in self.waiting:
             self.waiting.remove((reader, chunk))
@@ -81,6 +101,7 @@ class GateBooks:
         self.reading = {ask for ask in self.reading if ask[0] != reader}
         self.waiting = [ask for ask in self.waiting if ask[0] != reader]
         self.hungry = [each for each in self.hungry if each != reader]
+        self.told.discard(reader)
         self.take(self.gate.gone(reader))
 
 
@@ -102,7 +123,7 @@ def test_the_gate_keeps_its_width_and_its_order(data: st.DataObject, width: int)
             case 5:
                 books.wants(reader, later=data.draw(st.booleans()))
             case _:
-                books.take(books.gate.passed(reader))
+                books.passes(reader)
     # All that read now end, and nobody answers to being told of room: nobody is forgotten.
     while books.reading:
         books.ends(*sorted(books.reading)[0])

@@ -1,11 +1,13 @@
 """A few receivers and an origin, over a network that is slow, loses reads and loses peers: whoever
-lives ends up with everything, as long as somebody who lives holds each chunk."""
+lives ends up with everything, as long as somebody who lives holds each chunk, though others take
+slots and offers and read nothing."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,8 +16,11 @@ from hypothesis import strategies as st
 
 from benchmarks.swarm_nodes import Swarm
 from benchmarks.swarm_setting import Setting
-from mx.core.swarm import END_CHUNKS, Ask, Cancel, Command, Decline, Receiver, Want
-from mx.core.swarm_source import Answer, Gate, Go, Offer, Room, Seeder
+from mx.core.swarm import END_CHUNKS, Receiver
+from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Take, Want
+from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
+from mx.core.swarm_source import Offer, Seeder
+from mx.core.swarm_standing import Reader, Standing
 
 ORIGIN = 0
 TICK_S = 0.2
@@ -23,11 +28,18 @@ LIMIT_S = 600.0
 
 
 class Node:
-    def __init__(self, number: int, chunks: int, rng: random.Random) -> None:
+    def __init__(
+        self, number: int, chunks: int, rng: random.Random, address: str, *, hog: bool = False
+    ) -> None:
         self.number = number
+        self.hog = hog  # asks for slots, accepts offers, and reads nothing
+        self.address = address
         self.receiver = Receiver(chunks, width=rng.randint(1, 3))
         self.width = rng.randint(1, 3)
-        self.gate = Gate(width=self.width)
+        self.sent: Counter[str] = Counter()  # chunks, to whom
+        sees = rng.random() < 0.7  # else its readers fetch for themselves
+        self.standing = Standing(1, lambda reader: self.sent[reader.name] if sees else None)
+        self.gate = Gate(width=self.width, standing=self.standing)
         self.reads: set[tuple[int, int]] = set()  # (source, chunk) under way
         self.knows: set[int] = set()
         self.pace_s = rng.choice([0.05, 0.1, 0.2, 3.0])  # for giving a chunk
@@ -37,20 +49,35 @@ class Node:
 class World:
     """Messages between two arrive in their order, each after a time of its own."""
 
-    def __init__(self, nodes: int, chunks: int, seed: int, losses: int) -> None:
+    def __init__(
+        self, nodes: int, chunks: int, seed: int, losses: int, hogs: int = 0, nat: bool = False
+    ) -> None:
+        """`hogs` share an address; `nat`: all the others share it too."""
         self.rng = random.Random(seed)
         self.now_s = 0.0
         self.everything = (1 << chunks) - 1
         self.losses = losses  # reads that will fail
-        self.seeder = Seeder(chunks, offers=self.rng.randint(1, 4))
         self.opened = False
-        self.nodes = [Node(number, chunks, self.rng) for number in range(nodes + 1)]
+        self.chunks = chunks
+        self.nodes = [
+            Node(n, chunks, self.rng, "nat" if nat else f"host{n}") for n in range(nodes + 1)
+        ]
+        self.honest = self.nodes[1:]
+        self.hogs = [
+            Node(n, chunks, self.rng, "nat", hog=True) for n in range(nodes + 1, nodes + 1 + hogs)
+        ]
+        self.nodes += self.hogs
+        standing = self.nodes[ORIGIN].standing
+        self.seeder = Seeder(chunks, offers=self.rng.randint(1, 4), standing=standing)
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = itertools.count()
         self.latest: dict[tuple[int, int], float] = {}
-        for node in self.nodes[1:]:
+        for node in self.honest:
             self.after(self.rng.uniform(0, 2), self.join, node)
             self.after(TICK_S, self.tick, node)
+        for hog in self.hogs:
+            self.after(self.rng.uniform(0, 2), self.join, hog)
+            self.after(TICK_S, self.ask_for_all, hog)
         self.after(TICK_S, self.tick_origin)
 
     def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
@@ -77,21 +104,38 @@ class World:
         for other in self.nodes:
             if other is node or not other.alive or (other.number and not other.knows):
                 continue
+            if node.hog and other.hog:
+                continue
             node.knows.add(other.number)
             other.knows.add(node.number)
+            for here, there in ((node, other), (other, node)):
+                here.standing.joined(there.number, Reader(there.address, str(there.number)))
+            if node.hog or other.hog:
+                if other.number == ORIGIN:
+                    self.offer(self.seeder.joined(node.number, 0, self.now_s))
+                continue
             if other.number == ORIGIN:
-                have = node.receiver.joined(ORIGIN, self.everything if self.opened else 0)
+                holds = self.everything if self.opened else 0
+                have = node.receiver.joined(ORIGIN, holds, whole=True)
                 self.offer(self.seeder.joined(node.number, have, self.now_s))
                 continue
             held = node.receiver.joined(other.number, other.receiver.held)
             other.receiver.joined(node.number, held)
             self.do(other, other.receiver.plan(self.now_s))
-        self.do(node, node.receiver.plan(self.now_s))
+        if not node.hog:
+            self.do(node, node.receiver.plan(self.now_s))
+
+    def ask_for_all(self, hog: Node) -> None:
+        """Of each source that it knows."""
+        for number in hog.knows:
+            self.send(hog, self.nodes[number], self.asked, self.rng.randrange(self.chunks))
+            self.send(hog, self.nodes[number], self.wanting)
+        self.after(TICK_S, self.ask_for_all, hog)
 
     def die(self, node: Node, notice_s: float) -> None:
         """Unless it is the last to hold something."""
         held = self.everything if node.number and self.nodes[ORIGIN].alive else 0
-        for other in self.nodes[1:]:
+        for other in self.honest:
             if other.alive and other is not node:
                 held |= other.receiver.held
         if held != self.everything or not node.alive:
@@ -104,8 +148,11 @@ class World:
         if not node.alive or dead.number not in node.knows:
             return
         node.knows.discard(dead.number)
+        if node.hog:
+            return
         node.reads = {read for read in node.reads if read[0] != dead.number}
         self.answer(node, node.gate.gone(dead.number))
+        node.standing.gone(dead.number)
         if node.number:
             self.do(node, node.receiver.gone(dead.number, self.now_s))
         else:
@@ -127,6 +174,8 @@ class World:
                     self.send(node, peer, self.dropped, chunk)
                 case Decline(_, chunk):
                     self.send(node, peer, self.declined, chunk)
+                case Take(_, chunk):
+                    self.send(node, peer, self.taken_freely, chunk)
                 case Want():
                     self.send(node, peer, self.wanting)
                 case _:
@@ -147,13 +196,22 @@ class World:
             self.send(source, reader, self.go, chunk)
         elif answer is Answer.BUSY:
             self.send(source, reader, self.busy, chunk)
-        assert source.gate.reading <= source.width
+        assert source.gate.reading < 2 * source.width + len(self.hogs) + 1
+
+    def taken_freely(self, source: Node, reader: Node, chunk: int) -> None:
+        """It reads, whatever the gate says."""
+        if chunk in (c for s, c in reader.reads if s == source.number):
+            return
+        reader.reads.add((source.number, chunk))
+        self.after(source.pace_s * self.rng.uniform(0.5, 2), self.read, reader, source, chunk)
 
     def wanting(self, source: Node, reader: Node) -> None:
         later = source.number == ORIGIN and not self.seeder.all_out
         self.answer(source, source.gate.want(reader.number, later=later))
 
     def go(self, node: Node, source: Node, chunk: int) -> None:
+        if node.hog:
+            return
         if source.number not in node.receiver.asked(chunk):
             self.send(node, source, self.dropped, chunk)  # an answer to an earlier ask
             return
@@ -164,6 +222,7 @@ class World:
         if not (node.alive and source.alive) or (source.number, chunk) not in node.reads:
             return
         node.reads.remove((source.number, chunk))
+        source.sent[str(node.number)] += 1
         if self.losses:
             self.losses -= 1
             self.send(node, source, self.dropped, chunk)
@@ -173,24 +232,30 @@ class World:
         self.do(node, node.receiver.landed(source.number, chunk, self.now_s))
 
     def busy(self, node: Node, source: Node, chunk: int) -> None:
+        if node.hog:
+            return
         self.do(node, node.receiver.busy(source.number, chunk, self.now_s))
 
     def room(self, node: Node, source: Node) -> None:
+        if node.hog:
+            return
         self.do(node, node.receiver.room(source.number, self.now_s))
 
     def announced(self, node: Node, peer: Node, chunks: int) -> None:
         if node.number == ORIGIN:
             self.seeder.announced(peer.number, chunks)
-        else:
+        elif not node.hog:
             self.do(node, node.receiver.announced(peer.number, chunks, self.now_s))
 
     # -- answering ------------------------------------------------------------------------------
 
-    def answer(self, source: Node, answers: Iterable[Go | Room]) -> None:
+    def answer(self, source: Node, answers: Iterable[Go | Room | Busy]) -> None:
         for each in answers:
             reader = self.nodes[each.reader]
             if isinstance(each, Go):
                 self.send(source, reader, self.go, each.chunk)
+            elif isinstance(each, Busy):
+                self.send(source, reader, self.busy, each.chunk)
             else:
                 self.send(source, reader, self.room)
 
@@ -205,7 +270,7 @@ class World:
     def dropped(self, source: Node, reader: Node, chunk: int) -> None:
         if source.number == ORIGIN:
             self.offer(self.seeder.failed(reader.number, chunk, self.now_s))
-        self.answer(source, source.gate.done(reader.number, chunk))
+        self.answer(source, source.gate.done(reader.number, chunk, read=False))
 
     def declined(self, source: Node, reader: Node, chunk: int) -> None:
         self.offer(self.seeder.declined(reader.number, chunk, self.now_s))
@@ -220,23 +285,28 @@ class World:
                 self.send(origin, self.nodes[number], self.announced, self.everything)
 
     def offered(self, node: Node, origin: Node, chunk: int) -> None:
+        if node.hog:
+            self.send(node, origin, self.asked, chunk)
+            return
         self.do(node, node.receiver.offered(ORIGIN, chunk, self.now_s))
 
     # -- time -----------------------------------------------------------------------------------
 
     def tick(self, node: Node) -> None:
         if node.alive:
+            self.answer(node, node.gate.tick(self.now_s))
             self.do(node, node.receiver.tick(self.now_s))
             self.after(TICK_S, self.tick, node)
 
     def tick_origin(self) -> None:
         if self.nodes[ORIGIN].alive:
+            self.answer(self.nodes[ORIGIN], self.nodes[ORIGIN].gate.tick(self.now_s))
             self.offer(self.seeder.tick(self.now_s))
             self.after(TICK_S, self.tick_origin)
 
     def run(self) -> None:
         while self.queue and self.now_s < LIMIT_S:
-            if not any(node.alive and node.receiver.left for node in self.nodes[1:]):
+            if not any(node.alive and node.receiver.left for node in self.honest):
                 return
             self.now_s, _, call, args = heapq.heappop(self.queue)
             call(*args)
@@ -259,7 +329,24 @@ def test_whoever_lives_gets_everything(
         if number <= nodes:
             world.after(at_s, world.die, world.nodes[number], notice_s)
     world.run()
-    left = {node.number: node.receiver.left for node in world.nodes[1:] if node.alive}
+    left = {node.number: node.receiver.left for node in world.honest if node.alive}
+    assert not any(left.values()), f"chunks missing at {world.now_s:.1f} s: {left}"
+
+
+@settings(max_examples=60)
+@given(
+    nodes=st.integers(1, 4),
+    chunks=st.integers(1, 12),
+    seed=st.integers(0, 1 << 30),
+    hogs=st.integers(1, 6),
+    nat=st.booleans(),
+)
+def test_those_that_take_slots_and_do_not_read_delay_the_others_at_most(
+    nodes: int, chunks: int, seed: int, hogs: int, nat: bool
+) -> None:
+    world = World(nodes, chunks, seed, losses=0, hogs=hogs, nat=nat)
+    world.run()
+    left = {node.number: node.receiver.left for node in world.honest}
     assert not any(left.values()), f"chunks missing at {world.now_s:.1f} s: {left}"
 
 

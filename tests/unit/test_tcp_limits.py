@@ -3,6 +3,8 @@ longer than it is of use."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +14,7 @@ import pytest
 from mx.errors import SourceError
 from mx.source.limits import SendLimiter
 from mx.testing import conformance
-from mx.testing.bench import Bench, Harness
+from mx.testing.bench import GENERATION, Bench, Harness
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,
@@ -23,6 +25,7 @@ from mx.transport import (
     Witness,
 )
 from mx.units import MIB
+from mx_transports import _frames, _tcp_wire
 from mx_transports.tcp import TcpTransport
 
 RULES = (
@@ -107,6 +110,42 @@ def test_what_is_sent_is_counted_without_a_limiter_too() -> None:
         assert isinstance(source.exposure, Sending) and isinstance(source.exposure, Witness)
         assert source.exposure.sent_bytes() == MIB
         assert list(source.exposure.used().values()) == [MIB]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_what_is_sent_on_each_grant_is_counted(limited: bool) -> None:
+    made = LimitedHarness(Counting()) if limited else Harness("mx_transports.tcp:TcpTransport")
+    with Bench(made) as bench:
+        source = bench.source(3 * MIB)
+        assert isinstance(source.exposure, Sending)
+        grants = []
+        for nbytes in (MIB, 2 * MIB):
+            grant_id, ticket = source.grant()
+            session = bench.open_ticket(grant_id, ticket, source.sizes, tls=None)
+            bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(nbytes))))
+            grants.append(grant_id)
+        assert [source.exposure.sent_to(each) for each in grants] == [MIB, 2 * MIB]
+        source.exposure.revoke(grants[0])
+        assert [source.exposure.sent_to(each) for each in grants] == [0, 2 * MIB]
+        assert source.exposure.sent_bytes() == 3 * MIB
+
+
+def test_a_read_that_is_not_taken_in_is_counted_while_it_is_sent() -> None:
+    """So that a source can tell a reader that is slow from one that has stopped."""
+    with Bench(Harness("mx_transports.tcp:TcpTransport")) as bench:
+        source = bench.source(64 * MIB)
+        exposure = source.exposure
+        assert isinstance(exposure, Sending)
+        grant_id, ticket = source.grant()
+        described = json.loads(ticket)
+        key, secret = bytes.fromhex(described["key"]), bytes.fromhex(described["secret"])
+        with socket.create_connection(tuple(described["addresses"][0])) as reader:
+            reader.sendall(_frames.PREAMBLE.pack(_tcp_wire.MAGIC, key, secret))
+            reader.recv(_frames.HELLO.size, socket.MSG_WAITALL)
+            piece = _tcp_wire.PIECE.pack(0, 0, 64 * MIB)
+            reader.sendall(_tcp_wire.REQUEST.pack(1, GENERATION, 1) + piece)
+            bench.eventually(lambda: exposure.sent_to(grant_id) > 0, lambda: "nothing is counted")
+            assert exposure.sent_to(grant_id) < 64 * MIB
 
 
 def test_a_grant_that_is_withdrawn_ends_a_long_pause() -> None:

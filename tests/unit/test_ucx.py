@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from mx.errors import (
     SourceError,
 )
 from mx.testing import conformance
-from mx.testing.bench import Bench, Source
+from mx.testing.bench import GENERATION, Bench, Source
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Medium, TlsFiles, Unavailable
 from mx.units import MIB
@@ -340,6 +341,34 @@ def test_the_control_connection_uses_tls_if_there_is_any(
         for other in (None, authorities[1]):
             with pytest.raises(SourceError):
                 bench.open_ticket(grant_id, ticket, source.sizes, tls=other)
+
+
+@installed
+def test_a_reader_that_begins_reads_and_ends_none_is_cut_off(bench: Bench) -> None:
+    source = bench.source(MIB)
+    _, ticket = source.grant()
+    described = json.loads(ticket)
+    key, secret = bytes.fromhex(described["key"]), bytes.fromhex(described["secret"])
+    with socket.create_connection(tuple(described["addresses"][0])) as reader:
+        reader.settimeout(30)
+        reader.sendall(frames.PREAMBLE.pack(_ucx_wire.MAGIC, key, secret))
+        reader.recv(frames.HELLO.size, socket.MSG_WAITALL)
+        kind = _ucx_wire.STARTING
+        while kind == _ucx_wire.STARTING:
+            told = reader.recv(_ucx_wire.INFO.size, socket.MSG_WAITALL)
+            kind, nbytes = _ucx_wire.INFO.unpack(told)
+            reader.recv(nbytes, socket.MSG_WAITALL)
+        assert kind == _ucx_wire.READY
+        begins = [
+            _ucx_wire.REQUEST.pack(_ucx_wire.BEGIN, number, GENERATION)
+            for number in range(_ucx_source.MAX_RUNNING + 1)
+        ]
+        reader.sendall(b"".join(begins))
+        answers = b""
+        while got := reader.recv(1 << 16):
+            answers += got
+        assert len(answers) == _ucx_source.MAX_RUNNING * _ucx_wire.RESPONSE.size
+    eventually(lambda: source.exposure.active_readers() == 0)
 
 
 # --- a forged peer

@@ -23,7 +23,14 @@ from mx.errors import (
     SourceError,
 )
 from mx.transport import TlsFiles
-from mx.wire.address import is_local, join_address, read_tls, require_protection, split_address
+from mx.wire.address import (
+    address_of_peer,
+    is_local,
+    join_address,
+    read_tls,
+    require_protection,
+    split_address,
+)
 from mx.wire.documents import PAGE_BYTES, Assembler, pages
 from mx.wire.status import DETAIL_KEY, Remote, Role, code_of, encode_detail, translate
 from mx.wire.v1 import common_pb2 as pb
@@ -224,3 +231,21 @@ def test_wrong_bytes_that_are_handed_on_are_told() -> None:
     with pytest.raises(DigestError):
         assembler.add(pb.Page(digest=b"d" * 32, offset=0, nbytes=3, data=b"abc"))
     assert assembler.missing == [b"d" * 32]
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.7:50123", "10.0.0.7"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:50123", "2001:db8:1:2::/64"),
+        ("ipv6:[fe80::1%25eth0]:1", "fe80::/64"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:1", "10.0.0.7"),
+        ("unix:/run/mx", "unix"),
+        ("unix:", "unix"),
+        ("", ""),
+    ],
+)
+def test_the_address_of_the_other_end_is_without_what_it_can_choose(
+    peer: str, address: str
+) -> None:
+    assert address_of_peer(peer) == address

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 _TICKS = 4
 #: Buffers per sendmsg or recvmsg_into; the kernel's limit is 1024.
 _MAX_BUFFERS = 256
+#: What TLS sends in one call, which returns once all of it is on its way.
+_TLS_SLICE = 256 << 10
 
 
 class StreamClosed(OSError):
@@ -125,22 +127,24 @@ class Stream:
     def send_all(
         self,
         buffers: Sequence[memoryview | bytes],
-        sent_some: Callable[[int], None] | None = None,
+        on_sent: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Send buffers one after the other; `sent_some` is told of the bytes as they go. Raises
-        TimeoutError or OSError."""
+        """Send buffers one after the other; `on_sent` hears of each so many bytes that are sent,
+        several times a second while any are. Raises TimeoutError or OSError."""
         views = [memoryview(view) for view in buffers if len(view)]
         for first in range(0, len(views), _MAX_BUFFERS):
             rest, deadline = views[first : first + _MAX_BUFFERS], 0.0
             while rest:
                 try:
-                    sent = self._sock.send(rest[0]) if self._tls else self._sock.sendmsg(rest)
+                    if self._tls:
+                        sent = self._sock.send(rest[0][:_TLS_SLICE])
+                    else:
+                        sent = self._sock.sendmsg(rest)
                 except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError):
                     deadline = self._check(deadline)
                     continue
-                if sent_some is not None:
-                    sent_some(sent)
                 rest, deadline = _after(rest, sent), 0.0
+                on_sent(sent)
 
     def send_descriptors(self, data: bytes, descriptors: Sequence[int]) -> None:
         """Send a few bytes and duplicates of descriptors with them (unix sockets only)."""

@@ -52,6 +52,11 @@ class TcpExposure(DoorExposure):
     def sent_bytes(self) -> int:
         return self._sent_bytes
 
+    def sent_to(self, grant_id: str) -> int:
+        with self._lock:
+            standing = self._granted.values()
+            return sum(each.sent_nbytes for each in standing if each.grant_id == grant_id)
+
     def _ticket_fields(self) -> dict[str, object]:
         return {"addresses": self._addresses}
 
@@ -95,14 +100,14 @@ class TcpExposure(DoorExposure):
 
     def _send(self, stream: Stream, granted: Granted, head: bytes, views: list[memoryview]) -> None:
         if self._limiter is None:
-            ahead = len(head)
+            left = len(head)  # which is no payload
 
-            def sent_some(nbytes: int) -> None:
-                nonlocal ahead
-                self._count(granted, nbytes - min(nbytes, ahead))
-                ahead -= min(nbytes, ahead)
+            def on_sent(nbytes: int) -> None:
+                nonlocal left
+                payload, left = max(0, nbytes - left), max(0, left - nbytes)
+                self._count(granted, payload)
 
-            stream.send_all([head, *views], sent_some)
+            stream.send_all([head, *views], on_sent)
             return
         stream.send_all([head])
         for view in views:

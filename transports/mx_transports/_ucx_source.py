@@ -45,6 +45,8 @@ LINGER_S = 30.0
 #: An agent that dies is replaced for the next reader, but not more often than this.
 MAX_DEATHS, DEATHS_WITHIN_S = 5, 60.0
 MAX_REGIONS = 256
+#: Reads that one connection may have begun and not ended; an honest reader begins a few.
+MAX_RUNNING = 64
 #: Sent so often while an agent starts, well within a reader's deadline.
 STARTING_EVERY_S = 0.5
 
@@ -185,7 +187,7 @@ class UcxExposure(DoorExposure):
                 got = stream.wait(request)
                 stream.fill(request[got:])
                 kind, number, generation = REQUEST.unpack(request)
-                if kind == BEGIN and number not in running:
+                if kind == BEGIN and number not in running and len(running) < MAX_RUNNING:
                     running.add(number)
                     agent.count_reads(+1)
                     self._count(granted, +1)

@@ -1,0 +1,80 @@
+"""The table of known peers: bounded, aged, and not to be filled by one peer's word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.core.swarm_known import KNOWN_S, MOST_BANNED, KnownPeers
+from mx.core.types import SourceRecord
+from tests.records import make_documents, make_record
+
+RECORD = make_record(make_documents("w"))
+
+
+def peer(name: object) -> SourceRecord:
+    return replace(RECORD, source_id=str(name))
+
+
+def names(known: KnownPeers) -> list[str]:
+    return [record.source_id for record in known]
+
+
+def test_what_a_peer_tells_of_keeps_out_nothing_that_is_listed() -> None:
+    known = KnownPeers(most=3)
+    for number in range(10):
+        known.name(peer(number), number, listed=False)
+    assert names(known) == ["7", "8", "9"]
+    for name in "abc":
+        assert known.name(peer(name), 20.0, listed=True)
+    assert names(known) == ["a", "b", "c"]
+    assert not known.name(peer("x"), 21.0, listed=False)
+    assert known.name(peer("d"), 22.0, listed=True, keep={"a"})
+    assert names(known) == ["a", "c", "d"]
+
+
+def test_those_that_were_not_named_for_long_are_dropped() -> None:
+    known = KnownPeers()
+    for name in "abc":
+        known.name(peer(name), 0.0, listed=True)
+    known.name(peer("b"), KNOWN_S, listed=True)
+    known.prune(KNOWN_S + 1, keep={"c"})
+    assert names(known) == ["b", "c"]
+
+
+def test_a_record_at_second_hand_does_not_replace_a_listed_one() -> None:
+    known = KnownPeers()
+    known.name(peer("a"), 0.0, listed=True)
+    known.name(replace(peer("a"), endpoint="10.9.9.9:1"), 1.0, listed=False)
+    assert known.record("a").endpoint == RECORD.endpoint
+
+
+def test_banned_ones_are_not_learnt_of_again_and_are_bounded() -> None:
+    known = KnownPeers()
+    known.name(peer("a"), 0.0, listed=True)
+    known.ban("a")
+    assert known.banned("a") and "a" not in known
+    assert not known.name(peer("a"), 1.0, listed=True)
+    for number in range(MOST_BANNED):
+        known.ban(str(number))
+    assert not known.banned("a") and known.banned("0")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.floats(0, 100)), max_size=80),
+    st.frozensets(st.integers(0, 20).map(str), max_size=3),
+)
+def test_it_is_never_larger_than_it_may_be_and_keeps_what_it_must(
+    named: list[tuple[int, bool, float]], keep: frozenset[str]
+) -> None:
+    known, now_s = KnownPeers(most=5), 0.0
+    there: set[str] = set()
+    for name, listed, seconds in named:
+        now_s += seconds
+        known.prune(now_s, keep)
+        known.name(peer(name), now_s, listed=listed, keep=keep)
+        assert len(known) <= 5
+        assert there & keep <= set(names(known))
+        there = set(names(known))
