@@ -15,7 +15,7 @@ from mx import api
 from mx.units import MIB
 from tests.integration.conftest import REPOSITORY, environment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 FILES, FILE_BYTES = 4, 40 * MIB
 
