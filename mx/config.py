@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mx.errors import ConfigError
-from mx.units import GIB, MIB, parse_bytes, parse_rate
+from mx.units import GIB, MIB, parse_bytes, parse_ports, parse_rate
 
 ENVIRONMENT_PREFIX = "MX_PEER_"
 #: Names the configuration file; not a setting itself.
@@ -49,6 +49,21 @@ def _address(value: object) -> str:
     if match is None or int(match[2]) > 65535:
         raise wrong
     return value
+
+
+def _address_or_none(value: object) -> str:
+    return "" if value == "" else _address(value)
+
+
+def _ports(value: object) -> str:
+    wrong = ValueError("must be a port or a range of ports, like 7602-7609")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise wrong
+    try:
+        parse_ports(str(value))
+    except ValueError:
+        raise wrong from None
+    return str(value)
 
 
 def _number(low: float, high: float) -> Callable[[object], float]:
@@ -156,6 +171,12 @@ class Settings:
     )
     listen: str = _setting(
         "127.0.0.1:0", "where serve and pull listen (HOST:PORT; port 0 takes a free one)", _address
+    )
+    advertise: str = _setting(
+        "", "what serve and pull register in place of the address they listen on", _address_or_none
+    )
+    data_ports: str = _setting(
+        "", "ports that tcp listens on for weights, like 7602-7609 (any free one)", _ports
     )
     state: str = _setting("memory", "where mx-coordinator keeps its state", _state)
     tls_cert: str = _setting("", "PEM file: this process's certificate", _text)

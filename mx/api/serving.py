@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +20,16 @@ from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.transport import Transport, host_view
+from mx.units import parse_ports
 from mx.wire.client import CoordinatorClient
 
 if TYPE_CHECKING:
     from mx.coordinator.daemon import Coordinator
+
+log = logging.getLogger(__name__)
+
+#: A coordinator that is not up yet is asked again so often.
+_ASK_AGAIN_S = 0.5
 
 
 class Source:
@@ -171,11 +179,14 @@ class Source:
         await asyncio.to_thread(self.close)
 
 
-def source_options(settings: config.Settings) -> SourceOptions:
-    """What a source needs of the settings."""
+def source_options(settings: config.Settings, coordinator: str | None = None) -> SourceOptions:
+    """What a source needs of the settings, to be registered with this coordinator if with any."""
     tls = tls_of(settings)
     return SourceOptions(
         listen=settings.listen,
+        advertise=settings.advertise,
+        coordinator=coordinator or "",
+        data_ports=parse_ports(settings.data_ports),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
         insecure=settings.insecure,
@@ -218,20 +229,28 @@ def hold(
 
 
 async def _join_or_embed(
-    address: str, *, explicit: bool, embed: bool, settings: config.Settings
+    address: str,
+    *,
+    explicit: bool,
+    embed: bool,
+    wait_s: float,
+    settings: config.Settings,
+    cancelled: Callable[[], bool],
 ) -> Coordinator | None:
-    """Make sure that a coordinator answers at `address`. Returns the one embedded, if it was."""
+    """Make sure that a coordinator answers at `address`, within `wait_s` where it is `explicit`.
+    Returns the one embedded, if it was."""
     client = CoordinatorClient(
         address,
         tls=tls_of(settings),
         insecure=settings.insecure,
         timeout_s=settings.connect_timeout_s,
     )
+    must_be_there = explicit or not embed
     try:
-        await client.list_models()
+        await _until_it_answers(client, wait_s if must_be_there else 0.0, cancelled)
         return None
     except CoordinatorError:
-        if explicit or not embed:
+        if must_be_there:
             raise
     finally:
         await client.close()
@@ -241,6 +260,27 @@ async def _join_or_embed(
     coordinator = Coordinator(lease_s=settings.lease_s)
     await coordinator.start(address, tls=tls_of(settings), insecure=settings.insecure)
     return coordinator
+
+
+async def _until_it_answers(
+    client: CoordinatorClient, wait_s: float, cancelled: Callable[[], bool]
+) -> None:
+    """Ask until the coordinator answers. One that refuses is not asked again. Raises
+    CoordinatorError after `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    said = False
+    while True:
+        try:
+            await client.list_models()
+            return
+        except CoordinatorError as error:
+            left_s = deadline_s - time.monotonic()
+            if type(error) is not CoordinatorError or left_s <= 0 or cancelled():
+                raise
+            if not said:
+                said = True
+                log.warning("waiting up to %g s for a coordinator: %s", wait_s, error.message)
+            await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
 
 
 def serve(
@@ -254,6 +294,7 @@ def serve(
     device: str = "cpu",
     max_readers: int | None = None,
     max_bandwidth: int | str | None = None,
+    wait_s: float | None = None,
     settings: config.Settings | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -266,27 +307,39 @@ def serve(
     one there (unless `embed` is False). `device` is where it is held: "cpu", or "cuda:N" for a
     copy in that GPU's memory. At most `max_readers` read at a time, and get at most
     `max_bandwidth` together ("500MB/s", or a number of bytes per second; None: as the settings
-    say, 0: no bound). `on_progress` is told (bytes read, bytes in all) from
-    other threads; `cancelled` is asked while reading.
+    say, 0: no bound). `wait_s` (else the settings') is how long a coordinator that was named, and
+    does not answer yet, is waited for. `on_progress` is told (bytes read, bytes in all) from
+    other threads; `cancelled` is asked while waiting and reading.
 
-    Raises CheckpointError, CapacityError (before memory is taken), ConfigError, LocalError (port
-    in use), CoordinatorError, BindingError (the name belongs to other weights).
+    Raises CheckpointError, CapacityError (before memory is taken), ConfigError (also where the
+    coordinator is on another machine, and this source would listen on loopback), LocalError
+    (port in use), CoordinatorError, BindingError (the name belongs to other weights).
     """
     where = resolve_device(device)
     settings = config.given(
-        settings or config.load(), max_readers=max_readers, max_bandwidth=max_bandwidth
+        settings or config.load(),
+        max_readers=max_readers,
+        max_bandwidth=max_bandwidth,
+        wait_s=wait_s,
     )
     key = ModelKey(model, revision, variant)
     explicit = coordinator is not None or settings.is_set("coordinator")
     address = coordinator or settings.coordinator
     loop = runtime.acquire()
     try:
-        server = loop.run(start_source(source_options(settings), transports()))
+        server = loop.run(start_source(source_options(settings, address), transports()))
         embedded: Coordinator | None = None
         held: HeldModel | None = None
         try:
             embedded = loop.run(
-                _join_or_embed(address, explicit=explicit, embed=embed, settings=settings)
+                _join_or_embed(
+                    address,
+                    explicit=explicit,
+                    embed=embed,
+                    wait_s=settings.wait_s,
+                    settings=settings,
+                    cancelled=cancelled,
+                )
             )
             held = hold(what, key, where, settings, on_progress=on_progress, cancelled=cancelled)
             loop.run(offer(server, held, address))

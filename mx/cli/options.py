@@ -86,6 +86,24 @@ Listen = Annotated[
         rich_help_panel=_CONNECTION,
     ),
 ]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        help="What others dial in place of --listen, behind address translation or in a "
+        "container; port 0 is the one listened on.",
+        metavar="HOST:PORT",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+DataPorts = Annotated[
+    str | None,
+    typer.Option(
+        help="Ports for the weights over tcp, to be published as they are where --advertise is "
+        "given, like 7602-7605. (default: any free ones)",
+        metavar="FIRST-LAST",
+        rich_help_panel=_CONNECTION,
+    ),
+]
 MaxReaders = Annotated[
     int | None,
     typer.Option(

@@ -70,6 +70,8 @@ def pull(
         str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
     listen: options.Listen = None,
+    advertise: options.Advertise = None,
+    data_ports: options.DataPorts = None,
     streams: Annotated[
         int | None, typer.Option(help="TCP connections for the weights. (default: 2)", metavar="N")
     ] = None,

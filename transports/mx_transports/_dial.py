@@ -32,13 +32,17 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses(ticket: frames.Ticket, grant: Grant) -> list[tuple[str, int]]:
-    """What the ticket says to dial; with a rail, at its far end alone."""
+    """What the ticket says to dial; with a rail, at its far end alone. An address without a host
+    is at the host of the source's control endpoint."""
     peer, found = grant.peer, []
     listed = ticket.fields.get("addresses")
     for entry in listed if isinstance(listed, list) else []:
         try:
             host, port = entry
-            ipaddress.ip_address(host)
+            if host == "":
+                host = peer.rpartition(":")[0].strip("[]")
+            else:
+                ipaddress.ip_address(host)
             if type(port) is int and 0 < port < 1 << 16:
                 found.append((host, port))
         except (ValueError, TypeError):

@@ -8,6 +8,7 @@ is let in gets a thread of its own, as it moves bytes; grants have a cap on thos
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import secrets
 import selectors
@@ -28,21 +29,39 @@ MAX_UNPROVED = 64
 MAX_CONNECTIONS_PER_GRANT = 32
 
 
-def listen(hosts: Sequence[str]) -> list[socket.socket]:
-    """Listening sockets on free ports, one for each host. Raises LocalError."""
+def listen(hosts: Sequence[str], ports: Sequence[int] = ()) -> list[socket.socket]:
+    """Listening sockets, one for each host, on the first of `ports` that is free there, or on any
+    free port. Raises LocalError."""
     listeners: list[socket.socket] = []
     for host in hosts:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listeners.append(socket.create_server((host, 0), family=family, backlog=256))
+            listeners.append(_listen(host, ports))
         except OSError as error:
             for listener in listeners:
                 listener.close()
+            if error.errno == errno.EADDRINUSE and ports:
+                raise LocalError(
+                    f"none of the data ports {ports[0]}-{ports[-1]} is free on {host}",
+                    hint="give more with --data-ports: each model that is served takes one, new "
+                    "weights one more while they take the old ones' place",
+                ) from error
             raise LocalError(
                 f"can't listen on {host} for data: {error.strerror or error}",
                 hint="give an address of this machine's own",
             ) from error
     return listeners
+
+
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports[:-1]:
+        try:
+            return socket.create_server((host, port), family=family, backlog=256)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    last = ports[-1] if ports else 0
+    return socket.create_server((host, last), family=family, backlog=256)
 
 
 @dataclass
