@@ -270,6 +270,12 @@ def inherited(*prefixes: str) -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
 
 
+def quieten_grpc() -> None:
+    """Keep gRPC's own lines off standard error, unless somebody has set how much it says. Before
+    grpc is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 @contextlib.contextmanager
 def library_environment(values: Mapping[str, str]) -> Iterator[None]:
     """While a library is loaded that reads its settings from the environment and nowhere else:

@@ -8,14 +8,12 @@ import socket
 
 from mx import discovery
 from mx.errors import ConfigError
-from mx.wire.address import is_local, join_address, split_address
-
-_WILDCARDS = ("0.0.0.0", "::")
+from mx.wire.address import WILDCARDS, is_local, join_address, split_address
 
 
 def is_wildcard(address: str) -> bool:
     """Return True for HOST:PORT that means every address of this machine."""
-    return split_address(address)[0] in _WILDCARDS
+    return split_address(address)[0] in WILDCARDS
 
 
 def dialled_host(listen: str, advertise: str, coordinator: str) -> str:

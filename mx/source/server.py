@@ -110,6 +110,7 @@ class SourceServer:
             ],
             tls=self.options.tls,
             insecure=self.options.insecure,
+            dialled=self._host,
         )
         self._place = self._expose_place = discovery.here(addresses=hosts)
         if advertise:

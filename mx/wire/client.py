@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from mx import codec
@@ -23,6 +23,7 @@ from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.progress import Tell, pull_from_wire, telling
 from mx.wire.rpc import Stub
+from mx.wire.tls import diagnosing
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.watching import WatchKind, WatchUpdate, watch_kind
 
@@ -89,7 +90,7 @@ class CoordinatorClient:
         insecure: bool = False,
         timeout_s: float = 5.0,
     ) -> None:
-        self.remote = Remote(Role.COORDINATOR, address)
+        self.remote = Remote(Role.COORDINATOR, address, tls)
         self._timeout_s = timeout_s
         self._channel = dial(address, tls=tls, insecure=insecure)
         service = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -119,7 +120,7 @@ class CoordinatorClient:
         is wanted that `documents` lacks.
         """
         codec.check_model_key(record.model)
-        with translating(self.remote):
+        async with diagnosing(self.remote):
             missing = await self._stub.Missing(
                 pb.MissingRequest(digests=record.ref.digests), timeout=self._timeout_s
             )
@@ -274,11 +275,11 @@ class CoordinatorClient:
 
     # -- for everyone -----------------------------------------------------------------------------
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """As `translating`, also for an answer that parses but makes no sense."""
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[None]:
+        """As `diagnosing`, also for an answer that parses but makes no sense."""
         try:
-            with translating(self.remote):
+            async with diagnosing(self.remote):
                 yield
         except PeerProtocolError as error:
             raise CoordinatorError(
@@ -299,7 +300,7 @@ class CoordinatorClient:
         request = pb.ResolveRequest(
             name=name, revision=revision, variant=variant, inline_documents=documents
         )
-        with self._reading():
+        async with self._reading():
             answer = await self._stub.Resolve(request, timeout=self._timeout_s)
             ref = codec.ref_from_wire(answer.manifest)
             inlined = wire_documents.Assembler(
@@ -321,7 +322,7 @@ class CoordinatorClient:
         """
         stream = self._stub.Watch(pb.WatchRequest(name=name, revision=revision))
         try:
-            with self._reading():
+            async with self._reading():
                 async for event in stream:
                     kind = watch_kind(event.kind)
                     record = None
@@ -332,7 +333,7 @@ class CoordinatorClient:
             stream.cancel()
 
     async def list_models(self) -> list[ModelStatus]:
-        with self._reading():
+        async with self._reading():
             return [
                 ModelStatus(
                     codec.key_from_wire(model.model),
@@ -349,7 +350,7 @@ class CoordinatorClient:
 
     async def list_sources(self, name: str = "") -> list[SourceStatus]:
         """All, or those of one model name."""
-        with self._reading():
+        async with self._reading():
             return [
                 SourceStatus(
                     codec.source_from_wire(status.source),
@@ -365,7 +366,7 @@ class CoordinatorClient:
 
     async def list_pulls(self, name: str = "") -> list[PullStatus]:
         """The pulls that tell how far they are: all, or those of one model name."""
-        with self._reading():
+        async with self._reading():
             return [
                 pull_from_wire(pull)
                 async for page in self._stub.ListPulls(

@@ -24,10 +24,11 @@ from google.protobuf.message_factory import GetMessageClass
 from mx import runtime
 from mx.errors import LocalError, MxError, PeerProtocolError
 from mx.transport import TlsFiles
-from mx.wire.address import join_address, read_tls, require_protection, split_address
+from mx.wire.address import WILDCARDS, join_address, read_tls, require_protection, split_address
 from mx.wire.channel import KEEPALIVE_OPTIONS
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail
+from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
 
@@ -218,13 +219,16 @@ async def listen(
     *,
     tls: TlsFiles | None = None,
     insecure: bool = False,
+    dialled: str = "",
 ) -> Listening:
     """Serve `services` on HOST:PORT (port 0: any free one) or unix:PATH, in this event loop.
 
     Health checking and reflection come along where installed. With `tls`, clients must show a
-    certificate of its authority. Raises ConfigError for a malformed address, unreadable PEM
-    files, and plain text off this machine without `insecure`; LocalError, naming the port, where
-    it can't be bound.
+    certificate of its authority, and its own must name the host that they dial: `dialled`, else
+    the one in `address` unless that is a wildcard. Raises ConfigError for a malformed address,
+    unreadable PEM files, and plain text off this machine without `insecure`; NotAllowedError for
+    a certificate that no client would accept; LocalError, naming the port, where it can't be
+    bound.
     """
     is_unix = address.startswith("unix:")
     host, port = ("", 0) if is_unix else split_address(address)
@@ -232,6 +236,7 @@ async def listen(
     await _require_free(host, port)
     credentials = None
     if tls is not None:
+        check_server_files(tls, dialled or ("" if host in WILDCARDS else host))
         certificate, key, authority = read_tls(tls)
         credentials = grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=authority, require_client_auth=True

@@ -39,6 +39,7 @@ from mx.errors import (
     UnknownModelError,
     UnknownSourceError,
 )
+from mx.transport import TlsFiles
 
 DETAIL_KEY = "mx-error-bin"
 _MAX_TEXT = 2000  # trailing metadata shares 8 KiB with everything else in it
@@ -69,10 +70,12 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Whom we talk to: decides which error its silence is, and names it in messages."""
+    """Whom we talk to, and with which files: decides which error its silence is, and names it in
+    messages."""
 
     role: Role
     address: str
+    tls: TlsFiles | None = None
 
 
 def code_of(error: MxError) -> grpc.StatusCode:
