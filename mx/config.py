@@ -219,8 +219,11 @@ class Settings:
     )
     streams: int = _setting(2, "TCP connections for weights, per pull", _count(1, 64))
     log_level: str = _setting(
-        "warning", f"how much to log: {', '.join(LOG_LEVELS)}", _choice(*LOG_LEVELS)
+        "warning",
+        f"how much to log: {', '.join(LOG_LEVELS)} (info if not set, for servers)",
+        _choice(*LOG_LEVELS),
     )
+    log_format: str = _setting("text", "how to log: text or json", _choice("text", "json"))
     trace: str = _setting("", "write a JSON line per traced step to this file", _text)
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 

@@ -44,6 +44,8 @@ def coordinator(
     insecure: options.Insecure = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
     """Know who holds which layers of which model, and tell those who ask.
@@ -58,7 +60,7 @@ def coordinator(
     - `mx-coordinator --listen 10.0.0.1:7600 --tls-cert me.pem --tls-key me.key
       --tls-ca ours.pem`
     """
-    settings = options.settings_of(context)
+    settings = options.settings_of(context, runs_long=True, level="info")
 
     def listening(address: str) -> None:
         if as_json:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
 
-from mx import config, trace
+from mx import config, log, trace
+from mx.cli import outcome
 from mx.config import Settings
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
@@ -136,6 +136,22 @@ Json = Annotated[
         rich_help_panel=_COMMON,
     ),
 ]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        help="How much to log on standard error. (default: info for servers, else warning)",
+        metavar="debug|info|warning|error",
+        rich_help_panel=_COMMON,
+    ),
+]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="How to log. (default: text, and json with --json)",
+        metavar="text|json",
+        rich_help_panel=_COMMON,
+    ),
+]
 Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show tracebacks and the debug log.", rich_help_panel=_COMMON),
@@ -151,20 +167,25 @@ Trace = Annotated[
 ]
 
 
-def settings_of(context: typer.Context) -> Settings:
+def settings_of(context: typer.Context, *, runs_long: bool = False, level: str = "") -> Settings:
     """The settings for a verb: its options first, then environment, file and defaults.
 
-    Also sets up logging on standard error. Raises ConfigError.
+    Also sets up logging on standard error, by default at `level`, or the settings' default. Of a
+    verb that `runs_long` all further lines there are JSON with `--json`, unless a format was
+    chosen; with `--log-format json` in any case. Raises ConfigError.
     """
     known = set(config.setting_names())
     given: dict[str, Any] = {n: v for n, v in context.params.items() if n in known}
     settings = config.load(
         given, file=context.params.get("config") or context.params.get("config_file")
     )
-    level = "debug" if context.params.get("debug") else settings.log_level
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    if settings.is_set("log_level") or not level:
+        level = settings.log_level
+    style = settings.log_format
+    if runs_long and context.params.get("as_json") and not settings.is_set("log_format"):
+        style = "json"
+    log.set_up("debug" if context.params.get("debug") else level, style)
+    outcome.use_json_lines(style == "json")
     return settings
 
 

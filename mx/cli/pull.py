@@ -102,6 +102,8 @@ def pull(
     nics: options.Nics = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     debug: options.Debug = False,
     trace: options.Trace = None,
 ) -> None:
@@ -118,7 +120,7 @@ def pull(
 
     - `mx pull llama-8b --from auto=/mnt/models/llama-8b --json`
     """
-    settings = options.settings_of(context)
+    settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
     from mx import api
 
     stop = Stop()

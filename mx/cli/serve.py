@@ -66,6 +66,8 @@ def serve(
     ] = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     debug: options.Debug = False,
     trace: options.Trace = None,
 ) -> None:
@@ -85,7 +87,7 @@ def serve(
     - `mx serve /model --model small --coordinator 10.0.0.1:7600 --wait 60 --listen 0.0.0.0:7601
       --advertise 10.0.0.9:7601 --data-ports 7602-7605 --insecure`  in a container
     """
-    settings = options.settings_of(context)
+    settings = options.settings_of(context, runs_long=True, level="info")
     from mx import api
 
     with options.tracing(settings):

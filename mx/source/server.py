@@ -13,6 +13,7 @@ from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
+from mx.log import event
 from mx.runtime import uncut
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposing import expose, withdraw
@@ -167,6 +168,14 @@ class SourceServer:
                 binding_secret=self._binding_secret,
                 replaces_revision=replaces_revision,
             )
+        event(
+            log,
+            "source.registered",
+            model=str(listed.model),
+            source=served.held.source_id,
+            endpoint=self.endpoint,
+            coordinator=client.remote.address,
+        )
         return listed.model
 
     def _keep_listed(self, client: CoordinatorClient, served: Served) -> None:
@@ -224,6 +233,7 @@ class SourceServer:
         if served is None:
             return True
         self._servicer.supersede(source_id, served.held.generation + 1, grace_s)
+        event(log, "source.retiring", model=str(served.held.key), source=source_id, grace_s=grace_s)
         keeping = self._keeping.pop(source_id, None)
         if keeping is not None:
             keeping.cancel()
@@ -246,7 +256,7 @@ class SourceServer:
         try:
             await client.deregister(source_id)
         except MxError as error:
-            log.info("not deregistered, the lease will end it: %s", error)
+            log.debug("not deregistered, the lease will end it: %s", error)
 
     async def _free(self, served: Served) -> None:
         served.mingler.end()
@@ -281,7 +291,9 @@ class SourceServer:
 
     def _on_registered(self, registered: bool, why: str) -> None:
         if registered != self.registered:
-            log.warning("%s", why)
+            name = "source.reregistered" if registered else "source.unregistered"
+            level = logging.INFO if registered else logging.WARNING
+            event(log, name, level=level, endpoint=self.endpoint, text=why)
         self.registered = registered
 
     def _record(self, served: Served) -> SourceRecord:
@@ -293,6 +305,8 @@ class SourceServer:
         """No new grants; wait until the readers there are have finished. False: `grace_s`
         passed first and they were cut."""
         self._servicer.drain(grace_s)
+        readers = len(self._servicer.leases)
+        event(log, "source.draining", endpoint=self.endpoint, readers=readers, grace_s=grace_s)
         if not await self._until(lambda: not len(self._servicer.leases), grace_s):
             return False
         # Whoever only talks has nothing to finish.
@@ -326,8 +340,9 @@ class SourceServer:
         for served in self._servicer.models.values():
             served.mingler.end()
         if self._listening is not None:
-            listening, self._listening = self._listening, None
+            endpoint, listening, self._listening = self.endpoint, self._listening, None
             await listening.stop(_LAST_WORDS_S)
+            event(log, "source.stopped", endpoint=endpoint)
         for source_id in list(self._servicer.models):
             gone = self._servicer.remove(source_id)
             if gone is not None:

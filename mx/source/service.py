@@ -15,6 +15,7 @@ from mx import codec
 from mx.core.leases import LeaseBook
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
+from mx.log import event
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel
 from mx.transport import Exposure, Sending
@@ -135,6 +136,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         retry_after_s = self.limits.refuse(request.reader_id or grant_id)
         if retry_after_s is not None:
             busy = peer_pb2.Busy(retry_after_s=retry_after_s)
+            # It asks again, several times a second.
+            event(log, "reader.busy", level=logging.DEBUG, reader=reader.hostname)
             await context.write(peer_pb2.OpenEvent(busy=busy))
             return
         queue: asyncio.Queue[peer_pb2.OpenEvent] = asyncio.Queue(_MAX_EVENTS)
@@ -177,6 +180,13 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                     )
                 )
             )
+            granted_s = self._clock()
+            who: dict[str, Any] = {
+                "grant": grant_id,
+                "model": str(held.key),
+                "reader": reader.hostname,
+            }
+            event(log, "reader.granted", **who, peer=context.peer(), readers=len(self.leases))
             pump = asyncio.create_task(self._pump(queue, context), name="mx-lease-events")
             while True:
                 async with asyncio.timeout(self.leases.lease_s * 2):
@@ -196,7 +206,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                     )
                     await queue.put(peer_pb2.OpenEvent(renewed=renewed))
         except TimeoutError:
-            log.info("reader %s did not renew its lease; withdrawn", reader.hostname)
+            event(log, "reader.expired", grant=grant_id, reader=reader.hostname)
         finally:
             self._queues.pop(grant_id, None)
             self._alone.pop(grant_id, None)
@@ -207,6 +217,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             for exposure in served.all_exposures():
                 exposure.revoke(grant_id)
             if pump is not None:
+                event(log, "reader.ended", **who, seconds=round(self._clock() - granted_s, 3))
                 pump.cancel()
                 await asyncio.gather(pump, return_exceptions=True)
 

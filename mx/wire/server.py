@@ -22,7 +22,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from mx import runtime
-from mx.errors import LocalError, MxError, PeerProtocolError
+from mx.errors import LocalError, MxError, PeerProtocolError, UnknownModelError, UnknownSourceError
+from mx.log import Throttle, event
 from mx.transport import TlsFiles
 from mx.wire.address import WILDCARDS, join_address, read_tls, require_protection, split_address
 from mx.wire.channel import KEEPALIVE_OPTIONS
@@ -31,6 +32,7 @@ from mx.wire.status import DETAIL_KEY, code_of, encode_detail
 from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
+_refusals = Throttle()
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
@@ -100,8 +102,22 @@ class _CheckedRequests:
 
 async def _abort(context: Any, error: MxError) -> None:
     text = " ".join(str(error).split())[:1000]
+    _log_refusal(context, error)
     detail = ((DETAIL_KEY, encode_detail(error)),)
     await context.abort(code_of(error), text, trailing_metadata=detail)
+
+
+def _log_refusal(context: Any, error: MxError) -> None:
+    """What is not there (yet) is asked for again and again, and is no refusal."""
+    asked = isinstance(error, UnknownModelError | UnknownSourceError)
+    level = logging.DEBUG if asked else logging.INFO
+    held_back = _refusals.passes() if _log.isEnabledFor(level) else None
+    if held_back is not None:
+        more = {"held_back": held_back} if held_back else {}
+        kind, text = type(error).__name__, error.message[:500]
+        event(
+            _log, "request.refused", level=level, peer=context.peer(), error=kind, text=text, **more
+        )
 
 
 async def _drain(requests: AsyncIterator[object]) -> None:

@@ -55,8 +55,8 @@ class Folder:
         self._openssl("req", *_KEY, "-subj", f"/CN={name}", *files)
         (self.path / f"{name}.ext").write_text(extensions + "\n")
         signing = ("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial")
-        files = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
-        self._openssl("x509", "-req", "-days", str(days), *signing, *files)
+        made = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
+        self._openssl("x509", "-req", "-days", str(days), *signing, *made)
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
