@@ -19,12 +19,20 @@ from contextlib import asynccontextmanager
 import grpc
 from google.protobuf.message import DecodeError
 
-from mx.errors import ConfigError, MxError, NotAllowedError, PeerRefusedError
+from mx.errors import (
+    ConfigError,
+    CoordinatorError,
+    MxError,
+    NotAllowedError,
+    PeerLostError,
+    PeerRefusedError,
+)
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls, split_address
 from mx.wire.status import Remote, Role, foreign, translate
 
 _PROBE_TIMEOUT_S = 2.0
+_BOTH_SIDES = "check --tls-cert, --tls-key and --tls-ca on both sides"
 _RECIPE = "docs/tls.md shows how certificates are made"
 #: X509_V_ERR_ numbers of OpenSSL.
 _NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
@@ -197,8 +205,11 @@ async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
         return translated
     message = f"no secure connection to the {who.role.value} at {who.address}: {found}"
     if who.role is Role.COORDINATOR:
-        return NotAllowedError(message)
-    return PeerRefusedError(message, peer=who.address)
+        # Without any files it has not been refused: it speaks another protocol.
+        kind = CoordinatorError if who.tls is None else NotAllowedError
+        return kind(message, hint=_BOTH_SIDES)
+    refused = PeerLostError if who.tls is None else PeerRefusedError
+    return refused(message, peer=who.address, hint=_BOTH_SIDES)
 
 
 def _probe(address: str, tls: TlsFiles | None) -> str | None:
@@ -211,7 +222,7 @@ def _probe(address: str, tls: TlsFiles | None) -> str | None:
             context.wrap_socket(plain, server_hostname=host) as sock,
         ):
             if tls is None:
-                return "it wants TLS; give --tls-cert, --tls-key and --tls-ca"
+                return "it wants TLS"
             names = _names(sock)
             if not names:
                 return "its certificate has no subjectAltName: it names no host"
@@ -223,10 +234,7 @@ def _probe(address: str, tls: TlsFiles | None) -> str | None:
         return f"its certificate {_why(error, tls, of_server=True)}"
     except ssl.SSLError as error:
         if tls is not None and error.reason == "WRONG_VERSION_NUMBER":
-            return (
-                "it answers without TLS: start it with --tls-cert, --tls-key and --tls-ca, or "
-                "leave them out here"
-            )
+            return "it answers without TLS"
         return None
     except (OSError, MxError):
         return None
