@@ -25,7 +25,7 @@ from mx.errors import (
     MxError,
     NotAllowedError,
     PeerLostError,
-    PeerRefusedError,
+    PeerUntrustedError,
 )
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls, split_address
@@ -208,7 +208,7 @@ async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
         # Without any files it has not been refused: it speaks another protocol.
         kind = CoordinatorError if who.tls is None else NotAllowedError
         return kind(message, hint=_BOTH_SIDES)
-    refused = PeerLostError if who.tls is None else PeerRefusedError
+    refused = PeerLostError if who.tls is None else PeerUntrustedError
     return refused(message, peer=who.address, hint=_BOTH_SIDES)
 
 

@@ -19,7 +19,7 @@ import grpc.aio
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.conftest import REPOSITORY, Run, environment, free_port
+from tests.integration.conftest import REPOSITORY, Command, Run, environment, free_port
 from tests.integration.test_main_job import same
 
 pytestmark = [
@@ -171,6 +171,33 @@ def test_what_is_wrong_at_the_other_end_is_said_here(
     assert "its certificate does not name 127.0.0.1: it names 10.9.9.9, else.example" in said
     said = refused(run, "models", "--coordinator", servers["good"], code=3)
     assert "it wants TLS" in said
+
+
+class OverlookedSource(Command):
+    """A source that does not look at its own certificate: one that was right once, say."""
+
+    def command(self, entry: str) -> list[str]:
+        code = (
+            "import mx.wire.server as server\n"
+            "server.check_server_files = lambda *files: None\n"
+            "from mx.cli import main; main()"
+        )
+        return [sys.executable, "-c", code]
+
+
+def test_the_only_source_has_a_bad_certificate(run: Run, folder: Folder, checkpoint: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    flags = ("--coordinator", address, *folder.flags("good"))
+    daemon = run("--listen", address, *folder.flags("good"), daemon=True)
+    daemon.until(lambda: "listens" in daemon.err, "listening")
+    serving = ("serve", str(checkpoint), "--model", "m", "--coordinator", address, "--json")
+    source = OverlookedSource(*serving, *folder.flags("elsewhere"))
+    try:
+        source.json()
+        said = refused(run, "pull", "m", *flags)
+        assert "its certificate does not name 127.0.0.1: it names 10.9.9.9, else.example" in said
+    finally:
+        source.end()
 
 
 def _blocks(language: str) -> list[str]:
