@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from mx import config_values as values
 from mx.errors import ConfigError
 from mx.units import GIB, MIB, parse_bytes, parse_rate, parse_seconds
 
@@ -38,16 +39,6 @@ def _setting(default: object, help_text: str, read: Callable[[object], object]) 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError('must be a string, like "text"')
-    return value
-
-
-def _address(value: object) -> str:
-    wrong = ValueError("must be HOST:PORT, like 127.0.0.1:7600 or [::1]:7600")
-    if not isinstance(value, str):
-        raise wrong
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]/]+):(\d{1,5})", value)
-    if match is None or int(match[2]) > 65535:
-        raise wrong
     return value
 
 
@@ -106,39 +97,6 @@ def _rate(value: object) -> int:
     return bytes_per_s
 
 
-_FLAGS = {"1": True, "true": True, "yes": True, "on": True}
-_FLAGS |= {"0": False, "false": False, "no": False, "off": False}
-
-
-def _flag(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lower() in _FLAGS:
-        return _FLAGS[value.strip().lower()]
-    raise ValueError("must be true or false")
-
-
-def _names(value: object) -> tuple[str, ...]:
-    wrong = ValueError('must be names, like "eth0,eth1" or ["eth0", "eth1"]')
-    if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list | tuple):
-        raise wrong
-    names = tuple(name for name in value if isinstance(name, str) and name.strip())
-    if len(names) != len(value):
-        raise wrong
-    return names
-
-
-def _choice(*choices: str) -> Callable[[object], str]:
-    def read(value: object) -> str:
-        if not isinstance(value, str) or value.lower() not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return value.lower()
-
-    return read
-
-
 def _state(value: object) -> str:
     text = _text(value)
     if text != "memory":
@@ -150,26 +108,38 @@ def _state(value: object) -> str:
 class Settings:
     """Every setting, validated. `origins` says for each name where its value came from."""
 
-    coordinator: str = _setting("127.0.0.1:7600", "where the coordinator is (HOST:PORT)", _address)
+    coordinator: str = _setting(
+        "127.0.0.1:7600", "where the coordinator is (HOST:PORT)", values.address
+    )
     coordinator_listen: str = _setting(
-        "127.0.0.1:7600", "where mx-coordinator listens (HOST:PORT)", _address
+        "127.0.0.1:7600", "where mx-coordinator listens (HOST:PORT)", values.address
     )
     listen: str = _setting(
-        "127.0.0.1:0", "where serve and pull listen (HOST:PORT; port 0 takes a free one)", _address
+        "127.0.0.1:0",
+        "where serve and pull listen (HOST:PORT; port 0 takes a free one)",
+        values.address,
+    )
+    advertise: str = _setting(
+        "",
+        "what serve and pull register in place of the address they listen on",
+        values.address_or_none,
+    )
+    data_ports: str = _setting(
+        "", "ports that tcp listens on for weights, like 7602-7609 (any free one)", values.ports
     )
     state: str = _setting("memory", "where mx-coordinator keeps its state", _state)
     tls_cert: str = _setting("", "PEM file: this process's certificate", _text)
     tls_key: str = _setting("", "PEM file: its private key", _text)
     tls_ca: str = _setting("", "PEM file: the authority of its peers", _text)
-    insecure: bool = _setting(False, "allow plain text beyond this machine", _flag)
+    insecure: bool = _setting(False, "allow plain text beyond this machine", values.flag)
     data_plaintext: bool = _setting(
-        False, "send weights without TLS although control uses it", _flag
+        False, "send weights without TLS although control uses it", values.flag
     )
     trusted_fabric: bool = _setting(
-        False, "let transports that enforce no bounds (ucx) work beyond this machine", _flag
+        False, "let transports that enforce no bounds (ucx) work beyond this machine", values.flag
     )
     nics: tuple[str, ...] = _setting(
-        (), "network interfaces for weights (all that are up, if none is named)", _names
+        (), "network interfaces for weights (all that are up, if none is named)", values.names
     )
     lease_s: float = _setting(
         5.0, "how long a source stays listed without a heartbeat", _seconds(0.5, 3600)
@@ -200,8 +170,11 @@ class Settings:
     )
     streams: int = _setting(2, "TCP connections for weights, per pull", _count(1, 64))
     log_level: str = _setting(
-        "warning", f"how much to log: {', '.join(LOG_LEVELS)}", _choice(*LOG_LEVELS)
+        "warning",
+        f"how much to log: {', '.join(LOG_LEVELS)} (info if not set, for servers)",
+        values.choice(*LOG_LEVELS),
     )
+    log_format: str = _setting("text", "how to log: text or json", values.choice("text", "json"))
     trace: str = _setting("", "write a JSON line per traced step to this file", _text)
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -249,6 +222,12 @@ def inherited(*prefixes: str) -> dict[str, str]:
     """This process's variables whose names begin so: what those who run the machine have set for
     a library that mx uses, to be passed on to a child that uses it."""
     return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+
+
+def quieten_grpc() -> None:
+    """Keep gRPC's own lines off standard error, unless somebody has set how much it says. Before
+    grpc is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 @contextlib.contextmanager

@@ -115,6 +115,10 @@ class PeerRefusedError(SourceError):
     exit_code = EXIT_NOT_ALLOWED
 
 
+class PeerUntrustedError(PeerRefusedError):
+    """There is no secure connection to the source: its certificate, or ours there, is wrong."""
+
+
 class PeerBusyError(SourceError):
     """The source has as many readers as it admits. It may be asked again after `retry_after_s`."""
 

@@ -136,7 +136,9 @@ class ExposeOptions:
     """How to listen. `hosts` are the addresses for data endpoints (a port each is chosen);
     `place` is the process's, with its interfaces. `trusted_fabric`: whoever can reach those
     addresses is trusted, as transports must be told that enforce no bounds. `limiter`, if given,
-    is asked by a `Sending` exposure before it sends."""
+    is asked by a `Sending` exposure before it sends. `ports`, if there are any, are the ones to
+    choose from; `at_peer` says that readers reach the data endpoints at the host that they dial
+    for control, whatever they listen on here (address translation, containers)."""
 
     hosts: tuple[str, ...] = ("127.0.0.1",)
     tls: TlsFiles | None = None
@@ -144,6 +146,8 @@ class ExposeOptions:
     place: Place = field(default_factory=Place)
     trusted_fabric: bool = False
     limiter: Limiter | None = None
+    ports: range = range(0)
+    at_peer: bool = False
 
 
 @runtime_checkable
@@ -196,9 +200,10 @@ class Witness(Protocol):
 class Grant:
     """What `open` needs: the ticket, the generation planned on, sizes of the regions by index.
 
-    `peer` names the source in errors. `rail`, if given, is the pair of interfaces to use. `place`
-    is the reader's, where its destinations are. `peer_addresses` are those of the source's control
-    endpoint: data connections go there, and elsewhere only where the source proves that it listens.
+    `peer` is the source's control endpoint, which names it in errors. `rail`, if given, is the
+    pair of interfaces to use. `place` is the reader's, where its destinations are.
+    `peer_addresses` are those of the source's control endpoint: data connections go there, and
+    elsewhere only where the source proves that it listens.
     """
 
     grant_id: str

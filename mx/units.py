@@ -92,6 +92,20 @@ def parse_seconds(text: str) -> float:
     return float(sum(float(number) * _DURATIONS_S[unit] for number, unit in parts))
 
 
+def parse_ports(text: str) -> range:
+    """Read "7602" or "7602-7609" as ports; "" is none.
+
+    Raises ValueError for anything else.
+    """
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < first <= last <= 65535:
+        raise ValueError(f"{text!r} is not a range of ports: write it like 7602-7609")
+    return range(first, last + 1)
+
+
 def format_bytes(nbytes: int | float) -> str:
     """ "2.15 GB", "16.8 MB", "96 B": decimal, as the rates beside it are."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

@@ -13,6 +13,7 @@ from mx.core.reference import parse_reference
 from mx.errors import ConfigError
 from mx.puller.options import PullOptions
 from mx.puller.relay import MakeRelay
+from mx.source.endpoint import dialled_host
 from mx.wire.address import is_local
 
 
@@ -43,6 +44,9 @@ def pull_options(
         raise ConfigError(f"wait_s={wait_s} is not a time to wait", hint="0 is not to wait")
     disk = path if path is not None else fallback
     tls = tls_of(settings)
+    relay, alone_because = _relays(settings, peer or rest.get("coordinator"))
+    if rest.get("hold") and rest.get("coordinator"):
+        dialled_host(settings.listen, settings.advertise, rest["coordinator"])
     return PullOptions(
         name=reference.pinned_name,
         revision=reference.revision,
@@ -62,17 +66,23 @@ def pull_options(
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,
-        relay=_relays(settings, peer or rest.get("coordinator")),
+        relay=relay,
+        alone_because=alone_because,
         **rest,
     )
 
 
-def _relays(settings: config.Settings, asked: str | None) -> MakeRelay | None:
-    """What makes a relay of a pull that finds its sources at `asked`; None where others could not
-    reach it: it listens on loopback, and they are elsewhere."""
-    if asked is not None and is_local(settings.listen) and not is_local(asked):
-        return None
-    return lambda source_id: Relay(source_id, source_options(settings), transports())
+def _relays(settings: config.Settings, asked: str | None) -> tuple[MakeRelay | None, str]:
+    """What makes a relay of a pull that finds its sources at `asked`; None, and why, where others
+    could not reach it: it listens on loopback, and they are elsewhere."""
+    dialled = settings.advertise or settings.listen
+    if asked is not None and is_local(dialled) and not is_local(asked):
+        return None, (
+            f"only this machine reaches {dialled}: this pull passes nothing on to others "
+            "(--listen HOST:0 with an address of this machine, or --advertise HOST:PORT, lets it)"
+        )
+    options = source_options(settings, asked)
+    return lambda source_id: Relay(source_id, options, transports()), ""
 
 
 def writable_bytes(into: object) -> memoryview:

@@ -244,24 +244,25 @@ class Pull:
         arena, manifest = self._puller.arena, self._puller.manifest
         if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
-        relay = self._puller.company.host
-        if isinstance(relay, Relay) and isinstance(arena, MemfdArena):
+        if isinstance(relay := self._puller.company.host, Relay) and isinstance(arena, MemfdArena):
             return self._settle(relay, arena)
         self._loop.run(self._puller.company.leave())
         arena.seal()
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
+        coordinator = self._options.coordinator
         loop = runtime.acquire()
         try:
-            server = loop.run(start_source(source_options(self._settings), transports()))
+            options = source_options(self._settings, coordinator)
+            server = loop.run(start_source(options, transports()))
             try:
-                loop.run(offer(server, held, self._options.coordinator))
+                loop.run(offer(server, held, coordinator))
             except BaseException:
                 loop.run(server.close())
                 raise
         except BaseException:
             runtime.release(loop)
             raise
-        return Source(loop, server, held, self._options.coordinator or "", None)
+        return Source(loop, server, held, coordinator or "", None)
 
     def _settle(self, relay: Relay, arena: MemfdArena) -> Source:
         """Others read here already, and go on."""

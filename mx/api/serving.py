@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +22,16 @@ from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.storage.names import model_name_of
 from mx.transport import Transport, host_view
-from mx.units import format_bytes
+from mx.units import format_bytes, parse_ports
 from mx.wire.client import CoordinatorClient
 
 if TYPE_CHECKING:
     from mx.coordinator.daemon import Coordinator
+
+log = logging.getLogger(__name__)
+
+#: A coordinator that is not up yet is asked again so often.
+_ASK_AGAIN_S = 0.5
 
 
 class Source:
@@ -180,11 +187,14 @@ class Source:
         await asyncio.to_thread(self.close)
 
 
-def source_options(settings: config.Settings) -> SourceOptions:
-    """What a source needs of the settings."""
+def source_options(settings: config.Settings, coordinator: str | None = None) -> SourceOptions:
+    """What a source needs of the settings, to be registered with this coordinator if with any."""
     tls = tls_of(settings)
     return SourceOptions(
         listen=settings.listen,
+        advertise=settings.advertise,
+        coordinator=coordinator or "",
+        data_ports=parse_ports(settings.data_ports),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,
         insecure=settings.insecure,
@@ -227,9 +237,15 @@ def hold(
 
 
 async def _join_or_embed(
-    address: str, *, named_by: str, embed: bool, settings: config.Settings
+    address: str,
+    *,
+    named_by: str,
+    embed: bool,
+    wait_s: float,
+    settings: config.Settings,
+    cancelled: Callable[[], bool],
 ) -> Coordinator | None:
-    """Make sure that a coordinator answers at `address`, which `named_by` (if anything) names.
+    """Make sure that a coordinator answers at `address`; if `named_by` names it, within `wait_s`.
     Returns the one embedded, if it was."""
     client = CoordinatorClient(
         address,
@@ -237,13 +253,14 @@ async def _join_or_embed(
         insecure=settings.insecure,
         timeout_s=settings.connect_timeout_s,
     )
+    must_be_there = bool(named_by) or not embed
     try:
-        await client.list_models()
+        await _until_it_answers(client, wait_s if must_be_there else 0.0, cancelled)
         return None
     except CoordinatorError as error:
         if named_by and embed:
             error.hint += f"; none is embedded here, since {named_by} names one"
-        if named_by or not embed:
+        if must_be_there:
             raise
     finally:
         await client.close()
@@ -273,6 +290,27 @@ def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
     )
 
 
+async def _until_it_answers(
+    client: CoordinatorClient, wait_s: float, cancelled: Callable[[], bool]
+) -> None:
+    """Ask until the coordinator answers. One that refuses is not asked again. Raises
+    CoordinatorError after `wait_s`."""
+    deadline_s = time.monotonic() + wait_s
+    said = False
+    while True:
+        try:
+            await client.list_models()
+            return
+        except CoordinatorError as error:
+            left_s = deadline_s - time.monotonic()
+            if type(error) is not CoordinatorError or left_s <= 0 or cancelled():
+                raise
+            if not said:
+                said = True
+                log.warning("waiting up to %g s for a coordinator: %s", wait_s, error.message)
+            await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
+
+
 def serve(
     what: str | Path | Any,
     *,
@@ -284,6 +322,7 @@ def serve(
     device: str = "cpu",
     max_readers: int | None = None,
     max_bandwidth: int | str | None = None,
+    wait_s: float | None = None,
     settings: config.Settings | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -297,15 +336,20 @@ def serve(
     one there (unless `embed` is False). `device` is where it is held: "cpu", or "cuda:N" for a
     copy in that GPU's memory. At most `max_readers` read at a time, and get at most
     `max_bandwidth` together ("500MB/s", or a number of bytes per second; None: as the settings
-    say, 0: no bound). `on_progress` is told (bytes read, bytes in all) from
-    other threads; `cancelled` is asked while reading.
+    say, 0: no bound). `wait_s` (else the settings') is how long a coordinator that was named, and
+    does not answer yet, is waited for. `on_progress` is told (bytes read, bytes in all) from
+    other threads; `cancelled` is asked while waiting and reading.
 
-    Raises CheckpointError, CapacityError (before memory is taken), ConfigError, LocalError (port
-    in use), CoordinatorError, BindingError (the name belongs to other weights).
+    Raises CheckpointError, CapacityError (before memory is taken), ConfigError (also where the
+    coordinator is on another machine, and this source would listen on loopback), LocalError
+    (port in use), CoordinatorError, BindingError (the name belongs to other weights).
     """
     where = resolve_device(device)
     settings = config.given(
-        settings or config.load(), max_readers=max_readers, max_bandwidth=max_bandwidth
+        settings or config.load(),
+        max_readers=max_readers,
+        max_bandwidth=max_bandwidth,
+        wait_s=wait_s,
     )
     key = _key_of(what, model, revision, variant)
     address = coordinator or settings.coordinator
@@ -314,12 +358,19 @@ def serve(
         named_by = settings.origin("coordinator")
     loop = runtime.acquire()
     try:
-        server = loop.run(start_source(source_options(settings), transports()))
+        server = loop.run(start_source(source_options(settings, address), transports()))
         embedded: Coordinator | None = None
         held: HeldModel | None = None
         try:
             embedded = loop.run(
-                _join_or_embed(address, named_by=named_by, embed=embed, settings=settings)
+                _join_or_embed(
+                    address,
+                    named_by=named_by,
+                    embed=embed,
+                    wait_s=settings.wait_s,
+                    settings=settings,
+                    cancelled=cancelled,
+                )
             )
             held = hold(what, key, where, settings, on_progress=on_progress, cancelled=cancelled)
             loop.run(offer(server, held, address))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from mx import config
+
 __all__ = ["coordinator_main", "main"]
 
 _EXIT_INTERRUPTED = 130
@@ -13,6 +15,7 @@ _EXIT_INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx`; never returns."""
     try:
+        config.quieten_grpc()
         from mx.cli.app import app
         from mx.cli.outcome import run
 
@@ -24,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def coordinator_main(arguments: Sequence[str] | None = None) -> None:
     """Run `mx-coordinator`; never returns."""
     try:
+        config.quieten_grpc()
         from mx.cli.coordinator import app
         from mx.cli.outcome import run
 

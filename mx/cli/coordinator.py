@@ -46,6 +46,8 @@ def coordinator(
     insecure: options.Insecure = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     debug: options.Debug = False,
     version: options.Version = False,
 ) -> None:
@@ -61,7 +63,7 @@ def coordinator(
     - `mx-coordinator --listen 10.0.0.1:7600 --tls-cert me.pem --tls-key me.key
       --tls-ca ours.pem`
     """
-    settings = options.settings_of(context)
+    settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
 
     def listening(address: str) -> None:

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mx.cli.outcome import notes, say
+from mx.cli.outcome import notes, say, shows_progress
 from mx.cli.printing import Plain
 from mx.text import plain
 from mx.units import format_bytes, format_rate
@@ -38,14 +38,14 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Bars(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bars:
+    with Bars(*columns, console=notes, transient=True, disable=not shows_progress()) as bars:
         task = bars.add_task(plain(f"reading {what}"), total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 def follow(pull: Pull) -> PullReport:
     """Waits for a pull's end and shows it by layer. Raises what the pull failed with."""
-    if not notes.is_terminal:
+    if not shows_progress():
         return _follow_plainly(pull)
     start = time.monotonic()
 

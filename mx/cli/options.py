@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import typer
 
-from mx import config, trace
-from mx.cli.printing import PlainFormatter
+from mx import config, log, trace
+from mx.cli import outcome
 from mx.config import Settings
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
@@ -88,6 +87,24 @@ Listen = Annotated[
         rich_help_panel=_CONNECTION,
     ),
 ]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        help="What others dial in place of --listen, behind address translation or in a "
+        "container; port 0 is the one listened on.",
+        metavar="HOST:PORT",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+DataPorts = Annotated[
+    str | None,
+    typer.Option(
+        help="Ports for the weights over tcp, to be published as they are where --advertise is "
+        "given, like 7602-7605. (default: any free ones)",
+        metavar="FIRST-LAST",
+        rich_help_panel=_CONNECTION,
+    ),
+]
 MaxReaders = Annotated[
     int | None,
     typer.Option(
@@ -136,6 +153,22 @@ Json = Annotated[
         rich_help_panel=_COMMON,
     ),
 ]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        help="How much to log on standard error. (default: info for servers, else warning)",
+        metavar="debug|info|warning|error",
+        rich_help_panel=_COMMON,
+    ),
+]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="How to log. (default: text, and json with --json)",
+        metavar="text|json",
+        rich_help_panel=_COMMON,
+    ),
+]
 Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show tracebacks and the debug log.", rich_help_panel=_COMMON),
@@ -171,10 +204,12 @@ Version = Annotated[
 ]
 
 
-def settings_of(context: typer.Context) -> Settings:
+def settings_of(context: typer.Context, *, runs_long: bool = False, level: str = "") -> Settings:
     """The settings for a verb: its options first, then environment, file and defaults.
 
-    Also sets up logging on standard error. Raises ConfigError.
+    Also sets up logging on standard error, by default at `level`, or the settings' default. Of a
+    verb that `runs_long` all further lines there are JSON with `--json`, unless a format was
+    chosen; with `--log-format json` in any case. Raises ConfigError.
     """
     known = set(config.setting_names())
     given: dict[str, Any] = {n: v for n, v in context.params.items() if n in known}
@@ -185,10 +220,13 @@ def settings_of(context: typer.Context) -> Settings:
             option.name: option.opts[0] for option in context.command.params if option.name
         },
     )
-    level = "debug" if context.params.get("debug") else settings.log_level
-    handler = logging.StreamHandler()
-    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if settings.is_set("log_level") or not level:
+        level = settings.log_level
+    style = settings.log_format
+    if runs_long and context.params.get("as_json") and not settings.is_set("log_format"):
+        style = "json"
+    log.set_up("debug" if context.params.get("debug") else level, style)
+    outcome.use_json_lines(style == "json")
     return settings
 
 

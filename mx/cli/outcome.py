@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
@@ -15,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mx import log
 from mx.cli.printing import Plain
 from mx.cli.words import in_flags
 from mx.errors import EXIT_CONFIG, EXIT_OK, EXIT_OTHER, MxError
@@ -26,15 +28,36 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 notes = Console(stderr=True, highlight=False)
 
 
+_as_lines = False
+
+
+def use_json_lines(wanted: bool) -> None:
+    """From now on write JSON, a line each, to standard error, in place of text for people."""
+    global _as_lines
+    _as_lines = wanted
+
+
+def shows_progress() -> bool:
+    """Return True where standard error is a terminal that somebody looks at."""
+    return notes.is_terminal and not _as_lines
+
+
 def say(text: str) -> None:
     """A line for people on standard error, as it is: no markup, no wrapping."""
     with contextlib.suppress(OSError):  # the terminal was closed, and a server goes on
-        notes.print(plain_lines(text), markup=False, soft_wrap=True)
+        if _as_lines:
+            _write("info", "message", {"text": text})
+        else:
+            notes.print(plain_lines(text), markup=False, soft_wrap=True)
 
 
 def ignore_hangup() -> Any:
     """Go on when the terminal is closed (SIGHUP), as servers do. Returns the handler before."""
     return signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _write(level: str, event: str, fields: Mapping[str, object]) -> None:
+    print(log.json_line(level, event, fields, time.time()), file=sys.stderr, flush=True)
 
 
 def emit(result: Mapping[str, object]) -> None:
@@ -89,9 +112,12 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
 def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -> int:
     """Say what went wrong, for people and (with `--json`) for programs. Returns `exit_code`."""
     message, hint = in_flags(message), in_flags(hint)
+    error = {"type": kind, "message": message, "hint": hint, "exit_code": exit_code}
     if as_json:
-        error = {"type": kind, "message": message, "hint": hint, "exit_code": exit_code}
         emit({"error": error})
+    if _as_lines:
+        _write("error", "error", error)
+        return exit_code
     notes.print("[bold red]error:[/] ", end="")
     say(message)
     if hint:

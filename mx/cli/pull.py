@@ -72,6 +72,8 @@ def pull(
         str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
     listen: options.Listen = None,
+    advertise: options.Advertise = None,
+    data_ports: options.DataPorts = None,
     streams: Annotated[
         int | None, typer.Option(help="TCP connections for the weights. (default: 2)", metavar="N")
     ] = None,
@@ -102,6 +104,8 @@ def pull(
     nics: options.Nics = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     debug: options.Debug = False,
     trace: options.Trace = None,
 ) -> None:
@@ -118,7 +122,7 @@ def pull(
 
     - `mx pull llama-8b --from auto=/mnt/models/llama-8b --json`
     """
-    settings = options.settings_of(context)
+    settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
     from mx import api
 
     stop = Stop()

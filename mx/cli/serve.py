@@ -45,6 +45,18 @@ def serve(
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
     listen: options.Listen = None,
+    advertise: options.Advertise = None,
+    data_ports: options.DataPorts = None,
+    wait_s: Annotated[
+        str | None,
+        typer.Option(
+            "--wait",
+            "--wait-s",
+            help="Wait so long for the coordinator that was named, if it does not answer yet. "
+            "(default: 0)",
+            metavar="S",
+        ),
+    ] = None,
     max_readers: options.MaxReaders = None,
     max_bandwidth: options.MaxBandwidth = None,
     coordinator: options.Coordinator = None,
@@ -67,6 +79,8 @@ def serve(
     ] = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     debug: options.Debug = False,
     trace: options.Trace = None,
 ) -> None:
@@ -82,8 +96,11 @@ def serve(
 
     - `mx serve model.safetensors --model small --coordinator 10.0.0.1:7600 --listen 10.0.0.2:0
       --tls-cert me.pem --tls-key me.key --tls-ca ours.pem`
+
+    - `mx serve /model --model small --coordinator 10.0.0.1:7600 --wait 60 --listen 0.0.0.0:7601
+      --advertise 10.0.0.9:7601 --data-ports 7602-7605 --insecure`  in a container
     """
-    settings = options.settings_of(context)
+    settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
     from mx import api
 

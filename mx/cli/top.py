@@ -43,6 +43,8 @@ def top(
     insecure: options.Insecure = None,
     config: options.ConfigFile = None,
     as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
     debug: options.Debug = False,
 ) -> None:
     """Watch pulls and sources, until q or Ctrl-C.

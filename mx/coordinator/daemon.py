@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mx.coordinator.events import log_changes
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import StateStore, open_state
 from mx.errors import ConfigError
+from mx.log import event
 from mx.transport import TlsFiles
 from mx.wire.documents import DocumentsServicer
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, coordinator_pb2
+
+log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7600"
 _STOP_GRACE_S = 0.5
@@ -40,6 +45,7 @@ class Coordinator:
             raise ConfigError(f"a lease of {lease_s:g} s", hint="say 0.1 to 3600 seconds")
         self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
         self._servicer = CoordinatorServicer(self._state)
+        self._state.subscribe(log_changes)
         self._listening: Listening | None = None
         self._ticking: asyncio.Task[None] | None = None
 
@@ -68,6 +74,7 @@ class Coordinator:
             insecure=insecure,
         )
         self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
+        event(log, "coordinator.listening", address=self.address, tls=tls is not None)
         return self.address
 
     async def _tick(self) -> None:
@@ -87,6 +94,7 @@ class Coordinator:
         if self._listening is not None:
             listening, self._listening = self._listening, None
             await listening.stop(_STOP_GRACE_S)
+            event(log, "coordinator.stopped", address=listening.address)
         await self._state.close()
 
 

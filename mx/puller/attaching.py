@@ -6,7 +6,15 @@ import asyncio
 
 from mx.core.planner import Way
 from mx.core.types import Manifest
-from mx.errors import ConfigError, LocalError, MxError, NoSourceError, NotAllowedError, SourceError
+from mx.errors import (
+    ConfigError,
+    LocalError,
+    MxError,
+    NoSourceError,
+    NotAllowedError,
+    PeerUntrustedError,
+    SourceError,
+)
 from mx.puller.delivery import Delivery
 from mx.puller.links import Link, Links
 from mx.puller.report import PathReport
@@ -59,7 +67,9 @@ def nobody(model: str, causes: list[MxError]) -> MxError:
     """No way to any source could be opened."""
     if causes and all(isinstance(cause, LocalError) for cause in causes):
         return causes[-1]
-    return NoSourceError(
+    untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
+    kind = PeerUntrustedError if untrusted else NoSourceError
+    return kind(
         f"no source of {model} could be opened: "
         + "; ".join(dict.fromkeys(str(cause) for cause in causes)),
         hint="mx sources shows who is registered",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,8 @@ from mx.puller.engine import Engine
 from mx.puller.options import PullOptions
 from mx.puller.relay import RelayHost
 from mx.puller.swarming import Swarming
+
+log = logging.getLogger(__name__)
 
 #: A pull that takes at least this long is worth telling others of.
 LONG_S = 2.0
@@ -57,8 +60,11 @@ class Company:
             else:
                 self._later = loop.call_later(CONNECTING_S, due)
 
+        due_s = 0.0 if seconds > LONG_S else LONG_S / 2
         if self.reader_id:
-            self._later = loop.call_later(0.0 if seconds > LONG_S else LONG_S / 2, due)
+            self._later = loop.call_later(due_s, due)
+        elif self._options.alone_because:
+            self._later = loop.call_later(due_s, log.warning, "%s", self._options.alone_because)
 
     def begin(
         self,

@@ -33,8 +33,10 @@ from mx.errors import (
 )
 from mx.puller.lanes import Lane
 from mx.puller.pacing import Pacer
+from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, translate
 from mx.wire.rpc import Malformed, Stub
+from mx.wire.tls import diagnose
 from mx.wire.v1 import peer_pb2
 
 #: A source may promise more, but is asked this often whether it is still there.
@@ -63,11 +65,12 @@ class Lease:
         source: SourceRecord,
         on_lost: Callable[[MxError], None],
         reader_id: str = "",
+        tls: TlsFiles | None = None,
     ) -> None:
-        """`reader_id` names the pull, if it can be part of a swarm."""
+        """`reader_id` names the pull, if it can be part of a swarm; `tls` are the channel's."""
         self._reader_id = reader_id
         self._source = source
-        self._remote = Remote(Role.SOURCE, source.endpoint)
+        self._remote = Remote(Role.SOURCE, source.endpoint, tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         self._stub = Stub(channel, service, self._remote)
         self._on_lost = on_lost
@@ -171,7 +174,7 @@ class Lease:
                 peer=self.peer,
             ) from None
         except grpc.aio.AioRpcError as error:
-            raise translate(error, who=self._remote) from None
+            raise await diagnose(error, self._remote) from None
         except asyncio.InvalidStateError:  # the call had ended before the write
             raise await self._ending() from None
 

@@ -184,7 +184,11 @@ class Links:
 
     async def _lease(self, way: Way) -> tuple[Lease, Granted]:
         lease = Lease(
-            self._channel(way.source.endpoint), way.source, self._on_lease_lost, self._reader_id
+            self._channel(way.source.endpoint),
+            way.source,
+            self._on_lease_lost,
+            self._reader_id,
+            self._options.tls,
         )
         self._leases.append(lease)
         granted = await lease.open(self._place, [way.transport], self._options.connect_timeout_s)

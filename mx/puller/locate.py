@@ -21,10 +21,11 @@ from mx.errors import (
 )
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
-from mx.wire.channel import Remote, Role, dial, translating
+from mx.wire.channel import Remote, Role, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import WritePage, fetch, fetch_to
 from mx.wire.rpc import Stub
+from mx.wire.tls import diagnosing
 from mx.wire.v1 import peer_pb2
 
 
@@ -112,10 +113,10 @@ class Locator:
     async def _ask_peer(self, address: str) -> Located:
         where = self._where
         name, _, pin = where.name.partition("@")
-        remote = Remote(Role.SOURCE, address)
+        remote = Remote(Role.SOURCE, address, where.tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         stub = Stub(self._channel(address), service, remote)
-        with translating(remote):
+        async with diagnosing(remote):
             response = await stub.Describe(
                 peer_pb2.DescribeRequest(name=name), timeout=where.connect_timeout_s
             )

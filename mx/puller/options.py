@@ -21,7 +21,7 @@ class PullOptions:
     `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
     "cpu" or "cuda:UUID", `into` the caller's memory, `reuse` what
     this process holds (emptied once it was looked through). With `relay` others may read what has
-    come.
+    come; `alone_because` says why it is None where that may surprise.
     """
 
     name: str
@@ -51,6 +51,7 @@ class PullOptions:
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
     relay: MakeRelay | None = None
+    alone_because: str = ""
 
     @property
     def key(self) -> ModelKey:

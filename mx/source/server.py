@@ -6,14 +6,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mx import discovery, trace
 from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
+from mx.log import event
 from mx.runtime import uncut
+from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposing import expose, withdraw
 from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
@@ -34,7 +36,13 @@ _LAST_WORDS_S = 0.2
 
 @dataclass(frozen=True)
 class SourceOptions:
+    """How to serve. `advertise` is registered in place of `listen`; `coordinator` is where, if
+    that is known before it listens."""
+
     listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    coordinator: str = ""
+    data_ports: range = range(0)
     tls: TlsFiles | None = None
     data_tls: TlsFiles | None = None
     insecure: bool = False
@@ -67,7 +75,9 @@ class SourceServer:
         self._client: CoordinatorClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._keeping: dict[str, asyncio.Task[None]] = {}  # source id -> what keeps it listed
-        self._place = discovery.here()
+        self._place = discovery.here()  # that readers are told of
+        self._expose_place = self._place
+        self._host = ""  # that others dial
         self._binding_secret = secrets.token_bytes(32)
         self.registered = False
 
@@ -76,8 +86,8 @@ class SourceServer:
         """The HOST:PORT that others dial."""
         if self._listening is None:
             return ""
-        host, _ = split_address(self._listening.address)
-        return join_address(discovery.dialable_host(host), self._listening.port)
+        port = split_address(self.options.advertise)[1] if self.options.advertise else 0
+        return join_address(self._host, port or self._listening.port)
 
     def stats(self) -> SourceStats:
         return SourceStats(len(self._servicer.leases), self.registered, self._servicer.state)
@@ -85,6 +95,10 @@ class SourceServer:
     async def start(self) -> None:
         """Listen. Raises ConfigError or LocalError where that is refused or taken."""
         host, _ = split_address(self.options.listen)
+        advertise, coordinator = self.options.advertise, self.options.coordinator
+        self._host = await asyncio.to_thread(
+            dialled_host, self.options.listen, advertise, coordinator
+        )
         hosts = discovery.data_hosts(host, self.options.nics)
         self._listening = await listen(
             self.options.listen,
@@ -97,8 +111,12 @@ class SourceServer:
             ],
             tls=self.options.tls,
             insecure=self.options.insecure,
+            dialled=self._host,
         )
-        self._place = discovery.here(addresses=hosts)
+        self._place = self._expose_place = discovery.here(addresses=hosts)
+        if advertise:
+            # Its own addresses and interfaces are of no use to readers.
+            self._place = replace(self._place, addresses=(self._host,), nics=())
         self._tasks.append(
             asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
         )
@@ -116,18 +134,22 @@ class SourceServer:
 
     def _expose(self, held: HeldModel) -> dict[str, Exposure]:
         options = ExposeOptions(
-            hosts=self._place.addresses,
+            hosts=self._expose_place.addresses,
             tls=self.options.data_tls,
             stall_timeout_s=self.options.stall_timeout_s,
-            place=self._place,
+            place=self._expose_place,
             trusted_fabric=self.options.trusted_fabric,
             limiter=self._limits.limiter,
+            ports=self.options.data_ports,
+            at_peer=bool(self.options.advertise),
         )
         return expose(held, self._transports, options)
 
     async def register(self, coordinator: str) -> None:
-        """Register every model and stay registered. Raises CoordinatorError if it is refused
-        the first time; after that the coordinator may come and go."""
+        """Register every model and stay registered. Raises ConfigError where the coordinator is
+        elsewhere and others could not dial what this listens on, CoordinatorError if it is
+        refused the first time; after that the coordinator may come and go."""
+        await asyncio.to_thread(require_dialable, self.endpoint, coordinator)
         self._client = CoordinatorClient(
             coordinator,
             tls=self.options.tls,
@@ -149,6 +171,14 @@ class SourceServer:
                 binding_secret=self._binding_secret,
                 replaces_revision=replaces_revision,
             )
+        event(
+            log,
+            "source.registered",
+            model=str(listed.model),
+            source=served.held.source_id,
+            endpoint=self.endpoint,
+            coordinator=client.remote.address,
+        )
         return listed.model
 
     def _keep_listed(self, client: CoordinatorClient, served: Served) -> None:
@@ -206,6 +236,7 @@ class SourceServer:
         if served is None:
             return True
         self._servicer.supersede(source_id, served.held.generation + 1, grace_s)
+        event(log, "source.retiring", model=str(served.held.key), source=source_id, grace_s=grace_s)
         keeping = self._keeping.pop(source_id, None)
         if keeping is not None:
             keeping.cancel()
@@ -228,7 +259,7 @@ class SourceServer:
         try:
             await client.deregister(source_id)
         except MxError as error:
-            log.info("not deregistered, the lease will end it: %s", error)
+            log.debug("not deregistered, the lease will end it: %s", error)
 
     async def _free(self, served: Served) -> None:
         served.mingler.end()
@@ -263,7 +294,9 @@ class SourceServer:
 
     def _on_registered(self, registered: bool, why: str) -> None:
         if registered != self.registered:
-            log.warning("%s", why)
+            name = "source.reregistered" if registered else "source.unregistered"
+            level = logging.INFO if registered else logging.WARNING
+            event(log, name, level=level, endpoint=self.endpoint, text=why)
         self.registered = registered
 
     def _record(self, served: Served) -> SourceRecord:
@@ -275,6 +308,8 @@ class SourceServer:
         """No new grants; wait until the readers there are have finished. False: `grace_s`
         passed first and they were cut."""
         self._servicer.drain(grace_s)
+        readers = len(self._servicer.leases)
+        event(log, "source.draining", endpoint=self.endpoint, readers=readers, grace_s=grace_s)
         if not await self._until(lambda: not len(self._servicer.leases), grace_s):
             return False
         # Whoever only talks has nothing to finish.
@@ -308,8 +343,9 @@ class SourceServer:
         for served in self._servicer.models.values():
             served.mingler.end()
         if self._listening is not None:
-            listening, self._listening = self._listening, None
+            endpoint, listening, self._listening = self.endpoint, self._listening, None
             await listening.stop(_LAST_WORDS_S)
+            event(log, "source.stopped", endpoint=endpoint)
         for source_id in list(self._servicer.models):
             gone = self._servicer.remove(source_id)
             if gone is not None:

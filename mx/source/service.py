@@ -15,6 +15,7 @@ from mx import codec
 from mx.core.leases import LeaseBook, ReaderLease
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
+from mx.log import event
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel
 from mx.source.reading import ReadCounts
@@ -160,6 +161,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         principal = principal_of(context, request.reader_id)
         ending = self.limits.make_room(principal)
         if ending is None:
+            # It asks again, several times a second.
+            event(log, "reader.busy", level=logging.DEBUG, reader=reader.hostname)
             await answer(context, self._busy())
             return
         for idle_id in ending:
@@ -211,6 +214,13 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 max_bytes_per_s=self.limits.share(grant_id),
             )
             await answer(context, peer_pb2.OpenEvent(granted=granted))
+            granted_s = self._clock()
+            who: dict[str, Any] = {
+                "grant": grant_id,
+                "model": str(held.key),
+                "reader": reader.hostname,
+            }
+            event(log, "reader.granted", **who, peer=context.peer(), readers=len(self.leases))
             pump = asyncio.create_task(self._pump(queue, context), name="mx-lease-events")
             while True:
                 async with asyncio.timeout(self.leases.lease_s * 2):
@@ -230,7 +240,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                     )
                     await queue.put(peer_pb2.OpenEvent(renewed=renewed))
         except TimeoutError:
-            log.info("reader %s did not renew its lease; withdrawn", reader.hostname)
+            event(log, "reader.expired", grant=grant_id, reader=reader.hostname)
         finally:
             self._queues.pop(grant_id, None)
             self._alone.pop(grant_id, None)
@@ -242,6 +252,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             for exposure in served.all_exposures():
                 exposure.revoke(grant_id)
             if pump is not None:
+                event(log, "reader.ended", **who, seconds=round(self._clock() - granted_s, 3))
                 pump.cancel()
                 await asyncio.gather(pump, return_exceptions=True)
 

@@ -10,6 +10,9 @@ from urllib.parse import unquote
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
 
+#: Every address of this machine.
+WILDCARDS = ("0.0.0.0", "::")
+
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?")
 
 

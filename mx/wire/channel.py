@@ -10,6 +10,7 @@ import grpc.aio
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls, require_protection, split_address
 from mx.wire.status import Remote, Role, translate, translating
+from mx.wire.tls import check_client_files
 
 __all__ = ["Remote", "Role", "cut", "dial", "translate", "translating"]
 
@@ -41,13 +42,15 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
 
     With `tls` both sides show certificates, and the peer's must name the host in `address`.
     Call it in the event loop that will use it. Raises ConfigError for a malformed address,
-    unreadable PEM files, and plain text off this machine without `insecure`.
+    unreadable PEM files, and plain text off this machine without `insecure`; NotAllowedError for
+    a certificate that no server would accept.
     """
     if not address.startswith("unix:"):
         split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="talk to")
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    check_client_files(tls)
     certificate, key, authority = read_tls(tls)
     credentials = grpc.ssl_channel_credentials(authority, key, certificate)
     return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from mx import codec
@@ -26,6 +26,7 @@ from mx.wire.listing import Lists
 from mx.wire.progress import Tell, pull_from_wire, telling
 from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub
+from mx.wire.tls import diagnosing
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.watching import WatchUpdate, update_from_wire
 
@@ -73,7 +74,7 @@ class CoordinatorClient:
         insecure: bool = False,
         timeout_s: float = 5.0,
     ) -> None:
-        self.remote = Remote(Role.COORDINATOR, address)
+        self.remote = Remote(Role.COORDINATOR, address, tls)
         self._timeout_s = timeout_s
         self._channel = dial(address, tls=tls, insecure=insecure)
         service = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -104,7 +105,7 @@ class CoordinatorClient:
         is wanted that `documents` lacks.
         """
         codec.check_model_key(record.model)
-        with translating(self.remote):
+        async with diagnosing(self.remote):
             missing = await self._stub.Missing(
                 pb.MissingRequest(digests=record.ref.digests), timeout=self._timeout_s
             )
@@ -259,11 +260,11 @@ class CoordinatorClient:
 
     # -- for everyone -----------------------------------------------------------------------------
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """As `translating`, also for an answer that parses but makes no sense."""
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[None]:
+        """As `diagnosing`, also for an answer that parses but makes no sense."""
         try:
-            with translating(self.remote):
+            async with diagnosing(self.remote):
                 yield
         except PeerProtocolError as error:
             raise CoordinatorError(
@@ -284,7 +285,7 @@ class CoordinatorClient:
         request = pb.ResolveRequest(
             name=name, revision=revision, variant=variant, inline_documents=documents
         )
-        with self._reading():
+        async with self._reading():
             answer = await self._stub.Resolve(request, timeout=self._timeout_s)
             ref = codec.ref_from_wire(answer.manifest)
             inlined = wire_documents.Assembler(
@@ -306,7 +307,7 @@ class CoordinatorClient:
         """
         stream = self._stub.Watch(pb.WatchRequest(name=name, revision=revision, batches=True))
         try:
-            with self._reading():
+            async with self._reading():
                 async for event in stream:
                     events = event.batch or (event,)
                     for update in self._lists.read("change", events, update_from_wire):
@@ -317,7 +318,7 @@ class CoordinatorClient:
     async def list_models(self) -> list[ModelStatus]:
         """Every model that is known. A bad entry is skipped, with a warning; so it is below."""
         call = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s)
-        with self._reading():
+        async with self._reading():
             messages = [model async for page in call for model in page.models]
         return self._lists.read("model", messages, _model_status)
 
@@ -325,14 +326,14 @@ class CoordinatorClient:
         """All, or those of one model name."""
         request = pb.ListSourcesRequest(name=name)
         call = self._stub.ListSources(request, timeout=self._timeout_s)
-        with self._reading():
+        async with self._reading():
             messages = [status async for page in call for status in page.sources]
         return self._lists.read("source", messages, _source_status)
 
     async def list_pulls(self, name: str = "") -> list[PullStatus]:
         """The pulls that tell how far they are: all, or those of one model name."""
         call = self._stub.ListPulls(pb.ListPullsRequest(name=name), timeout=self._timeout_s)
-        with self._reading():
+        async with self._reading():
             messages = [pull async for page in call for pull in page.pulls]
         return self._lists.read("pull", messages, pull_from_wire)
 

@@ -22,14 +22,17 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from mx import runtime
-from mx.errors import LocalError, MxError, PeerProtocolError
+from mx.errors import LocalError, MxError, PeerProtocolError, UnknownModelError, UnknownSourceError
+from mx.log import Throttle, event
 from mx.transport import TlsFiles
-from mx.wire.address import join_address, read_tls, require_protection, split_address
+from mx.wire.address import WILDCARDS, join_address, read_tls, require_protection, split_address
 from mx.wire.channel import KEEPALIVE_OPTIONS
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
+from mx.wire.tls import check_server_files
 
 _log = logging.getLogger(__name__)
+_refusals = Throttle()
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
@@ -118,8 +121,22 @@ class _CheckedRequests:
 
 
 async def _abort(context: Any, error: MxError) -> None:
+    _log_refusal(context, error)
     detail = ((DETAIL_KEY, encode_detail(error)),)
     await context.abort(code_of(error), status_text(error), trailing_metadata=detail)
+
+
+def _log_refusal(context: Any, error: MxError) -> None:
+    """What is not there (yet) is asked for again and again, and is no refusal."""
+    asked = isinstance(error, UnknownModelError | UnknownSourceError)
+    level = logging.DEBUG if asked else logging.INFO
+    held_back = _refusals.passes() if _log.isEnabledFor(level) else None
+    if held_back is not None:
+        more = {"held_back": held_back} if held_back else {}
+        kind, text = type(error).__name__, error.message[:500]
+        event(
+            _log, "request.refused", level=level, peer=context.peer(), error=kind, text=text, **more
+        )
 
 
 async def _drain(requests: AsyncIterator[object]) -> None:
@@ -243,13 +260,16 @@ async def listen(
     *,
     tls: TlsFiles | None = None,
     insecure: bool = False,
+    dialled: str = "",
 ) -> Listening:
     """Serve `services` on HOST:PORT (port 0: any free one) or unix:PATH, in this event loop.
 
     Health checking and reflection come along where installed. With `tls`, clients must show a
-    certificate of its authority. Raises ConfigError for a malformed address, unreadable PEM
-    files, and plain text off this machine without `insecure`; LocalError, naming the port, where
-    it can't be bound.
+    certificate of its authority, and its own must name the host that they dial: `dialled`, else
+    the one in `address` unless that is a wildcard. Raises ConfigError for a malformed address,
+    unreadable PEM files, and plain text off this machine without `insecure`; NotAllowedError for
+    a certificate that no client would accept; LocalError, naming the port, where it can't be
+    bound.
     """
     is_unix = address.startswith("unix:")
     host, port = ("", 0) if is_unix else split_address(address)
@@ -257,6 +277,7 @@ async def listen(
     await _require_free(host, port)
     credentials = None
     if tls is not None:
+        check_server_files(tls, dialled or ("" if host in WILDCARDS else host))
         certificate, key, authority = read_tls(tls)
         credentials = grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=authority, require_client_auth=True

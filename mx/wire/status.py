@@ -40,6 +40,7 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.text import plain
+from mx.transport import TlsFiles
 
 DETAIL_KEY = "mx-error-bin"
 # Trailing metadata shares 8 KiB with everything else in it: these are bytes as they are sent.
@@ -72,10 +73,12 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Whom we talk to: decides which error its silence is, and names it in messages."""
+    """Whom we talk to, and with which files: decides which error its silence is, and names it in
+    messages."""
 
     role: Role
     address: str
+    tls: TlsFiles | None = None
 
 
 def code_of(error: MxError) -> grpc.StatusCode:

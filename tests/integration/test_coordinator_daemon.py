@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from mx.errors import (
@@ -303,6 +305,20 @@ def _openssl(folder: Path, arguments: str) -> None:
     subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
 
 
+async def is_not_let_in(address: str, tls: TlsFiles) -> None:
+    """The daemon does not answer who shows these, whatever a client of ours would say first."""
+    key, certificate, authority = (
+        Path(path).read_bytes() for path in (tls.key, tls.certificate, tls.authority)
+    )
+    shown = grpc.ssl_channel_credentials(authority, key, certificate)
+    async with grpc.aio.secure_channel(address, shown) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/mx.wire.v1.Coordinator/Resolve", bytes, bytes)(
+                b"", timeout=20
+            )
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 async def test_mutual_tls(tmp_path: Path) -> None:
     ours, theirs = make_authority(tmp_path / "ours"), make_authority(tmp_path / "theirs")
     server, peer = make_certificate(ours, "server"), make_certificate(ours, "peer")
@@ -315,7 +331,10 @@ async def test_mutual_tls(tmp_path: Path) -> None:
             assert (await client.resolve("llama")).sources == [record]
         # Another authority's certificate, with and without knowing ours; and no TLS at all.
         forged = TlsFiles(stranger.certificate, stranger.key, peer.authority)
-        for tls in (stranger, forged, None):
+        with pytest.raises(NotAllowedError, match="not signed by an authority"):
+            CoordinatorClient(address, tls=forged)
+        await is_not_let_in(address, forged)
+        for tls in (stranger, None):
             async with client_of(address, tls=tls) as client:
                 with pytest.raises(MxError) as caught:
                     await client.resolve("llama")

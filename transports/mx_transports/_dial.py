@@ -35,15 +35,16 @@ def is_loopback(address: str) -> bool:
 
 def addresses(ticket: frames.Ticket, grant: Grant) -> list[tuple[str, int]]:
     """What the ticket says to dial, as far as it is the source's own; with a rail, at its far end
-    alone. Blocks where that has to be proved. Raises PeerProtocolError, PeerTimeoutError."""
+    alone. An address without a host is at the host of the source's control endpoint. Blocks where
+    an address has to be proved. Raises PeerProtocolError, PeerTimeoutError."""
     peer, found = grant.peer, []
     listed = ticket.fields.get("addresses")
     for entry in listed if isinstance(listed, list) else []:
         try:
             host, port = entry
-            host = str(ipaddress.ip_address(host))
+            at = [str(ipaddress.ip_address(host))] if host else grant.peer_addresses
             if type(port) is int and 0 < port < 1 << 16:
-                found.append((host, port))
+                found += [(each, port) for each in at]
         except (ValueError, TypeError):
             continue
     if not found:

@@ -64,15 +64,22 @@ class Listener:
             self.prover.close()
 
 
-def listen(hosts: Sequence[str]) -> list[Listener]:
-    """Listeners on free ports, one for each host. Raises LocalError."""
+def listen(hosts: Sequence[str], ports: Sequence[int] = ()) -> list[Listener]:
+    """Listeners, one for each host, on the first of `ports` that is free there, or on any free
+    port. Raises LocalError."""
     listeners: list[Listener] = []
     for host in hosts:
         try:
-            listeners.append(_listen(host))
+            listeners.append(_listen(host, ports))
         except OSError as error:
             for listener in listeners:
                 listener.close()
+            if error.errno == errno.EADDRINUSE and ports:
+                raise LocalError(
+                    f"none of the data ports {ports[0]}-{ports[-1]} is free on {host}",
+                    hint="give more with --data-ports: each model that is served takes one, new "
+                    "weights one more while they take the old ones' place",
+                ) from error
             raise LocalError(
                 f"can't listen on {host} for data: {error.strerror or error}",
                 hint="give an address of this machine's own",
@@ -80,17 +87,25 @@ def listen(hosts: Sequence[str]) -> list[Listener]:
     return listeners
 
 
-def _listen(host: str) -> Listener:
+def _listen(host: str, ports: Sequence[int]) -> Listener:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for left in reversed(range(_PORT_TRIES)):
-        sock = socket.create_server((host, 0), family=family, backlog=256)
+    tries = list(ports) or [0] * _PORT_TRIES
+    for port in tries[:-1]:
         try:
-            return Listener(sock, proof.listen(sock))
+            return _listen_at(host, port, family)
         except OSError as error:
-            sock.close()
-            if error.errno != errno.EADDRINUSE or not left:
+            if error.errno != errno.EADDRINUSE:
                 raise
-    raise AssertionError("the last try has returned or raised")
+    return _listen_at(host, tries[-1], family)
+
+
+def _listen_at(host: str, port: int, family: int) -> Listener:
+    sock = socket.create_server((host, port), family=family, backlog=256)
+    try:
+        return Listener(sock, proof.listen(sock))
+    except BaseException:
+        sock.close()
+        raise
 
 
 @dataclass

@@ -38,8 +38,11 @@ class TcpExposure(DoorExposure):
         self._limiter = options.limiter
         self._sent_bytes = 0
         self._views = {region.index: host_view(region.view) for region in regions}
-        listeners = listen(options.hosts)
-        self._addresses = [listener.address for listener in listeners]
+        listeners = listen(options.hosts, options.ports)
+        names = [listener.address for listener in listeners]
+        # Without a host: at the one that the reader dials for control.
+        found = dict.fromkeys(("" if options.at_peer else host, port) for host, port in names)
+        self._addresses = [list(address) for address in found]
         super().__init__(
             name="mx-tcp-source",
             magic=MAGIC,

@@ -1,0 +1,30 @@
+"""What the coordinator logs of its sources: who comes, drains and goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from mx.core.membership import Change, ChangeKind
+from mx.log import event
+
+log = logging.getLogger(__name__)
+
+
+def log_changes(changes: Sequence[Change]) -> None:
+    """A line for each registration, change of state and end; none for layers and heartbeats."""
+    for change in changes:
+        record, before = change.record, change.before
+        who: dict[str, Any] = {
+            "model": str(record.model),
+            "source": record.source_id,
+            "endpoint": record.endpoint,
+            "role": record.role.value,
+        }
+        if change.kind is ChangeKind.UP:
+            event(log, "source.registered", **who, identity=record.ref.identity.hex()[:16])
+        elif change.kind is ChangeKind.GONE:
+            event(log, "source.gone", **who, reason=change.reason)
+        elif before is not None and before.state is not record.state:
+            event(log, f"source.{record.state.value}", **who)

@@ -1,0 +1,124 @@
+"""What happened, as events with fields: text for people, a JSON object a line for programs.
+
+Modules log with ordinary loggers named after themselves (`logging.getLogger(__name__)`), below
+`mx`, and nothing is installed by importing them: a program that embeds mx sees its events as it
+sees other libraries'. The commands call `set_up`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TextIO
+
+from mx.text import plain
+
+#: Loggers of this project; others are shown from WARNING on, unless everything is debugged.
+_OURS = ("mx", "mx_transports")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """The message of a log record: `str` is its text, and `record.msg.fields` its fields."""
+
+    name: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{name}={_value(v)}" for name, v in self.fields.items())])
+
+
+def event(
+    logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: object
+) -> None:
+    """Log what happened.
+
+    Args:
+        logger: the module's.
+        name: what, in dotted words, such as "source.registered".
+        level: one of logging's.
+        fields: its circumstances; texts from elsewhere are printed without control characters.
+    """
+    if logger.isEnabledFor(level):
+        logger.log(level, Event(name, fields), stacklevel=2)
+
+
+class Throttle:
+    """Lets a few lines through each second, and counts the others: for what strangers cause."""
+
+    def __init__(self, per_s: int = 10) -> None:
+        self._per_s = per_s
+        self._second = 0
+        self._passed = 0
+        self._held_back = 0
+
+    def passes(self, now_s: float | None = None) -> int | None:
+        """None: not this line. Else how many were held back since the last that passed."""
+        second = int(time.monotonic() if now_s is None else now_s)
+        if second != self._second:
+            self._second, self._passed = second, 0
+        if self._passed >= self._per_s:
+            self._held_back += 1
+            return None
+        self._passed += 1
+        held_back, self._held_back = self._held_back, 0
+        return held_back
+
+
+def set_up(level: str, style: str, stream: TextIO | None = None) -> None:
+    """Show log records on standard error from now on, in place of what was set up before.
+
+    Args:
+        level: "debug", "info", "warning" or "error", for mx's own; "debug" shows others' too.
+        style: "text" or "json".
+        stream: where to, if not to standard error.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.set_name("mx")
+    handler.setFormatter(_Json() if style == "json" else _Text())
+    root = logging.getLogger()
+    for old in [each for each in root.handlers if each.get_name() == "mx"]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    for name in _OURS:
+        logging.getLogger(name).setLevel(level.upper())
+
+
+def json_line(level: str, name: str, fields: Mapping[str, object], at_s: float) -> str:
+    """One event as JSON: ts (UTC), level, event, fields. `at_s` is seconds since the epoch."""
+    ts = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
+    line = {"ts": ts.replace("+00:00", "Z"), "level": level, "event": name, "fields": fields}
+    # JSON escapes all controls but this one, which some terminals act on.
+    return json.dumps(line, default=str).replace("\x7f", "\\u007f")
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        said = plain(record.getMessage())
+        head = f"{at} {record.levelname} {record.name}: {said}"
+        # A traceback is ours, and has lines.
+        return f"{head}\n{self.formatException(record.exc_info)}" if record.exc_info else head
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record.msg, Event):
+            name, fields = record.msg.name, dict(record.msg.fields)
+        else:
+            name, fields = "message", {"text": record.getMessage()}
+        fields["logger"] = record.name
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json_line(record.levelname.lower(), name, fields, record.created)
+
+
+def _value(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return json.dumps(text, ensure_ascii=False) if not text or " " in text else text

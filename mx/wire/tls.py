@@ -1,0 +1,278 @@
+"""What is wrong with certificates, said at the end where it is wrong.
+
+gRPC says only that a handshake failed. So a process tries its own files on itself before it uses
+them, and after a failure it shakes hands with the other end once more, through Python's `ssl`,
+which tells why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from mx.errors import (
+    ConfigError,
+    CoordinatorError,
+    MxError,
+    NotAllowedError,
+    PeerLostError,
+    PeerUntrustedError,
+)
+from mx.transport import TlsFiles
+from mx.wire.address import read_tls, split_address
+from mx.wire.status import Remote, Role, foreign, translate
+
+_PROBE_TIMEOUT_S = 2.0
+_BOTH_SIDES = "check --tls-cert, --tls-key and --tls-ca on both sides"
+_RECIPE = "docs/tls.md shows how certificates are made"
+#: X509_V_ERR_ numbers of OpenSSL.
+_NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
+_UNTRUSTED = (2, 18, 19, 20, 21)
+_OTHER_NAME = (62, 64)
+#: In what gRPC says where TLS may be the reason.
+_SIGNS = ("handshake", "ssl", "tls", "certificate", "verification", "closed", "reset")
+
+
+def check_server_files(tls: TlsFiles, host: str = "") -> None:
+    """Refuse files that no client would accept of a server that it dials as `host` ("": as
+    whatever; any name will do then).
+
+    Raises:
+        ConfigError: a file can't be read or is not PEM.
+        NotAllowedError: the certificate and the key are not a pair, or the certificate has
+            expired, is not signed by the authority, is not for servers, or names other hosts.
+    """
+    _check(tls, _state_of(tls), host, server=True)
+
+
+def check_client_files(tls: TlsFiles) -> None:
+    """Refuse files that no server would accept of a client. Raises as `check_server_files`."""
+    _check(tls, _state_of(tls), "", server=False)
+
+
+def _state_of(tls: TlsFiles) -> tuple[tuple[int, int], ...]:
+    """Differs once a file was replaced: a process dials many peers with the same ones."""
+    found = []
+    for path in (tls.certificate, tls.key, tls.authority):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            found.append((status.st_mtime_ns, status.st_size))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> None:
+    del state
+    read_tls(tls)
+    accepting, dialling = _context(tls, server=True), _context(tls, server=False)
+    checker = dialling if server else accepting
+    checker.verify_mode = ssl.CERT_REQUIRED
+    what = f"--tls-cert {tls.certificate}"
+    try:
+        names = _names(_shake_hands(accepting, dialling))
+        if not server:
+            return
+        if not names:
+            raise NotAllowedError(
+                f"{what} has no subjectAltName: it names no host that clients could compare",
+                hint=_RECIPE,
+            )
+        if host:
+            dialling.check_hostname = True
+            _shake_hands(accepting, dialling, host)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _OTHER_NAME:
+            raise NotAllowedError(
+                f"{what} does not name {host}, where others dial this process: it names "
+                f"{', '.join(names)}",
+                hint="listen at one of these, or give it with --advertise where there is such a "
+                f"flag; {_RECIPE}",
+            ) from None
+        why = _why(error, tls, of_server=server)
+        raise NotAllowedError(f"{what} {why}", hint=_RECIPE) from None
+    except ssl.SSLError as error:
+        raise NotAllowedError(f"{what} can't be used: {_reason(error)}", hint=_RECIPE) from None
+
+
+def _context(tls: TlsFiles, *, server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.hostname_checks_common_name = False
+
+    def no_password() -> str:
+        raise ConfigError(f"--tls-key {tls.key} is encrypted", hint="give one without a password")
+
+    try:
+        context.load_verify_locations(tls.authority)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tls-ca {tls.authority} can't be used: {_reason(error)}") from None
+    try:
+        context.load_cert_chain(tls.certificate, tls.key, no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise NotAllowedError(
+                f"--tls-key {tls.key} is not the key of --tls-cert {tls.certificate}",
+                hint="give the two that were made together",
+            ) from None
+        raise ConfigError(
+            f"--tls-cert {tls.certificate} with --tls-key {tls.key} can't be used: {_reason(error)}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tls-cert {tls.certificate}: {_reason(error)}") from None
+    return context
+
+
+def _shake_hands(
+    accepting: ssl.SSLContext, dialling: ssl.SSLContext, host: str | None = None
+) -> ssl.SSLObject:
+    """A handshake in memory; returns the client's side. Raises ssl.SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = accepting.wrap_bio(to_server, to_client, server_side=True)
+    client = dialling.wrap_bio(to_client, to_server, server_hostname=host)
+    waiting = [client, server]
+    while waiting:
+        for side in tuple(waiting):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+                waiting.remove(side)
+    return client
+
+
+def _names(client: ssl.SSLObject | ssl.SSLSocket) -> list[str]:
+    """The hosts that the server's certificate names; empty where it was not verified."""
+    shown = client.getpeercert() or {}
+    entries = shown.get("subjectAltName", ())
+    return [str(entry[1]) for entry in entries if isinstance(entry, tuple) and len(entry) == 2]
+
+
+def _why(error: ssl.SSLCertVerificationError, tls: TlsFiles, *, of_server: bool) -> str:
+    """What is wrong with a certificate, as the end of a sentence about it."""
+    code = error.verify_code
+    if code == _EXPIRED:
+        return "has expired"
+    if code == _NOT_YET_VALID:
+        return "is not valid yet: is the clock right?"
+    if code in _UNTRUSTED:
+        return f"is not signed by an authority in --tls-ca {tls.authority}"
+    if code == _PURPOSE:
+        use = "serverAuth" if of_server else "clientAuth"
+        return f"may not be used so: its extendedKeyUsage lacks {use}"
+    return f"is not valid: {error.verify_message}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason.replace("_", " ").lower()
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
+
+
+# -- the other end ------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def diagnosing(who: Remote) -> AsyncIterator[None]:
+    """As `mx.wire.status.translating`; where TLS may be at fault, find out what is wrong."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise await diagnose(error, who) from error
+    except DecodeError as error:
+        raise foreign(who, "its answer is not the protocol's") from error
+
+
+async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
+    """The mx error for a failed RPC to `who`. Returned, not raised."""
+    translated = translate(error, who=who)
+    if not isinstance(error, grpc.aio.AioRpcError) or who.address.startswith("unix:"):
+        return translated
+    said = (error.details() or "").lower()
+    if error.code() is not grpc.StatusCode.UNAVAILABLE or not any(s in said for s in _SIGNS):
+        return translated
+    found = await asyncio.to_thread(_probe, who.address, who.tls)
+    if found is None:
+        return translated
+    message = f"no secure connection to the {who.role.value} at {who.address}: {found}"
+    if who.role is Role.COORDINATOR:
+        # Without any files it has not been refused: it speaks another protocol.
+        kind = CoordinatorError if who.tls is None else NotAllowedError
+        return kind(message, hint=_BOTH_SIDES)
+    refused = PeerLostError if who.tls is None else PeerUntrustedError
+    return refused(message, peer=who.address, hint=_BOTH_SIDES)
+
+
+def _probe(address: str, tls: TlsFiles | None) -> str | None:
+    """What is wrong with TLS there; None if nothing is, or nothing answers. Blocks."""
+    host, port = split_address(address)
+    try:
+        context = _probing(tls)
+        with (
+            socket.create_connection((host, port), _PROBE_TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as sock,
+        ):
+            if tls is None:
+                return "it wants TLS"
+            names = _names(sock)
+            if not names:
+                return "its certificate has no subjectAltName: it names no host"
+            if not _named(host, port, tls):
+                return f"its certificate does not name {host}: it names {', '.join(names)}"
+            return _refused(sock, tls)
+    except ssl.SSLCertVerificationError as error:
+        assert tls is not None  # else nothing is verified
+        return f"its certificate {_why(error, tls, of_server=True)}"
+    except ssl.SSLError as error:
+        if tls is not None and error.reason == "WRONG_VERSION_NUMBER":
+            return "it answers without TLS"
+        return None
+    except (OSError, MxError):
+        return None
+
+
+def _probing(tls: TlsFiles | None) -> ssl.SSLContext:
+    if tls is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context = _context(tls, server=False)
+        context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _named(host: str, port: int, tls: TlsFiles) -> bool:
+    context = _probing(tls)
+    context.check_hostname = True
+    try:
+        with (
+            socket.create_connection((host, port), _PROBE_TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host),
+        ):
+            return True
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_code not in _OTHER_NAME
+
+
+def _refused(sock: ssl.SSLSocket, tls: TlsFiles) -> str | None:
+    """Whether a server that shook hands takes our certificate: it speaks first if it does."""
+    why = "it closed the connection"
+    try:
+        if sock.recv(1):
+            return None
+    except ssl.SSLError as error:
+        why = _reason(error)
+    except ConnectionError:
+        pass
+    return f"it does not accept --tls-cert {tls.certificate} ({why}): is its --tls-ca another?"

@@ -1,0 +1,241 @@
+"""TLS: the recipe of docs/tls.md as it stands there, and what is said of bad certificates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from safetensors.torch import load_file
+
+from tests.integration.conftest import REPOSITORY, Command, Run, environment, free_port
+from tests.integration.test_main_job import same
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command"),
+]
+
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+class Folder:
+    """Two authorities, and certificates of them that are wrong in one way each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for name in ("ours", "theirs"):
+            files = ("-keyout", f"{name}.key", "-out", f"{name}.pem")
+            self._openssl("req", "-x509", *_KEY, "-days", "2", "-subj", f"/CN={name}", *files)
+        here = "subjectAltName=IP:127.0.0.1"
+        self._leaf("good", "ours", here)
+        self._leaf("expired", "ours", here, days=-1)
+        self._leaf("foreign", "theirs", here)
+        self._leaf("nosan", "ours", "basicConstraints=CA:FALSE")
+        self._leaf("elsewhere", "ours", "subjectAltName=IP:10.9.9.9,DNS:else.example")
+        self._leaf("client", "ours", f"{here}\nextendedKeyUsage=clientAuth")
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self.path, check=True, capture_output=True)
+
+    def _leaf(self, name: str, authority: str, extensions: str, days: int = 2) -> None:
+        files = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
+        self._openssl("req", *_KEY, "-subj", f"/CN={name}", *files)
+        (self.path / f"{name}.ext").write_text(extensions + "\n")
+        signing = ("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial")
+        made = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", f"{name}.ext")
+        self._openssl("x509", "-req", "-days", str(days), *signing, *made)
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def flags(self, name: str, *, key: str = "", authority: str = "ours") -> tuple[str, ...]:
+        files = (f"{name}.pem", f"{key or name}.key", f"{authority}.pem")
+        flags = ("--tls-cert", "--tls-key", "--tls-ca")
+        return tuple(
+            word
+            for flag, file in zip(flags, files, strict=True)
+            for word in (flag, str(self.path / file))
+        )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return Folder(tmp_path_factory.mktemp("certificates"))
+
+
+OWN = {
+    "expired": "has expired",
+    "foreign": "is not signed by an authority in",
+    "nosan": "has no subjectAltName",
+    "elsewhere": "does not name 127.0.0.1",
+    "client": "lacks serverAuth",
+}
+
+
+def refused(run: Run, *arguments: str, daemon: bool = False, code: int = 5) -> str:
+    """What a command says that ends with `code`, on standard error."""
+    command = run(*arguments, daemon=daemon)
+    assert command.wait(60) == code, command.err
+    assert command.err.startswith("error: "), command.err  # nothing of gRPC's before it
+    assert "Traceback" not in command.err
+    return command.err
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_bad_certificates_are_refused_at_the_start(
+    run: Run, folder: Folder, checkpoint: Path, name: str
+) -> None:
+    flags = folder.flags(name)
+    said = refused(run, "--listen", "127.0.0.1:0", *flags, daemon=True)
+    if name == "elsewhere":
+        said += refused(run, "serve", str(checkpoint), "--model", "m", *flags)
+    assert f"{name}.pem" in said
+    assert said.count(OWN[name]) == said.count("error: ")
+
+
+def test_keys_and_files_that_do_not_go_together(run: Run, folder: Folder) -> None:
+    said = refused(run, "models", *folder.flags("good", key="nosan"))
+    assert "nosan.key is not the key of" in said
+    assert "does not name" not in refused(
+        run,
+        "models",
+        *folder.flags("elsewhere"),
+        "--coordinator",
+        f"127.0.0.1:{free_port()}",
+        code=3,
+    )  # a client needs no name
+    assert "expired" in refused(run, "models", *folder.flags("expired"))
+    assert "none.pem" in refused(run, "models", *folder.flags("none", key="good"), code=2)
+    assert "missing: tls_key, tls_ca" in refused(run, "models", *folder.flags("good")[:2], code=2)
+
+
+@pytest.fixture
+def servers(folder: Folder) -> Iterator[dict[str, str]]:
+    """gRPC servers that answer nothing, by the certificate that they show: their addresses. They
+    are not mx's, which would not start with these."""
+    found: dict[str, str] = {}
+    up, over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        running = []
+        for name, authority in (*((name, "ours") for name in OWN), ("good", "theirs"), ("", "")):
+            server = grpc.aio.server()
+            if name:
+                pair = (folder.read(f"{name}.key"), folder.read(f"{name}.pem"))
+                ca = folder.read(f"{authority}.pem")
+                shown = grpc.ssl_server_credentials([pair], ca, require_client_auth=True)
+                port = server.add_secure_port("127.0.0.1:0", shown)
+            else:
+                port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            running.append(server)
+            found[name] = f"127.0.0.1:{port}"
+        up.set()
+        await asyncio.to_thread(over.wait)
+        for server in running:
+            await server.stop(0)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert up.wait(60)
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_what_is_wrong_at_the_other_end_is_said_here(
+    run: Run, folder: Folder, servers: dict[str, str]
+) -> None:
+    flags = folder.flags("good")
+    expected = {**OWN, "good": "does not accept --tls-cert", "": "answers without TLS"}
+    for name, what in expected.items():
+        said = refused(run, "models", "--coordinator", servers[name], *flags)
+        assert f"the coordinator at {servers[name]}" in said
+        assert what in said
+    said = refused(run, "pull", "m", "--from", f"peer={servers['elsewhere']}", *flags)
+    assert "its certificate does not name 127.0.0.1: it names 10.9.9.9, else.example" in said
+    said = refused(run, "models", "--coordinator", servers["good"], code=3)
+    assert "it wants TLS" in said
+
+
+class OverlookedSource(Command):
+    """A source that does not look at its own certificate: one that was right once, say."""
+
+    def command(self, entry: str) -> list[str]:
+        code = (
+            "import mx.wire.server as server\n"
+            "server.check_server_files = lambda *files: None\n"
+            "from mx.cli import main; main()"
+        )
+        return [sys.executable, "-c", code]
+
+
+def test_the_only_source_has_a_bad_certificate(run: Run, folder: Folder, checkpoint: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    flags = ("--coordinator", address, *folder.flags("good"))
+    daemon = run("--listen", address, *folder.flags("good"), daemon=True)
+    daemon.until(lambda: "listens" in daemon.err, "listening")
+    serving = ("serve", str(checkpoint), "--model", "m", "--coordinator", address, "--json")
+    source = OverlookedSource(*serving, *folder.flags("elsewhere"))
+    try:
+        source.json()
+        said = refused(run, "pull", "m", *flags)
+        assert "its certificate does not name 127.0.0.1: it names 10.9.9.9, else.example" in said
+    finally:
+        source.end()
+
+
+def _blocks(language: str) -> list[str]:
+    page = (REPOSITORY / "docs" / "tls.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def test_the_recipe_works_as_pasted(checkpoint: Path, tmp_path: Path) -> None:
+    """The page's commands in one shell, in an empty folder; only the port is another."""
+    shutil.copyfile(checkpoint, tmp_path / "model.safetensors")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, call in {
+        "mx": "-c 'from mx.cli import main; main()'",
+        "mx-coordinator": "-c 'from mx.cli import coordinator_main; coordinator_main()'",
+        "python": "",
+    }.items():
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {call} "$@"\n')
+        program.chmod(stat.S_IRWXU)
+    certificates, trial = _blocks("sh")
+    (python,) = _blocks("python")
+    (tmp_path / "paste.py").write_text(python)
+    # Its processes end with the shell, on whichever line it fails.
+    script = "\n".join(
+        ["set -e", "trap 'kill $(jobs -p); wait' EXIT", certificates, trial, "python paste.py"]
+    )
+    port = str(free_port())
+    (tmp_path / "paste.py").write_text(python.replace("7600", port))
+    done = subprocess.run(
+        ["bash", "-c", script.replace("7600", port)],
+        cwd=tmp_path,
+        env=environment(PATH=f"{programs}{os.pathsep}{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith(f"{len(load_file(checkpoint))} tensors")
+    assert same(load_file(tmp_path / "pulled" / "model.safetensors"), load_file(checkpoint))

@@ -1,0 +1,79 @@
+"""Events as log records, and as the lines that the commands write of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from mx import log
+
+LOGGER = logging.getLogger("mx.tests.of_log")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """`set_up` is for processes of its own; this one has other tests to run."""
+    loggers = [logging.getLogger(), logging.getLogger("mx"), logging.getLogger("mx_transports")]
+    before = [(each, each.level, list(each.handlers)) for each in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+def test_events_are_ordinary_records(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mx")
+    log.event(LOGGER, "source.registered", model="m", endpoint="[::1]:5", grace_s=0.5)
+    log.event(LOGGER, "reader.renewed", level=logging.DEBUG, model="m")
+    (record,) = caplog.records
+    assert record.getMessage() == "source.registered model=m endpoint=[::1]:5 grace_s=0.5"
+    assert record.funcName == "test_events_are_ordinary_records"
+    assert isinstance(record.msg, log.Event)
+    assert record.msg.fields["model"] == "m"
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_lines(style: str) -> None:
+    stream = io.StringIO()
+    log.set_up("info", style, stream)
+    log.set_up("info", style, stream)  # again: not two of each
+    log.event(LOGGER, "request.refused", text="red \x1b[31mtext\nand \x7fmore", count=2)
+    log.event(LOGGER, "hidden", level=logging.DEBUG)
+    logging.getLogger("other.library").info("hidden too")
+    LOGGER.warning("plain %s", "words")
+    assert "\x1b" not in stream.getvalue()
+    first, second = stream.getvalue().splitlines()
+    if style == "text":
+        assert first.endswith(
+            'INFO mx.tests.of_log: request.refused text="red \\u001b[31mtext\\nand  more" count=2'
+        )
+        assert second.endswith("WARNING mx.tests.of_log: plain words")
+    else:
+        event = json.loads(first)
+        assert set(event) == {"ts", "level", "event", "fields"}
+        assert (event["level"], event["event"]) == ("info", "request.refused")
+        assert event["fields"]["count"] == 2
+        assert json.loads(second)["fields"]["text"] == "plain words"
+
+
+def test_a_throttle_counts_what_it_holds_back() -> None:
+    throttle = log.Throttle(per_s=2)
+    assert [throttle.passes(5.0 + n / 10) for n in range(5)] == [0, 0, None, None, None]
+    assert [throttle.passes(6.1), throttle.passes(6.2), throttle.passes(6.3)] == [3, 0, None]
+
+
+def test_importing_installs_nothing() -> None:
+    """Not a handler, not a level: what an embedding program shows is its own affair."""
+    code = (
+        "import logging, mx.api, mx.coordinator.daemon\n"
+        "loggers = [logging.getLogger(n) for n in ('', 'mx', 'mx_transports')]\n"
+        "print([l.handlers for l in loggers], [l.level for l in loggers[1:]])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[[], [], []] [0, 0]"
