@@ -44,6 +44,10 @@ class CapacityError(LocalError):
     """Too little memory or disk for the model; said before anything is allocated if possible."""
 
 
+class ForkError(LocalError):
+    """This process was forked from one in which mx was running, and can't use mx itself."""
+
+
 class OutputError(LocalError):
     """`--out` could not be written; what was begun has been removed."""
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
+from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_VARIANT, NEWEST_REVISION, resolve_device, transports
 from mx.api.options import pull_options, writable_bytes
 from mx.api.relaying import Relay
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Pull:
+class Pull(Closable):
     """A running pull. Iterate `layers()`, or wait; then `state_dict()`.
 
     The tensors stay valid after `close`: they keep their memory alive.
@@ -49,16 +48,16 @@ class Pull:
         settings: config.Settings,
         started_s: float,
     ) -> None:
-        self._loop = loop
         self._options = options
         self._settings = settings
         self._state = PullState(started_s)
-        self._puller, self._task = loop.run(self._begin(options))
         self._view: Span | None = None
         self._held: Source | None = None
         self._signals: LayerSignals | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._puller, self._task = loop.run(self._begin(options))
+        super().__init__(loop)
 
     async def _begin(self, options: PullOptions) -> tuple[Puller, asyncio.Task[None]]:
         puller = Puller(options, transports(), self._state)
@@ -118,6 +117,7 @@ class Pull:
 
     def progress(self) -> Progress:
         """A snapshot for display; cheap enough for ten a second."""
+        self._require_own()
         return self._puller.progress()
 
     @property
@@ -273,24 +273,30 @@ class Pull:
         return Source(loop, server, held, self._options.coordinator or "", None)
 
     def close(self) -> None:
-        """Stop if it still runs, and give up this object's hold on the memory. Idempotent."""
+        """Stop if it still runs, and give up this object's hold on the memory. Idempotent; a close
+        that was interrupted goes on when it is called again."""
+        super().close()
+
+    def _closing_steps(self) -> list[Step]:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-        with contextlib.ExitStack() as ends:  # each is tried, the last one first
-            ends.callback(runtime.release, self._loop)
-            ends.callback(self._let_go)
-            if self._signals is not None:
-                ends.callback(self._signals.close)
-            ends.callback(lambda: self._loop.run(self._stop()))
-            if self._held is not None:
-                ends.callback(self._held.close)
+        held = [] if self._held is None else [self._held.close]
+        signals = [] if self._signals is None else [self._signals.close]
+        return [*held, self._awaiting(self._stop), *signals, self._let_go]
 
     def _let_go(self) -> None:
         self._view = None
         if self._puller.arena is not None:
             self._puller.arena.release()
+        if self._options.into is not None:
+            self._options.into.release()
+
+    def forked(self) -> None:
+        super().forked()
+        self._lock = threading.Lock()
+        self._closed = True
+        self._state = PullState(self._state.started_s)
+        self._state.failed(runtime.fork_error())
 
     async def _stop(self) -> None:
         self._puller.close()
@@ -301,28 +307,6 @@ class Pull:
         await self._puller.company.leave()
         # If it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))
-
-    def __enter__(self) -> Pull:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Pull:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.to_thread(self.close)
 
 
 def pull(

@@ -10,9 +10,20 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from mx import forks
 from mx.errors import CapacityError, ConfigError
 from mx.storage.osfile import write_error
 from mx.units import format_bytes
+
+_SUFFIX = ".mx-partial"
+
+
+def _is_staged(fd: int, link: str) -> bool:
+    """Is this descriptor the lock, or of what is being written?"""
+    return any(part.startswith(".") and part.endswith(_SUFFIX) for part in link.split("/"))
+
+
+forks.recognise(_is_staged)
 
 
 class Staging:
@@ -27,7 +38,7 @@ class Staging:
 
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.realpath(out))
-        self.folder = self.out.parent / f".{self.out.name}.mx-partial"
+        self.folder = self.out.parent / f".{self.out.name}{_SUFFIX}"
         self.files = self.folder / "files"
         self.journal = self.folder / "journal"
         self._made: list[Path] = []  # parents, innermost last

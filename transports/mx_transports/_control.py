@@ -11,12 +11,15 @@ import os
 import socket
 import struct
 
+from mx import forks
 from mx.errors import LocalError
 from mx_transports import _vm as vm
 
 #: The control page, in this machine's byte order: generation, whether the grant has ended.
 CONTROL = struct.Struct("=QQ")
 CONTROL_BYTES = mmap.PAGESIZE
+_NAME = "mx-control"
+forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_NAME}"))
 
 
 class Control:
@@ -24,7 +27,7 @@ class Control:
 
     def __init__(self) -> None:
         try:
-            self.descriptor = os.memfd_create("mx-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise LocalError(f"no control page for a reader: {error.strerror}") from error
         os.ftruncate(self.descriptor, CONTROL_BYTES)
