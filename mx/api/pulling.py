@@ -19,7 +19,7 @@ from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
 from mx.cuda.driver import load
-from mx.errors import ClosedError, ConfigError
+from mx.errors import ClosedError, ConfigError, another, release_frames
 from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
 from mx.memory.readiness import LayerSignals
@@ -149,7 +149,7 @@ class Pull(Closable):
 
     def _arena_view(self) -> tuple[Manifest, Span]:
         if self._state.error is not None:
-            raise self._state.error
+            raise another(self._state.error)
         with self._lock:
             arena, manifest = self._puller.arena, self._puller.manifest
             if self._closed or arena is None or manifest is None:
@@ -290,6 +290,7 @@ class Pull(Closable):
             self._puller.arena.release()
         if self._options.into is not None:
             self._options.into.release()
+        release_frames(self._state.error)
 
     def forked(self) -> None:
         super().forked()
