@@ -78,10 +78,10 @@ def _levels(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
     for mounted, mount, files in _mounts(proc):
         if files not in own:
             continue
-        path = Path(own[files])
+        its = Path(own[files])
         # In a container the mount may show only what is below the container's own cgroup, or a
         # cgroup that was made for another one: then its uppermost level is all there is to see.
-        shown = path.relative_to(mounted) if path.is_relative_to(mounted) else Path()
+        shown = its.relative_to(mounted) if its.is_relative_to(mounted) else Path()
         top = root / mount.relative_to("/")
         folder = top / shown
         while folder.is_relative_to(top):

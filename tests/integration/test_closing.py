@@ -15,6 +15,7 @@ import pytest
 
 from mx import api, runtime
 from mx.errors import ClosedError, LocalError
+from mx.transport import host_view
 from tests.integration.conftest import Run, commands, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -104,7 +105,7 @@ def test_memory_of_mxs_own_is_free_once_the_pull_is_closed(
     mapping = weakref.ref(pull.buffer().obj)
     arena = pull._puller.arena
     assert arena is not None
-    memory = [mapping, weakref.ref(arena.view.obj)]
+    memory = [mapping, weakref.ref(host_view(arena.view).obj)]
     if "hold" in options:
         pull.hold()
     pull.close()

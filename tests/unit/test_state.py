@@ -107,8 +107,8 @@ def test_each_waiter_gets_an_error_of_its_own_and_its_traceback_does_not_grow() 
     def caught(wait: Callable[[], object]) -> PeerBusyError:
         try:
             wait()
-        except PeerBusyError as error:
-            return error
+        except PeerBusyError as raised:
+            return raised
         raise AssertionError("it did not fail")
 
     waits: list[Callable[[], object]] = [
