@@ -120,10 +120,10 @@ def test_each_waiter_gets_an_error_of_its_own_and_its_traceback_does_not_grow() 
     ]
     before = len(traceback.extract_tb(failure.__traceback__))
     errors = [caught(wait) for wait in waits]
-    for wait, error in zip(waits, errors, strict=True):
+    for wait, first in zip(waits, errors, strict=True):
         again = caught(wait)
-        assert again is not error
-        lengths = [len(traceback.extract_tb(each.__traceback__)) for each in (error, again)]
+        assert again is not first
+        lengths = [len(traceback.extract_tb(each.__traceback__)) for each in (first, again)]
         assert lengths[0] == lengths[1]
         assert (str(again), again.peer, again.hint) == (str(failure), "1.2.3.4:5", "later")
         assert again.retry_after_s == 7.0
