@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test chaos lint proto proto-check bench clean
+.PHONY: help setup demo test test-pythons chaos lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -15,6 +15,7 @@ GRPCIO_TOOLS := grpcio-tools==1.71.2
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
 	@echo "make test [ARGS=...]        the tests (ARGS go to pytest)"
+	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
 	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
@@ -58,6 +59,9 @@ demo: $(READY)
 test: $(READY)
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
+test-pythons: $(READY)
+	.ci/test-pythons $(ARGS)
+
 chaos: $(READY)
 	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\
 	  $(PY) -m pytest -m "chaos or slow" $(ARGS))
@@ -82,6 +86,6 @@ proto-check: $(PROTO_READY)
 	{ echo "error: mx/wire/v1 is not what proto/ generates; run make proto" >&2; exit 1; }
 
 clean:
-	rm -rf .venv .venv-proto build dist .demo .bench .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf .venv .venv-* build dist .demo .bench .mypy_cache .ruff_cache .pytest_cache \
 	  .hypothesis .import_linter_cache
 	find mx transports tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

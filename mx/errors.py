@@ -7,6 +7,12 @@ caller's (`ConfigError`). `exit_code` is what the commands end with.
 
 from __future__ import annotations
 
+import contextlib
+from types import FrameType
+
+#: Whose frames `release_frames` may clear.
+_OWN = ("mx", "mx_transports")
+
 EXIT_OK = 0
 EXIT_OTHER = 1
 EXIT_CONFIG = 2
@@ -30,6 +36,43 @@ class MxError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
+def another(error: MxError) -> MxError:
+    """Return an error like this one, with its cause and its traceback so far, to be raised beside
+    it: an object that is raised again and again has a traceback that grows each time."""
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made.with_traceback(error.__traceback__)
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Let the tracebacks of an error, and of what it came from, keep nothing that mx has: views of
+    a model's memory above all. Where it was raised they still say, and the callers' frames stay.
+
+    Only once the work that raised it has ended: a coroutine of mx's that is yet to go on, and is in
+    such a traceback, would be closed.
+    """
+    seen = set()
+    left = [error]
+    while left:
+        error = left.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        left += [error.__cause__, error.__context__]
+        trace = error.__traceback__
+        while trace is not None:
+            frame: FrameType | None = trace.tb_frame
+            while frame is not None:  # it keeps those that called it too
+                if str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
+                    # One that is still being executed needs what it has.
+                    with contextlib.suppress(RuntimeError):
+                        frame.clear()
+                frame = frame.f_back
+            trace = trace.tb_next
+
+
 class ConfigError(MxError):
     """What the caller asked for can't be done: a bad flag, address, path or combination."""
 
@@ -42,6 +85,10 @@ class LocalError(MxError):
 
 class CapacityError(LocalError):
     """Too little memory or disk for the model; said before anything is allocated if possible."""
+
+
+class ForkError(LocalError):
+    """This process was forked from one in which mx was running, and can't use mx itself."""
 
 
 class OutputError(LocalError):

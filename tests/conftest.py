@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import importlib.util
 import inspect
 import os
 import threading
@@ -41,6 +42,29 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("ci")
+
+#: Test files by what they import that an environment of `make test-pythons` lacks. Named here, and
+#: not skipped by themselves: a file that lacks anything else is an error.
+_NEEDS = {
+    "torch": [
+        "unit/test_cli_demo_models.py",
+        "unit/test_naming.py",
+        "unit/test_partial_output.py",
+        "unit/test_puller.py",
+        "unit/test_reader.py",
+        "unit/test_safetensors.py",
+        "unit/test_tensors.py",
+        "unit/test_writer.py",
+    ],
+    "pynvml": ["unit/test_hardware_gpus.py"],
+}
+_LACKING = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+collect_ignore = [file for name in _LACKING for file in _NEEDS[name]]
+
+
+def pytest_report_header() -> list[str]:
+    return [f"left out without {name}: {', '.join(_NEEDS[name])}" for name in _LACKING]
+
 
 _call_failed = pytest.StashKey[bool]()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from mx import config, runtime
+from mx.api.closing import Closable, Step
 from mx.api.common import tls_of
 from mx.core.pulls import PullStatus
 from mx.core.reference import parse_reference
@@ -23,7 +23,7 @@ class Overview:
     sources: tuple[SourceStatus, ...]
 
 
-class Observer:
+class Observer(Closable):
     """One connection to a coordinator, to look again and again. Close it, or use it as a context
     manager; blocking."""
 
@@ -32,13 +32,14 @@ class Observer:
     ) -> None:
         """Raises ConfigError."""
         settings = settings or config.load()
-        self._loop = runtime.acquire()
+        loop = runtime.acquire()
         self._client: CoordinatorClient | None = None
         try:
-            self._client = self._loop.run(self._dial(coordinator or settings.coordinator, settings))
+            self._client = loop.run(self._dial(coordinator or settings.coordinator, settings))
         except BaseException:
-            runtime.release(self._loop)
+            runtime.release(loop)
             raise
+        super().__init__(loop)
 
     @staticmethod
     async def _dial(address: str, settings: config.Settings) -> CoordinatorClient:
@@ -72,23 +73,10 @@ class Observer:
             ),
         )
 
-    def close(self) -> None:
-        """End the connection. Idempotent."""
-        if self._client is None:
-            return
+    def _closing_steps(self) -> list[Step]:
+        return [self._awaiting(self._disconnect)]
+
+    async def _disconnect(self) -> None:
         client, self._client = self._client, None
-        try:
-            self._loop.run(client.close())
-        finally:
-            runtime.release(self._loop)
-
-    def __enter__(self) -> Observer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        if client is not None:
+            await client.close()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
+from mx.api.closing import Closable, Step
 from mx.api.common import resolve_device, transports
 from mx.api.layers import layer_tensors, tensors_of
 from mx.api.options import pull_options, writable_bytes
@@ -22,7 +21,7 @@ from mx.api.serving import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
 from mx.cuda.driver import load
-from mx.errors import ClosedError, ConfigError
+from mx.errors import ClosedError, ConfigError, another, release_frames
 from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
 from mx.memory.readiness import LayerSignals
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Pull:
+class Pull(Closable):
     """A running pull. Iterate `layers()`, or wait; then `state_dict()`.
 
     The tensors stay valid after `close`: they keep their memory alive.
@@ -51,16 +50,16 @@ class Pull:
         settings: config.Settings,
         started_s: float,
     ) -> None:
-        self._loop = loop
         self._options = options
         self._settings = settings
         self._state = PullState(started_s, tensors_of(weakref.ref(self)))
-        self._puller, self._task = loop.run(self._begin(options))
         self._view: Span | None = None
         self._held: Source | None = None
         self._signals: LayerSignals | None = None
         self._closed = False
         self._lock = threading.Lock()
+        self._puller, self._task = loop.run(self._begin(options))
+        super().__init__(loop)
 
     async def _begin(self, options: PullOptions) -> tuple[Puller, asyncio.Task[None]]:
         puller = Puller(options, transports(), self._state)
@@ -124,6 +123,7 @@ class Pull:
 
     def progress(self) -> Progress:
         """A snapshot for display; cheap enough for ten a second."""
+        self._require_own()
         return self._puller.progress()
 
     @property
@@ -155,7 +155,7 @@ class Pull:
 
     def _arena_view(self) -> tuple[Manifest, Span]:
         if self._state.error is not None:
-            raise self._state.error
+            raise another(self._state.error)
         with self._lock:
             arena, manifest = self._puller.arena, self._puller.manifest
             if self._closed or arena is None or manifest is None:
@@ -276,24 +276,31 @@ class Pull:
         return Source(loop, server, held, self._options.coordinator or "", None)
 
     def close(self) -> None:
-        """Stop if it still runs, and give up this object's hold on the memory. Idempotent."""
+        """Stop if it still runs, and give up this object's hold on the memory. Idempotent; a close
+        that was interrupted goes on when it is called again."""
+        super().close()
+
+    def _closing_steps(self) -> list[Step]:
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-        with contextlib.ExitStack() as ends:  # each is tried, the last one first
-            ends.callback(runtime.release, self._loop)
-            ends.callback(self._let_go)
-            if self._signals is not None:
-                ends.callback(self._signals.close)
-            ends.callback(lambda: self._loop.run(self._stop()))
-            if self._held is not None:
-                ends.callback(self._held.close)
+        held = [] if self._held is None else [self._held.close]
+        signals = [] if self._signals is None else [self._signals.close]
+        return [*held, self._awaiting(self._stop), *signals, self._let_go]
 
     def _let_go(self) -> None:
         self._view = None
         if self._puller.arena is not None:
             self._puller.arena.release()
+        if self._options.into is not None:
+            self._options.into.release()
+        release_frames(self._state.error)
+
+    def forked(self) -> None:
+        super().forked()
+        self._lock = threading.Lock()
+        self._closed = True
+        self._state = PullState(self._state.started_s)
+        self._state.failed(runtime.fork_error())
 
     async def _stop(self) -> None:
         self._puller.close()
@@ -304,28 +311,6 @@ class Pull:
         await self._puller.company.leave()
         # If it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))
-
-    def __enter__(self) -> Pull:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Pull:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.to_thread(self.close)
 
 
 def pull(

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime, trace
+from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.limits import Bounds
 from mx.core.reference import parse_reference
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _ASK_AGAIN_S = 0.5
 
 
-class Source:
+class Source(Closable):
     """A process's warm model. Made by `serve`; close it, or use it as a context manager."""
 
     def __init__(
@@ -47,7 +47,6 @@ class Source:
         settings: config.Settings | None = None,
     ) -> None:
         """`settings` are those to hold new weights with; without them there is no `update`."""
-        self._loop = loop
         self._server = server
         self._held = held
         self._embedded = embedded
@@ -57,6 +56,7 @@ class Source:
         self._lock = threading.RLock()
         self.coordinator_address = coordinator_address
         self.endpoint = server.endpoint
+        super().__init__(loop)
 
     def __repr__(self) -> str:
         """One line: what is served, and where."""
@@ -118,6 +118,7 @@ class Source:
         Only who has bound the name may update it. Raises what `serve` raises, BindingError,
         ConfigError for a pull that is held, and ClosedError; the old weights are served on then.
         """
+        self._require_own()
         with self._lock:
             settings = self._settings
             if settings is None or self._held.borrowed:
@@ -148,43 +149,22 @@ class Source:
 
     def close(self) -> None:
         """Deregister, cut what still reads, free the memory. Idempotent. An update that runs on
-        another thread is hurried."""
+        another thread is hurried; a close that was interrupted goes on when it is called
+        again."""
         self._closing.set()
         with self._lock:
-            if self._closed.is_set():
-                return
-            try:
-                self._loop.run(self._close())
-            finally:
-                self._closed.set()
-                runtime.release(self._loop)
+            super().close()
 
-    async def _close(self) -> None:
-        await self._server.close()
-        if self._embedded is not None:
-            await self._embedded.stop()
+    def _closing_steps(self) -> list[Step]:
+        embedded = [] if self._embedded is None else [self._awaiting(self._embedded.stop)]
+        return [self._awaiting(self._server.close), *embedded, self._closed.set]
 
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Source:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.to_thread(self.close)
+    def forked(self) -> None:
+        super().forked()
+        self._lock = threading.RLock()
+        self._closing, self._closed = threading.Event(), threading.Event()
+        self._closing.set()
+        self._closed.set()
 
 
 def source_options(settings: config.Settings, coordinator: str | None = None) -> SourceOptions:

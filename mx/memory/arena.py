@@ -17,6 +17,7 @@ import mmap
 import os
 from collections.abc import Sequence
 
+from mx import forks
 from mx.core.digest import ChunkHasher
 from mx.core.types import Segment
 from mx.errors import CapacityError, ClosedError, LocalError
@@ -28,6 +29,10 @@ from mx.units import MIB, format_bytes
 HUGE_PAGE_BYTES = 2 * MIB
 _MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
 _MAP_FIXED = 0x10
+
+#: Of the names of memory files, of which others have received descriptors too.
+_MEMFD_PREFIX = "mx:"
+forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_MEMFD_PREFIX}"))
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -142,7 +147,7 @@ class MemfdArena(_HostMemory):
         self.nbytes = nbytes
         self.sealed = False
         # The kernel takes 249 bytes and no NUL.
-        label = f"mx:{name}".replace("\0", "").encode()[:200].decode(errors="ignore")
+        label = f"{_MEMFD_PREFIX}{name}".replace("\0", "").encode()[:200].decode(errors="ignore")
         try:
             self.memfd: int | None = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:

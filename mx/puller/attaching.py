@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from mx.core.planner import Way
 from mx.core.types import Manifest
 from mx.errors import (
@@ -19,7 +17,7 @@ from mx.puller.delivery import Delivery
 from mx.puller.links import Link, Links
 from mx.puller.report import PathReport
 from mx.puller.state import PullState
-from mx.runtime import uncut
+from mx.runtime import in_thread, uncut
 from mx.transport import Span
 
 
@@ -51,7 +49,7 @@ async def deliver_attached(
     """Every layer of memory that was attached by `way` is there: checked, if `strong`, and told."""
     for index in range(len(manifest.layout.layers)):
         if strong:
-            await uncut(asyncio.to_thread(delivery.attached, view, index))
+            await uncut(in_thread(delivery.attached, view, index))
         else:
             delivery.attached(view, index)
     return PathReport(

@@ -25,7 +25,7 @@ from mx.puller.lease import Granted, Lease
 from mx.puller.options import PullOptions
 from mx.puller.pacing import PacedSession
 from mx.puller.staged import StagedSession
-from mx.runtime import uncut
+from mx.runtime import in_thread, uncut
 from mx.transport import Grant, Path, Session, Span, Transport, Unavailable
 from mx.wire.address import resolve
 from mx.wire.channel import dial
@@ -216,7 +216,7 @@ class Links:
             return session
 
         # It blocks, so it has a thread; a cancelled pull waits for it, to close what it opens.
-        return await uncut(asyncio.to_thread(connect))
+        return await uncut(in_thread(connect))
 
     def _stage(self, inner: Session) -> Session:
         """A session that fills the target's GPU through `inner`, which it owns. Blocks."""
@@ -270,7 +270,7 @@ class Links:
         """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
         with the link still good, where it can only be copied; SourceError; LocalError."""
         try:
-            view = await uncut(asyncio.to_thread(link.session.attach, 0))
+            view = await uncut(in_thread(link.session.attach, 0))
             if len(view) < nbytes:
                 raise PeerProtocolError(
                     f"{link.lease.peer} holds {len(view)} bytes of a model that takes {nbytes}",
@@ -293,7 +293,7 @@ class Links:
         for session in sessions:
             session.close()
         for session in sessions:
-            if not await asyncio.to_thread(session.join, 2 * self._options.stall_timeout_s):
+            if not await in_thread(session.join, 2 * self._options.stall_timeout_s):
                 log.warning("a session has not ended: %r", session)
         if self._device is not None:
             self._device.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from mx.core.types import ManifestRef, ModelKey
 from mx.puller.links import plan_ways
 from mx.puller.locate import Locator
 from mx.puller.options import PullOptions
+from mx.runtime import in_thread
 from mx.transport import Transport
 from mx.units import count, format_bytes
 
@@ -55,7 +55,7 @@ async def plan_pull(
     try:
         located = await locator.locate()
         documents = await locator.documents(located)
-        manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
+        manifest = await in_thread(manifests.decode, located.ref, documents)
     finally:
         await locator.close()
     return PlannedPull(

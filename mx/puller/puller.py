@@ -40,7 +40,7 @@ from mx.puller.report import (
 from mx.puller.reuse import prefilling
 from mx.puller.seeking import Found, Seeker, SideFiles, find, patiently, write_side_files
 from mx.puller.state import PullState
-from mx.runtime import uncut
+from mx.runtime import in_thread, uncut
 from mx.transport import Medium, Span, Transport
 
 
@@ -97,7 +97,7 @@ class Puller:
                 await uncut(self._release_network())
             if self.options.out is not None and self._delivery is not None:
                 self.phase = "writing"
-                await asyncio.to_thread(self._delivery.finish)
+                await in_thread(self._delivery.finish)
             if self._failure is not None:
                 raise self._failure
             self.phase = "complete"
@@ -231,7 +231,7 @@ class Puller:
             return False
         self.phase = "resuming"
         self._engine = engine = self._new_engine(manifest)
-        await uncut(asyncio.to_thread(fill, engine, lambda: self._closed))
+        await uncut(in_thread(fill, engine, lambda: self._closed))
         return True
 
     async def _deliver_attached(self, manifest: Manifest, link: Link, view: Span) -> PullReport:
@@ -287,9 +287,7 @@ class Puller:
 
         # Uncut: no thread may write to `into` any more once the pull is closed.
         manifest, arena = await uncut(
-            asyncio.to_thread(
-                disk.load, self.options, progress=tell, cancelled=lambda: self._closed
-            )
+            in_thread(disk.load, self.options, progress=tell, cancelled=lambda: self._closed)
         )
         self.arena = arena
         self.manifest = manifest
@@ -373,9 +371,9 @@ class Puller:
             await self._crew.close()
         if self._engine is not None:
             self._engine.close()
-            await asyncio.to_thread(self._engine.join, 2 * self.options.stall_timeout_s)
+            await in_thread(self._engine.join, 2 * self.options.stall_timeout_s)
         if self._delivery is not None:
-            await asyncio.to_thread(self._delivery.settle)
+            await in_thread(self._delivery.settle)
         await self._links.close()
         if self._locator is not None:
             await self._locator.close()
@@ -387,7 +385,7 @@ class Puller:
         kept = ""
         if self._delivery is not None:
             delivery, self._delivery = self._delivery, None
-            kept = await asyncio.to_thread(delivery.abort)
+            kept = await in_thread(delivery.abort)
         self._release_arena()
         return kept
 

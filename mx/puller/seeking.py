@@ -23,6 +23,7 @@ from mx.errors import (
 )
 from mx.puller.crew import Crew
 from mx.puller.locate import Located, Locator
+from mx.runtime import in_thread
 from mx.units import format_seconds
 from mx.wire.documents import WritePage
 
@@ -69,7 +70,7 @@ async def find(
     with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
         documents = await locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
-        manifest = await asyncio.to_thread(manifests.decode, located.ref, documents)
+        manifest = await in_thread(manifests.decode, located.ref, documents)
     parts = relays_do and plan([source for source in located.sources if not source.whole]).ways
     if not ways.ways and not parts:
         raise NoSourceError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mx.core.types import Manifest
-from mx.errors import MxError
+from mx.errors import MxError, another
 from mx.puller.report import (
     LayerEvent,
     PathReport,
@@ -186,14 +186,14 @@ class PullState:
         if index in self._events:
             return self._events[index]
         if self._error is not None:
-            raise self._error
+            raise another(self._error)
         if self._n_layers is not None and index >= self._n_layers:
             return None
         raise LookupError
 
     def _end(self) -> PullReport:
         if self._error is not None:
-            raise self._error
+            raise another(self._error)
         if self._report is None:
             raise LookupError
         return self._report
@@ -211,7 +211,7 @@ class PullState:
 
     def _planned(self) -> int:
         if self._error is not None:
-            raise self._error
+            raise another(self._error)
         if self._n_layers is None:
             raise LookupError
         return self._n_layers

@@ -14,7 +14,7 @@ from mx.core.limits import Bounds
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.log import event
-from mx.runtime import uncut
+from mx.runtime import in_thread, uncut
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposing import expose, withdraw
 from mx.source.limits import UNBOUNDED, SourceLimits
@@ -125,7 +125,7 @@ class SourceServer:
         """Expose a model; from now on the Peer service describes it and grants reads. `mingler`
         is its part in a swarm, that of an origin if None."""
         with trace.span("serve.expose", model=str(held.key)):
-            exposures = await asyncio.to_thread(self._expose, held)
+            exposures = await in_thread(self._expose, held)
             grid = held.manifest.grid
             served = Served(held, exposures, mingler or Seeding(len(grid), grid.chunk_nbytes))
             counts, source_id = self._servicer.counts, held.source_id
@@ -264,7 +264,7 @@ class SourceServer:
     async def _free(self, served: Served) -> None:
         served.mingler.end()
         timeout_s = 2 * self.options.stall_timeout_s
-        await asyncio.to_thread(withdraw, served.all_exposures(), timeout_s)
+        await in_thread(withdraw, served.all_exposures(), timeout_s)
         if not served.held.borrowed:
             served.held.arena.release()
 
@@ -284,7 +284,7 @@ class SourceServer:
         read go on as they do."""
         served = self._servicer.models[source_id]
         served.held.growing, served.held.layers = False, None
-        exposures = await asyncio.to_thread(self._expose, served.held)
+        exposures = await in_thread(self._expose, served.held)
         served.retired += served.exposures.values()
         served.exposures = exposures
 

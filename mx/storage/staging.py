@@ -14,17 +14,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from mx import forks
 from mx.errors import CapacityError, ConfigError, OutputError
 from mx.storage import folders
 from mx.storage.osfile import write_error
 from mx.units import format_bytes
 
+_SUFFIX = ".mx-partial"
 _FILES = "files"
 JOURNAL = "journal"
 #: So often is the partial folder made anew when it has gone between two steps.
 _TRIES = 100
 
 log = logging.getLogger(__name__)
+
+
+def _is_staged(fd: int, link: str) -> bool:
+    """Is this descriptor the lock, or of what is being written?"""
+    return any(part.startswith(".") and part.endswith(_SUFFIX) for part in link.split("/"))
+
+
+forks.recognise(_is_staged)
 
 
 class Staging:
@@ -47,7 +57,7 @@ class Staging:
 
     def __init__(self, out: Path) -> None:
         self.out = Path(os.path.realpath(out))
-        self._name = f".{self.out.name}.mx-partial"
+        self._name = f".{self.out.name}{_SUFFIX}"
         self.folder = self.out.parent / self._name
         self.files = self.folder / _FILES
         self._made: list[tuple[int, str]] = []  # (its parent's descriptor, name), innermost last

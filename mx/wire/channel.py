@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from mx import forks
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls, require_protection, split_address
 from mx.wire.status import Remote, Role, translate, translating
@@ -17,10 +20,13 @@ __all__ = ["Remote", "Role", "cut", "dial", "translate", "translating"]
 #: A stopped peer is noticed about 2.5 s after it fell silent, while an RPC is open: a ping each
 #: second, 1.5 s for its answer. ping_timeout_ms is what current gRPC obeys; keepalive_timeout_ms
 #: alone would let it take a minute.
+#: gRPC gives each of its sockets the latter as TCP_USER_TIMEOUT: an odd number, by which a forked
+#: child can tell those of mx's from others, of gRPC's too.
+_PING_TIMEOUT_MS = 1511
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1500),
-    ("grpc.http2.ping_timeout_ms", 1500),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
@@ -37,6 +43,32 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+_unix_addresses: set[str] = set()
+
+
+def remember_unix(address: str) -> None:
+    """gRPC's sockets at this unix:PATH are mx's."""
+    _unix_addresses.add(address.removeprefix("unix:"))
+
+
+def _is_grpc_socket(fd: int, link: str) -> bool:
+    if not link.startswith("socket:"):
+        return False
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        if sock.family == socket.AF_UNIX:
+            names = [sock.getsockname()]
+            if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                names.append(sock.getpeername())
+            return not _unix_addresses.isdisjoint(names)
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            return False
+        timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        return timeout_ms == _PING_TIMEOUT_MS
+
+
+forks.recognise(_is_grpc_socket)
+
+
 def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -> grpc.aio.Channel:
     """A channel to HOST:PORT (or unix:PATH), not yet connected; the caller closes it.
 
@@ -45,7 +77,9 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
     unreadable PEM files, and plain text off this machine without `insecure`; NotAllowedError for
     a certificate that no server would accept.
     """
-    if not address.startswith("unix:"):
+    if address.startswith("unix:"):
+        remember_unix(address)
+    else:
         split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="talk to")
     if tls is None:

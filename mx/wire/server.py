@@ -26,7 +26,7 @@ from mx.errors import LocalError, MxError, PeerProtocolError, UnknownModelError,
 from mx.log import Throttle, event
 from mx.transport import TlsFiles
 from mx.wire.address import WILDCARDS, join_address, read_tls, require_protection, split_address
-from mx.wire.channel import KEEPALIVE_OPTIONS
+from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.tls import check_server_files
@@ -240,8 +240,12 @@ async def _require_free(host: str, port: int) -> None:
         return
     where = join_address(host, port)
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        found = await runtime.in_thread(
+            socket.getaddrinfo,
+            host,
+            port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
         )
         for family, kind, protocol, _, endpoint in found:
             with socket.socket(family, kind, protocol) as probe:
@@ -272,6 +276,8 @@ async def listen(
     bound.
     """
     is_unix = address.startswith("unix:")
+    if is_unix:
+        remember_unix(address)
     host, port = ("", 0) if is_unix else split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="listen on")
     await _require_free(host, port)

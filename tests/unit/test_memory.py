@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mx.memory.arena import (
     address_of,
 )
 from mx.units import MIB
+from tests.daemon import ended, python
 
 
 def test_host_arena_is_aligned_and_writable() -> None:
@@ -108,21 +110,100 @@ def test_too_large_is_said_before_anything_is_taken() -> None:
         MemfdArena(1 << 50)
 
 
+def write_all(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
 def test_a_cgroup_limit_counts(tmp_path: Path) -> None:
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable: 1000 kB\n")
-    (proc / "self/cgroup").write_text("0::/a/b\n")
-    (cgroup / "a/b").mkdir(parents=True)
-    (cgroup / "a/memory.max").write_text("500000\n")
-    (cgroup / "a/memory.current").write_text("300000\n")
-    (cgroup / "a/memory.stat").write_text("anon 1\ninactive_file 50000\nactive_file 1000\n")
-    (cgroup / "a/b/memory.max").write_text("max\n")
-    (cgroup / "a/b/memory.current").write_text("1\n")
-    (cgroup / "a/b/memory.stat").write_text("")
-    assert budget.available_nbytes(proc, cgroup) == 251000
+    proc, cgroup = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
+    write_all(proc, meminfo="MemTotal: 9 kB\nMemAvailable:    1000 kB\n")
+    mount = "24 18 0:22 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+    write_all(proc / "self", cgroup="0::/a/b\n", mountinfo=mount)
+    stat = "anon 1\ninactive_file 50000\nactive_file 1000\n"
+    write_all(cgroup / "a", memory__max="500000\n", memory__current="300000\n", memory__stat=stat)
+    write_all(cgroup / "a/b", memory__max="max\n", memory__current="1\n", memory__stat="")
+    assert budget.available_nbytes(proc, tmp_path) == 251000
     (cgroup / "a/memory.max").write_text("max\n")
-    assert budget.available_nbytes(proc, cgroup) == 1024000
+    assert budget.available_nbytes(proc, tmp_path) == 1024000
+
+
+V1_MOUNTS = """31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu
+35 31 0:32 {mounted} /sys/fs/cgroup/of\\040memory rw,relatime shared:1 - cgroup cgroup rw,memory
+41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("mounted", "own", "levels"),
+    [
+        ("/", "/docker/c1", ["docker/c1", "docker", "."]),
+        ("/docker/c1", "/docker/c1", ["."]),  # a container without a namespace of cgroups
+        ("/docker/c1", "/docker/c1/inner", ["inner", "."]),
+        ("/docker/c1", "/elsewhere", ["."]),
+    ],
+)
+def test_a_limit_of_cgroup_v1_counts_on_each_level_that_is_shown(
+    tmp_path: Path, mounted: str, own: str, levels: list[str]
+) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "sys/fs/cgroup/of memory"
+    write_all(proc, meminfo="MemAvailable:    1000 kB\n")
+    listed = f"4:cpu,cpuacct:/elsewhere\n3:devices,memory:{own}\n0::/\n"
+    write_all(proc / "self", cgroup=listed, mountinfo=V1_MOUNTS.format(mounted=mounted))
+    none = "9223372036854771712\n"
+    stat = "total_inactive_file 50000\ntotal_active_file 1000\ninactive_file 7\n"
+    for level in levels:
+        write_all(
+            cgroup / level,
+            memory__limit_in_bytes=none,
+            memory__usage_in_bytes="300000\n",
+            memory__stat=stat,
+        )
+    assert budget.available_nbytes(proc, tmp_path) == 1024000
+    for level in levels:
+        limit = cgroup / level / "memory.limit_in_bytes"
+        limit.write_text("500000\n")
+        assert budget.available_nbytes(proc, tmp_path) == 251000
+        limit.write_text(none)
+
+
+@pytest.fixture
+def v1_cgroup() -> Iterator[Path]:
+    """A cgroup of v1's memory controller, with a limit of 120 MB."""
+    folder = Path(f"/sys/fs/cgroup/memory/mx-test-{os.getpid()}")
+    if not folder.parent.joinpath("memory.limit_in_bytes").exists():
+        pytest.skip("needs the memory controller of cgroup v1")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"can't make a cgroup: {error.strerror}")
+    try:
+        folder.joinpath("memory.limit_in_bytes").write_text(str(120 * 1000 * 1000))
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_memory_beyond_a_limit_of_cgroup_v1_is_refused_not_fatal(v1_cgroup: Path) -> None:
+    code = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from mx.errors import CapacityError
+from mx.memory.arena import HostArena
+small = HostArena(20_000_000)
+small.view[:] = bytes(1) * 20_000_000
+try:
+    large = HostArena(400_000_000)
+except CapacityError:
+    sys.exit(5)
+for begin in range(0, 400_000_000, 1_000_000):
+    large.view[begin : begin + 1_000_000] = bytes(1_000_000)
+"""
+    with ended(python(code, str(v1_cgroup))) as process:
+        assert process.wait(60) == 5
 
 
 def test_address_of_read_only_and_empty_views() -> None:

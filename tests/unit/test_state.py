@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
+from collections.abc import Callable
 
 import pytest
 
-from mx.errors import ClosedError
+from mx.errors import ClosedError, PeerBusyError
 from mx.puller.report import LayerEvent, PullReport
 from mx.puller.state import PullState
 
@@ -91,3 +93,40 @@ def test_a_waiter_whose_loop_was_closed_hinders_nobody() -> None:
     state._wakers.add((loop, asyncio.Event()))
     state.finished(report())
     assert state.ended
+
+
+def test_each_waiter_gets_an_error_of_its_own_and_its_traceback_does_not_grow() -> None:
+    state = PullState(0.0)
+    cause = OSError("the cable")
+    try:
+        raise PeerBusyError("busy", peer="1.2.3.4:5", hint="later", retry_after_s=7.0) from cause
+    except PeerBusyError as error:
+        failure = error
+    state.failed(failure)
+
+    def caught(wait: Callable[[], object]) -> PeerBusyError:
+        try:
+            wait()
+        except PeerBusyError as raised:
+            return raised
+        raise AssertionError("it did not fail")
+
+    waits: list[Callable[[], object]] = [
+        state.wait_end,
+        state.wait_planned,
+        lambda: state.wait_layer(0),
+        lambda: asyncio.run(state.wait_end_async()),
+        lambda: asyncio.run(state.wait_layer_async(0)),
+    ]
+    before = len(traceback.extract_tb(failure.__traceback__))
+    errors = [caught(wait) for wait in waits]
+    for wait, first in zip(waits, errors, strict=True):
+        again = caught(wait)
+        assert again is not first
+        lengths = [len(traceback.extract_tb(each.__traceback__)) for each in (first, again)]
+        assert lengths[0] == lengths[1]
+        assert (str(again), again.peer, again.hint) == (str(failure), "1.2.3.4:5", "later")
+        assert again.retry_after_s == 7.0
+        assert again.__cause__ is cause
+    assert len(set(map(id, [failure, *errors]))) == len(waits) + 1
+    assert len(traceback.extract_tb(failure.__traceback__)) == before

@@ -11,11 +11,14 @@ import os
 import socket
 import struct
 
+from mx import forks
 from mx_transports import _vm as vm
 
 #: The control page, in this machine's byte order: generation, whether the grant has ended.
 CONTROL = struct.Struct("=QQ")
 CONTROL_BYTES = mmap.PAGESIZE
+_NAME = "mx-control"
+forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_NAME}"))
 
 
 class Control:
@@ -23,7 +26,7 @@ class Control:
 
     def __init__(self) -> None:
         """Raises OSError where there are no descriptors or no memory left."""
-        self.descriptor = os.memfd_create("mx-control", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, CONTROL_BYTES)
             self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)

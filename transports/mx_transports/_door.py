@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mx import forks
 from mx.errors import ClosedError, LocalError
 from mx_transports import _frames as frames
 from mx_transports import _proof as proof
@@ -164,6 +165,7 @@ class DoorExposure(ABC):
 
     def _start(self) -> None:
         """Called last by the subclass's constructor."""
+        forks.own(*self._listeners, *self._provers, self._wake_read, self._wake_write)
         for sock in (*self._listeners, *self._provers, self._wake_read):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
@@ -311,6 +313,7 @@ class DoorExposure(ABC):
             except OSError:
                 sock.close()
                 return
+        forks.own(sock)
         if len(self._visitors) >= MAX_UNPROVED:
             self._turn_away(next(iter(self._visitors.values())))
         visitor = _Visitor(sock, time.monotonic() + PREAMBLE_DEADLINE_S, self._tls is not None)

@@ -22,6 +22,7 @@ from mx.errors import (
     PeerLostError,
     PeerRefusedError,
     SourceError,
+    release_frames,
 )
 from mx.transport import Grant, Read, Span, host_view
 
@@ -179,6 +180,8 @@ class LaneSession(ABC):
             self._carry(lane)
         except SourceError as error:
             self._lost = error.message
+            # Its traceback and the frames that it ends in keep each other, and destinations.
+            release_frames(error)
         finally:
             # Also where a sink raised: its lane is lost, but nobody waits for ever.
             with self._wake:

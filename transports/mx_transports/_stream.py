@@ -16,6 +16,8 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
+from mx import forks
+
 #: How often a blocked call looks at the clock, as a fraction of the stall timeout.
 _TICKS = 4
 #: Buffers per sendmsg or recvmsg_into; the kernel's limit is 1024.
@@ -32,6 +34,7 @@ class Stream:
     """Owns `sock`. One thread may fill and send; any thread may `abort`."""
 
     def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:
+        forks.own(sock)
         self._sock = sock
         self._stall_timeout_s = stall_timeout_s
         self._tls = isinstance(sock, ssl.SSLSocket)

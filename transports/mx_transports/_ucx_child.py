@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from mx import forks
 from mx_transports import _ucx_agent
 from mx_transports._stream import Stream
 from mx_transports._ucx_agent import BUSY, IDLE
@@ -105,6 +106,7 @@ class AgentProcess:
         ours: socket.socket | None = None
         try:
             ours, theirs = socket.socketpair()
+            forks.own(ours)  # its end ends the agent
             with theirs:
                 process = self._start(theirs)
             self.pid = process.pid

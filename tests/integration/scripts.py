@@ -1,0 +1,44 @@
+"""Python scripts that embed mx, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.integration.conftest import environment
+
+#: What the scripts begin with: `coordinator` is the first of their arguments.
+HEADER = """
+import atexit, os, signal, sys, time
+from mx import api
+from mx.errors import *
+coordinator = sys.argv[1]
+"""
+TIMEOUT_S = 120.0
+
+
+@contextmanager
+def script(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs the code, its standard streams piped; killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEADER + code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ran(code: str, *arguments: str) -> tuple[int, str, str]:
+    """Run the code to its end: exit code, standard output, standard error."""
+    with script(code, *arguments) as process:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, out, err

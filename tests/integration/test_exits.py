@@ -1,0 +1,80 @@
+"""A process that has used mx ends as it would have without: with its own exit code, no traceback,
+and what it had left open closed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mx import api
+from tests.integration.conftest import Run, commands, serve, start_coordinator
+from tests.integration.scripts import ran
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+CLOSED = {
+    "pull": "with api.pull('m', coordinator=coordinator) as pull: pull.wait()",
+    "copy": "with api.pull('m', coordinator=coordinator, attach=False) as pull: pull.wait()",
+    "plan": "api.plan('m', coordinator=coordinator)",
+    "list": "api.list_models(coordinator=coordinator)",
+    "serve": "with api.serve(sys.argv[2], model='n', coordinator=coordinator): pass",
+}
+
+LEFT_OPEN = {
+    "pulled": "pull = api.pull('m', coordinator=coordinator, attach=False); pull.wait()",
+    "pulling": "pull = api.pull('slow', coordinator=coordinator); next(pull.layers())",
+    "just begun": "pull = api.pull('slow', coordinator=coordinator)",
+    "waiting": "pull = api.pull('nothing', coordinator=coordinator, wait_s=600); time.sleep(0.5)",
+    "dropped": "api.pull('m', coordinator=coordinator).wait()",
+    "writing": "pull = api.pull('slow', coordinator=coordinator, out=sys.argv[3] + '/out');"
+    " next(pull.layers())",
+    "holding": "pull = api.pull('m', coordinator=coordinator, hold=True); source = pull.hold()",
+    "serving": "source = api.serve(sys.argv[2], model='n', coordinator=coordinator)",
+    "closing at exit": "pull = api.pull('slow', coordinator=coordinator); next(pull.layers());"
+    " atexit.register(pull.close)",
+    "ending at exit": "source = api.serve(sys.argv[2], model='n', coordinator=coordinator);"
+    " atexit.register(source.close)",
+}
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[str]:
+    """A coordinator that knows the model "m", and "slow" that takes half a minute."""
+    with commands() as run:
+        coordinator, _ = start_coordinator(run)
+        serve(run, checkpoint, "m", coordinator)
+        serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
+        yield coordinator
+
+
+@pytest.mark.parametrize("what", CLOSED)
+def test_what_was_closed_leaves_no_trace(served: str, checkpoint: Path, what: str) -> None:
+    assert ran(CLOSED[what], served, str(checkpoint)) == (0, "", "")
+
+
+@pytest.mark.parametrize("what", LEFT_OPEN)
+def test_what_was_left_open_is_closed(
+    served: str, checkpoint: Path, tmp_path: Path, what: str
+) -> None:
+    found = ran(LEFT_OPEN[what] + "\nsys.exit(7)", served, str(checkpoint), str(tmp_path))
+    assert found == (7, "", "")
+    # Who was closed in order has said so: no lease needs to run out.
+    sources = [each.record.model.name for each in api.list_sources(coordinator=served)]
+    assert sorted(sources) == ["m", "slow"]
+
+
+@pytest.mark.parametrize("verb", ["pull", "plan", "serve"])
+def test_a_command_says_nothing_but_its_own(
+    run: Run, served: str, checkpoint: Path, verb: str
+) -> None:
+    if verb == "serve":
+        command = serve(run, checkpoint, "n", served)
+        command.signal(signal.SIGINT)
+    else:
+        command = run(verb, "m", "--coordinator", served, "--json")
+    assert command.wait(60) == 0
+    assert "Traceback" not in command.err
+    assert "Exception" not in command.err

@@ -1,0 +1,218 @@
+"""Processes that fork while they pull and serve, before they do, and after."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mx import api
+from tests.integration.conftest import Run, commands, serve, start_coordinator
+from tests.integration.scripts import ran, script
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+#: Pulls and serves in each way that has descriptors and threads of its own.
+OPEN = """
+checkpoint, folder = sys.argv[2:4]
+serving = api.serve(checkpoint, model='n', coordinator=coordinator)
+done = api.pull('m', coordinator=coordinator, attach=False)
+done.wait()
+held = api.pull('m', coordinator=coordinator, hold=True)
+holding = held.hold()
+slow = {how: api.pull('slow', coordinator=coordinator, attach=False, transport=how,
+                      out=folder + '/' + how) for how in ('tcp', 'shm')}
+for pull in slow.values():
+    next(pull.layers())
+"""
+
+CHILD = """
+def inherited():
+    signal.alarm(60)  # a child that hangs is killed
+    refused = [
+        lambda: api.pull('m', coordinator=coordinator),
+        lambda: api.serve(checkpoint, model='new', coordinator=coordinator),
+        lambda: api.plan('m', coordinator=coordinator),
+        lambda: api.list_models(coordinator=coordinator),
+        lambda: serving.update(checkpoint),
+        lambda: serving.drain(),
+        lambda: held.hold(),
+        lambda: done.wait(),
+        lambda: done.buffer(),
+        lambda: slow['tcp'].wait(),
+        lambda: slow['tcp'].progress(),
+        lambda: next(slow['shm'].layers()),
+    ]
+    for number, call in enumerate(refused):
+        try:
+            call()
+        except ForkError as error:
+            assert 'spawn' in error.hint
+        else:
+            raise AssertionError(f'call {number} was not refused')
+    with slow['tcp'], serving, done:
+        pass
+    for each in (*slow.values(), serving, done, held, holding):
+        each.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[str]:
+    """A coordinator that knows the model "m", and "slow" that takes half a minute."""
+    with commands() as run:
+        coordinator, _ = start_coordinator(run)
+        serve(run, checkpoint, "m", coordinator)
+        serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
+        yield coordinator
+
+
+@pytest.mark.parametrize("end", ["sys.exit(5)", "os._exit(5)", "multiprocessing"])
+def test_a_forked_child_is_refused_and_its_parent_undisturbed(
+    served: str, checkpoint: Path, tmp_path: Path, end: str
+) -> None:
+    fork = f"""
+pid = os.fork()
+if not pid:
+    inherited()
+    {end}
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    if end == "multiprocessing":
+        fork = """
+import multiprocessing
+def main():
+    inherited()
+    sys.exit(5)
+child = multiprocessing.get_context('fork').Process(target=main)
+child.start()
+child.join()
+print(child.exitcode)
+"""
+    after = """
+before = {how: pull.progress().bytes_done for how, pull in slow.items()}
+deadline = time.monotonic() + 60
+while any(pull.progress().bytes_done <= before[how] for how, pull in slow.items()):
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+for model in 'm', 'n':
+    with api.pull(model, coordinator=coordinator, attach=False) as pull:
+        print(pull.wait().layers)
+for each in (*slow.values(), done, held, holding, serving):
+    each.close()
+"""
+    code, out, err = ran(OPEN + CHILD + fork + after, served, str(checkpoint), str(tmp_path))
+    assert (code, out.split()) == (0, ["5", "10", "10"]), err
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+
+
+STAYING_CHILD = """
+child = os.fork()
+if not child:
+    signal.alarm(120)
+    print('forked', flush=True)
+    while True:
+        signal.pause()
+print(child, serving.endpoint, flush=True)
+signal.pause()
+"""
+
+
+def shared_things_of(pid: int) -> list[str]:
+    """The memory files, the parts of an output, and the sockets with a name or a peer that a
+    process holds."""
+    named = set()
+    for table, column in (("tcp", 9), ("tcp6", 9)):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            named.add(line.split()[column])
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7:  # it has a name
+            named.add(fields[6])
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        link = os.readlink(f"/proc/{pid}/fd/{name}")
+        inode = link.removeprefix("socket:[").removesuffix("]")
+        if "memfd:" in link or "mx-partial" in link or inode in named:
+            found.append(link)
+    return found
+
+
+def test_a_child_that_outlives_its_parent_holds_nothing_of_it(
+    run: Run, served: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with script(OPEN + STAYING_CHILD, served, str(checkpoint), str(tmp_path)) as parent:
+        assert parent.stdout is not None
+        said = sorted(parent.stdout.readline() for _ in range(2))
+        number, endpoint = said[0].split()
+        child = int(number)
+        try:
+            assert shared_things_of(parent.pid)
+            assert shared_things_of(child) == []
+            parent.kill()
+            parent.wait()
+            # The port is free, and who asks there is told at once that nobody listens.
+            again = serve(run, checkpoint, "again", served, "--listen", endpoint)
+            assert again.json()["endpoint"] == endpoint
+            for how in ("tcp", "shm"):  # nor is the lock held
+                with api.pull("m", coordinator=served, out=tmp_path / how) as pull:
+                    pull.wait(60)
+            Path(f"/proc/{child}/status").read_text()  # it was there all the time
+        finally:
+            subprocess.run(["kill", "-9", number], check=True)
+
+
+def test_the_users_descriptors_are_the_childs_too(
+    served: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    code, out, err = ran(
+        """
+import socket
+theirs = [*socket.socketpair(), socket.create_server(('127.0.0.1', 0)), open(sys.executable)]
+theirs.append(socket.create_connection(theirs[2].getsockname()))
+fds = [each.fileno() for each in theirs] + [os.memfd_create('mine')]
+"""
+        + OPEN
+        + """
+theirs.append(socket.create_connection(serving.endpoint.rsplit(':', 1)))
+fds.append(theirs[-1].fileno())
+before = [os.fstat(fd) for fd in fds]
+pid = os.fork()
+if not pid:
+    os._exit(0 if all(map(os.path.samestat, before, map(os.fstat, fds))) else 9)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+""",
+        served,
+        str(checkpoint),
+        str(tmp_path),
+    )
+    assert (code, out) == (0, "0\n"), err
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_child_forked_before_the_first_use_or_after_the_last_may_use_mx(
+    served: str, checkpoint: Path, when: str
+) -> None:
+    use = """
+def use():
+    with (api.serve(sys.argv[2], model='n', coordinator=coordinator),
+          api.pull('m', coordinator=coordinator, attach=False) as pull):
+        return pull.wait().layers
+"""
+    fork = f"""
+{"print(use())" if when == "after" else ""}
+pid = os.fork()
+if not pid:
+    signal.alarm(60)
+    assert use() == 10
+    sys.exit(6)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(use())
+"""
+    code, out, err = ran(use + fork, served, str(checkpoint))
+    assert code == 0, err
+    assert out.split() == ["10"] * (when == "after") + ["6", "10"], err
