@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TextIO
 
-from mx.text import plain
+from mx.text import plain, plain_lines
 
 #: Loggers of this project; others are shown from WARNING on, unless everything is debugged.
 _OURS = ("mx", "mx_transports")
@@ -80,7 +80,7 @@ def set_up(level: str, style: str, stream: TextIO | None = None) -> None:
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.set_name("mx")
-    handler.setFormatter(_Json() if style == "json" else _Text())
+    handler.setFormatter(_Json() if style == "json" else TextFormatter())
     root = logging.getLogger()
     for old in [each for each in root.handlers if each.get_name() == "mx"]:
         root.removeHandler(old)
@@ -98,13 +98,15 @@ def json_line(level: str, name: str, fields: Mapping[str, object], at_s: float) 
     return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
-class _Text(logging.Formatter):
+class TextFormatter(logging.Formatter):
+    """Log records, each on one line but for the traceback, without control characters."""
+
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        said = plain(record.getMessage())
-        head = f"{at} {record.levelname} {record.name}: {said}"
-        # A traceback is ours, and has lines.
-        return f"{head}\n{self.formatException(record.exc_info)}" if record.exc_info else head
+        head = plain(f"{at} {record.levelname} {record.name}: {record.getMessage()}")
+        if not record.exc_info:
+            return head
+        return f"{head}\n{plain_lines(self.formatException(record.exc_info))}"
 
 
 class _Json(logging.Formatter):

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from types import TracebackType
-from typing import TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from mx.text import plain, plain_lines
-
-_ErrorInfo: TypeAlias = (
-    tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
-)
+from mx.text import plain_lines
 
 
 class Plain:
@@ -28,13 +21,3 @@ class Plain:
             if segment.control is None:
                 segment = segment._replace(text=plain_lines(segment.text))
             yield segment
-
-
-class PlainFormatter(logging.Formatter):
-    """Log records, each on one line but for the traceback."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return plain(super().formatMessage(record))
-
-    def formatException(self, ei: _ErrorInfo) -> str:
-        return plain_lines(super().formatException(ei))

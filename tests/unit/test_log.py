@@ -51,7 +51,7 @@ def test_lines(style: str) -> None:
     first, second = stream.getvalue().splitlines()
     if style == "text":
         assert first.endswith(
-            'INFO mx.tests.of_log: request.refused text="red \\u001b[31mtext\\nand  more" count=2'
+            'INFO mx.tests.of_log: request.refused text="red \\u001b[31mtext\\nand more" count=2'
         )
         assert second.endswith("WARNING mx.tests.of_log: plain words")
     else:

@@ -24,10 +24,11 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 from mx.cli import outcome
-from mx.cli.printing import Plain, PlainFormatter
+from mx.cli.printing import Plain
 from mx.core.layout import TensorSpec, plan_layout
 from mx.core.packaging import bad_tensor_name
 from mx.errors import CheckpointError, CoordinatorError, ManifestError
+from mx.log import TextFormatter
 from mx.storage.safetensors import open_checkpoint
 from mx.text import has_control, plain, plain_lines
 from mx.wire.status import DETAIL_KEY, Remote, Role, _first_line, _rebuild
@@ -93,7 +94,7 @@ def test_tables_and_live_displays(terminal: bool) -> None:
 
 
 def test_log_lines() -> None:
-    formatter = PlainFormatter("%(levelname)s %(name)s: %(message)s")
+    formatter = TextFormatter()
     for bad in BAD:
         record = logging.LogRecord(f"mx{bad}", 30, "", 1, "said %s\nERROR forged", (bad,), None)
         assert STEERS.search(formatter.format(record)) is None
