@@ -262,10 +262,12 @@ class Swarm:
             self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
 
     def _taken(self, node: Node, source: Node, chunk: int) -> None:
-        if node.alive and source.alive and (node.number, chunk) not in source.flights:
+        if node.alive and source.alive:
             self._begin(source, node, chunk)
 
     def _begin(self, source: Node, node: Node, chunk: int) -> None:
+        if (node.number, chunk) in source.flights:
+            return  # it is read already, without having been asked for
         transfer = Transfer(source.number, node.number, chunk, source.link, node.link)
         source.flights[node.number, chunk] = transfer
         transfer.begin(self.network)
