@@ -252,7 +252,7 @@ def load(
     flag_names: Mapping[str, str] | None = None,
 ) -> Settings:
     """Read all settings. `flags` maps names to what the command line gave, None for not given;
-    `flag_names` to how a flag is typed, where that is not its setting's name.
+    `flag_names` to how it is typed there; without it they are named as arguments.
 
     `file` (else `MX_PEER_CONFIG`) must exist; the default one need not. Raises ConfigError that
     names the flag, the variable, or the file and line, and says what would be right.
@@ -276,8 +276,8 @@ def load(
         take(name, text, f"environment {ENVIRONMENT_PREFIX}{name.upper()}")
     for name, given in (flags or {}).items():
         if given is not None:
-            flag = (flag_names or {}).get(name, f"--{name.replace('_', '-')}")
-            take(name, given, f"flag {flag}")
+            flag = (flag_names or {}).get(name)
+            take(name, given, f"flag {flag}" if flag else f"`{name}`")
     settings = Settings(**values, origins=origins)  # type: ignore[arg-type]
     _check_tls(settings)
     return settings
@@ -354,7 +354,7 @@ def _check_tls(settings: Settings) -> None:
         )
         raise ConfigError(
             f"TLS needs three files; given: {given}; missing: {', '.join(missing)}",
-            hint="give --tls-cert, --tls-key and --tls-ca, or none of them",
+            hint="give `tls_cert`, `tls_key` and `tls_ca`, or none of them",
         )
     for name in names:
         path = getattr(settings, name)

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TextIO
@@ -70,17 +70,23 @@ class Throttle:
         return held_back
 
 
-def set_up(level: str, style: str, stream: TextIO | None = None) -> None:
+def set_up(
+    level: str,
+    style: str,
+    stream: TextIO | None = None,
+    words: Callable[[str], str] = lambda text: text,
+) -> None:
     """Show log records on standard error from now on, in place of what was set up before.
 
     Args:
         level: "debug", "info", "warning" or "error", for mx's own; "debug" shows others' too.
         style: "text" or "json".
         stream: where to, if not to standard error.
+        words: puts a text into the words of the interface that the user sees.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.set_name("mx")
-    handler.setFormatter(_Json() if style == "json" else TextFormatter())
+    handler.setFormatter(_Json(words) if style == "json" else TextFormatter(words))
     root = logging.getLogger()
     for old in [each for each in root.handlers if each.get_name() == "mx"]:
         root.removeHandler(old)
@@ -101,20 +107,28 @@ def json_line(level: str, name: str, fields: Mapping[str, object], at_s: float) 
 class TextFormatter(logging.Formatter):
     """Log records, each on one line but for the traceback, without control characters."""
 
+    def __init__(self, words: Callable[[str], str] = lambda text: text) -> None:
+        super().__init__()
+        self._words = words
+
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
-        head = plain(f"{at} {record.levelname} {record.name}: {record.getMessage()}")
+        head = plain(f"{at} {record.levelname} {record.name}: {self._words(record.getMessage())}")
         if not record.exc_info:
             return head
         return f"{head}\n{plain_lines(self.formatException(record.exc_info))}"
 
 
 class _Json(logging.Formatter):
+    def __init__(self, words: Callable[[str], str]) -> None:
+        super().__init__()
+        self._words = words
+
     def format(self, record: logging.LogRecord) -> str:
         if isinstance(record.msg, Event):
             name, fields = record.msg.name, dict(record.msg.fields)
         else:
-            name, fields = "message", {"text": record.getMessage()}
+            name, fields = "message", {"text": self._words(record.getMessage())}
         fields["logger"] = record.name
         if record.exc_info:
             fields["traceback"] = self.formatException(record.exc_info)

@@ -79,7 +79,7 @@ def _relays(settings: config.Settings, asked: str | None) -> tuple[MakeRelay | N
     if asked is not None and is_local(dialled) and not is_local(asked):
         return None, (
             f"only this machine reaches {dialled}: this pull passes nothing on to others "
-            "(--listen HOST:0 with an address of this machine, or --advertise HOST:PORT, lets it)"
+            "(`listen=HOST:0` with an address of this machine, or `advertise=HOST:PORT`, lets it)"
         )
     options = source_options(settings, asked)
     return lambda source_id: Relay(source_id, options, transports()), ""

@@ -10,6 +10,7 @@ import typer
 
 from mx import config, log, trace
 from mx.cli import outcome
+from mx.cli.words import in_flags
 from mx.config import Settings
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
@@ -225,7 +226,7 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
     style = settings.log_format
     if runs_long and context.params.get("as_json") and not settings.is_set("log_format"):
         style = "json"
-    log.set_up("debug" if context.params.get("debug") else level, style)
+    log.set_up("debug" if context.params.get("debug") else level, style, words=in_flags)
     outcome.use_json_lines(style == "json")
     return settings
 

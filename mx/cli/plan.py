@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.cli.words import in_flags
 from mx.errors import EXIT_NO_SOURCE
 from mx.units import count, format_bytes, format_rate, format_seconds
 
@@ -94,7 +95,7 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         for way, nbytes in zip(found.chosen, shares, strict=True)
     ]
     paths += [
-        _way_json(spare.way) | {"use": "spare", "bytes": 0, "reason": spare.reason}
+        _way_json(spare.way) | {"use": "spare", "bytes": 0, "reason": in_flags(spare.reason)}
         for spare in found.spare
     ]
     paths += [
@@ -103,7 +104,7 @@ def _json(planned: PlannedPull) -> dict[str, object]:
             "transport": rejected.transport,
             "use": "impossible",
             "bytes": 0,
-            "reason": rejected.reason,
+            "reason": in_flags(rejected.reason),
         }
         for rejected in found.rejected
     ]
@@ -153,9 +154,14 @@ def _show(planned: PlannedPull) -> None:
         table.add_row(way.source.endpoint, way.label, "chosen", rate, carries, _chosen(way))
     for spare in found.spare:
         way, rate = spare.way, f"{spare.way.gb_per_s:.3g}"
-        table.add_row(way.source.endpoint, way.label, "spare", rate, "-", spare.reason)
+        table.add_row(way.source.endpoint, way.label, "spare", rate, "-", in_flags(spare.reason))
     for rejected in found.rejected:
         table.add_row(
-            rejected.source.endpoint, rejected.transport, "impossible", "-", "-", rejected.reason
+            rejected.source.endpoint,
+            rejected.transport,
+            "impossible",
+            "-",
+            "-",
+            in_flags(rejected.reason),
         )
     outcome.show(table)

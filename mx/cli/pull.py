@@ -10,6 +10,7 @@ import typer
 
 from mx.cli import live, options, outcome
 from mx.cli.serve import Stop
+from mx.cli.words import in_flags
 from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
     if report.retries:
         again = "chunk was" if report.retries == 1 else "chunks were"
         lines.append(f"  {report.retries} {again} fetched again")
-    lines += [f"  left {each.source}: {each.reason}" for each in report.left]
+    lines += [f"  left {each.source}: {in_flags(each.reason)}" for each in report.left]
     if report.fallback:
         lines.append(f"  no source could be used; taken from {report.fallback}")
     if out is not None:

@@ -240,5 +240,5 @@ def open_state(spec: str, *, lease_s: float = 5.0) -> StateStore:
         return MemoryState(lease_s=lease_s)
     kind = spec.partition(":")[0]
     if kind in ("sqlite", "redis", "rediss"):
-        raise ConfigError(f"--state {kind}: is not in this version", hint="use --state memory")
-    raise ConfigError(f"--state {spec!r}: no such kind of state", hint="use --state memory")
+        raise ConfigError(f"`state={kind}`: is not in this version", hint="use `state=memory`")
+    raise ConfigError(f"`state={spec}`: no such kind of state", hint="use `state=memory`")

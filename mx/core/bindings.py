@@ -107,7 +107,7 @@ class Bindings:
                 raise BindingError(
                     f"{key} is bound to {binding.ref.identity.hex()[:16]}, "
                     f"not {ref.identity.hex()[:16]}{why}",
-                    hint="register other weights under another name or --revision",
+                    hint="register other weights under another name or `revision`",
                 )
             key = self._next_revision(key, ref)
             binding = self.get(key)
@@ -235,7 +235,7 @@ class Bindings:
                 raise BindingError(
                     f"{replace(key, revision=revision)} is another's, and {key.revision} would "
                     "be taken for an update of it",
-                    hint="register these weights under another name or --revision",
+                    hint="register these weights under another name or `revision`",
                 )
 
     def _root(self, name: str, revision: str) -> str:
@@ -267,7 +267,7 @@ class Bindings:
             raise BindingError(
                 f"an update of {key.revision[:40]}… would be a revision of {len(revision)} "
                 f"characters, more than {NAME_CHARS}",
-                hint="register these weights under a shorter --revision",
+                hint="register these weights under a shorter `revision`",
             )
         return replace(key, revision=revision)
 

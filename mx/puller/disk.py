@@ -23,7 +23,7 @@ def load(
     of a bad `out`, which are told before anything is read; CheckpointError where a pinned name
     means another identity."""
     if options.disk is None:
-        raise ConfigError("no checkpoint to read was named", hint="--from disk=PATH")
+        raise ConfigError("no checkpoint to read was named", hint="name it with `path=PATH`")
     if options.out is not None:
         Staging(options.out).leave()
     manifest, arena = load_checkpoint(

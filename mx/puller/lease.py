@@ -247,7 +247,7 @@ class Lease:
         return PeerBusyError(
             f"{self.peer} has as many readers as it admits",
             peer=self.peer,
-            hint="--wait SECONDS waits longer for it, or for another source",
+            hint="`wait_s` waits longer for it, or for another source",
             retry_after_s=min(retry_after_s, _MAX_RETRY_S),
         )
 

@@ -77,7 +77,7 @@ def path_or_reason(
     if path is None:
         return "it does not reach from here to there"
     if path.trusting and not trusted_fabric:
-        return "it enforces no bounds: say --trusted-fabric if that network can be trusted"
+        return "it enforces no bounds: say `trusted_fabric` if that network can be trusted"
     return path
 
 

@@ -76,7 +76,7 @@ async def find(
         raise NoSourceError(
             f"no source of {located.key} can be reached from here: "
             + ("; ".join(ways.explain()) or "none is registered"),
-            hint="start one with mx serve, or name one with --from peer=HOST:PORT",
+            hint="start one with mx serve, or name one with `peer=HOST:PORT`",
         )
     if side_files:  # who reads here later may write them
         sides = await locator.side_files(manifest, located)

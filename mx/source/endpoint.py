@@ -54,7 +54,7 @@ def require_dialable(endpoint: str, coordinator: str) -> None:
     if is_wildcard(endpoint):
         raise ConfigError(
             f"{endpoint} is no address that others can dial",
-            hint="give --advertise the one that they reach this process at",
+            hint="give `advertise` the one that they reach this process at",
         )
     if _is_here(coordinator) or not _is_loopback(host):
         return
@@ -65,8 +65,8 @@ def require_dialable(endpoint: str, coordinator: str) -> None:
     raise ConfigError(
         f"only this machine reaches {join_address(host, port)}, so it can't be registered with "
         f"the coordinator at {coordinator}, which lists it to others",
-        hint=f"give --listen {mine} (MX_PEER_LISTEN), or behind address translation and in "
-        "containers --advertise HOST:PORT (MX_PEER_ADVERTISE)",
+        hint=f"give `listen={mine}` (MX_PEER_LISTEN), or behind address translation and in "
+        "containers `advertise=HOST:PORT` (MX_PEER_ADVERTISE)",
     )
 
 

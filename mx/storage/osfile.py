@@ -50,10 +50,10 @@ def read_error(error: OSError, path: Path) -> MxError:
 def write_error(error: OSError, path: Path) -> MxError:
     """The typed error for a failed create or write of an output file."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return CapacityError(f"{path}: {error.strerror}", hint="free space or name another --out")
-    hint = "choose an --out on a disk that works"
+        return CapacityError(f"{path}: {error.strerror}", hint="free space or name another `out`")
+    hint = "choose an `out` on a disk that works"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = "choose an --out that this user may write to"
+        hint = "choose an `out` that this user may write to"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         hint = "raise the limit on open files: ulimit -n"
     return OutputError(f"{path} could not be written: {error.strerror}", hint=hint)

@@ -92,7 +92,7 @@ class Staging:
         if folders.others_may_replace(self._parent):
             log.warning(
                 "every user may rename or replace what is in %s, so that what is written there is "
-                "safe only until it is complete: chmod o-w or +t it, or name another --out",
+                "safe only until it is complete: chmod o-w or +t it, or name another `out`",
                 self.out.parent,
             )
 
@@ -161,7 +161,7 @@ class Staging:
             raise CapacityError(
                 f"{self.out} needs {format_bytes(nbytes)}, and its disk has "
                 f"{format_bytes(free)} free",
-                hint="free space or name an --out on another disk",
+                hint="free space or name an `out` on another disk",
             )
 
     def publish(self) -> None:
@@ -225,7 +225,7 @@ class Staging:
     def _moved(self, path: Path) -> NoReturn:
         raise OutputError(
             f"{path} was moved or replaced while it was in use",
-            hint="pull again, to an --out that no other user may change",
+            hint="pull again, to an `out` that no other user may change",
         )
 
     def _forget_made(self) -> None:
@@ -278,7 +278,7 @@ class Staging:
                 os.close(fd)
                 raise ConfigError(
                     f"another mx is writing to {self.out} right now",
-                    hint="wait for it, stop it, or name another --out",
+                    hint="wait for it, stop it, or name another `out`",
                 ) from None
             except BaseException:
                 os.close(fd)
@@ -300,7 +300,7 @@ class Staging:
             what = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
         raise OutputError(
             f"{self.folder} {what}, so nothing is written to it",
-            hint="look at it and remove it, or name another --out",
+            hint="look at it and remove it, or name another `out`",
         )
 
 
@@ -315,12 +315,12 @@ def _check_free(out: Path) -> None:
     if os.path.ismount(out):
         raise ConfigError(
             f"{out} is where a disk is mounted, and can't be replaced in one step",
-            hint=f"name a folder in it: --out {out}/NAME",
+            hint=f"name a folder in it: `out={out}/NAME`",
         )
     if out.is_symlink():
-        raise ConfigError(f"{out} became a link meanwhile", hint="name another --out")
+        raise ConfigError(f"{out} became a link meanwhile", hint="name another `out`")
     if out.is_dir():
         if os.listdir(out):
-            raise ConfigError(f"{out} is not empty", hint="remove it, or name another --out")
+            raise ConfigError(f"{out} is not empty", hint="remove it, or name another `out`")
     elif out.exists():
         raise ConfigError(f"{out} is a file", hint="name a folder that is not there yet")

@@ -90,7 +90,7 @@ def require_protection(address: str, *, tls: TlsFiles | None, insecure: bool, ve
     if tls is None and not insecure and not is_local(address):
         raise ConfigError(
             f"refusing to {verb} {address} without TLS",
-            hint="give --tls-cert, --tls-key and --tls-ca, or say --insecure",
+            hint="give `tls_cert`, `tls_key` and `tls_ca`, or say `insecure`",
         )
 
 
@@ -98,9 +98,9 @@ def read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
     """The PEM bytes of (certificate, key, authority). Raises ConfigError naming the file."""
     contents = []
     for flag, path in (
-        ("--tls-cert", tls.certificate),
-        ("--tls-key", tls.key),
-        ("--tls-ca", tls.authority),
+        ("`tls_cert`", tls.certificate),
+        ("`tls_key`", tls.key),
+        ("`tls_ca`", tls.authority),
     ):
         try:
             with open(path, "rb") as file:

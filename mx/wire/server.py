@@ -254,7 +254,7 @@ async def _require_free(host: str, port: int) -> None:
     except OSError as error:
         raise LocalError(
             f"cannot listen on {where}: port {port}: {error.strerror or error}",
-            hint="choose another with --listen, or port 0 for any free one",
+            hint="choose another with `listen`, or port 0 for any free one",
         ) from error
 
 

@@ -142,18 +142,18 @@ def _silent(remote: Remote, said: str) -> MxError:
     if "http1.x" in lowered or "http2 frame" in lowered or "unexpected content" in lowered:
         return foreign(remote, said)
     if "ssl" in lowered or "handshake" in lowered or "certificate" in lowered:
-        hint = "check --tls-cert, --tls-key and --tls-ca on both sides"
+        hint = "check `tls_cert`, `tls_key` and `tls_ca` on both sides"
         message = f"no secure connection to {remote.address}: {said}"
         if remote.role is Role.COORDINATOR:
             return NotAllowedError(message, hint=hint)
         return PeerRefusedError(message, peer=remote.address, hint=hint)
     tls = ""
     if "socket closed" in lowered:  # what a plain client hears of a TLS port, and the other way
-        tls = "; or is it --insecure at one end, or --tls-* at one end or of two authorities?"
+        tls = "; or is it `insecure` at one end, or TLS at one end or of two authorities?"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(
             f"no coordinator answers at {remote.address}: {said}",
-            hint="start one with mx-coordinator, or name another with --coordinator" + tls,
+            hint="start one with mx-coordinator, or name another with `coordinator`" + tls,
         )
     return PeerLostError(
         f"the source at {remote.address} does not answer: {said}",
@@ -166,7 +166,7 @@ def foreign(remote: Remote, said: str) -> MxError:
     """The error for somebody who answers, but not as an mx process does."""
     message = f"what answers at {remote.address} is no mx {remote.role.value}: {said}"
     if remote.role is Role.COORDINATOR:
-        return CoordinatorError(message, hint="check the port, and --coordinator")
+        return CoordinatorError(message, hint="check the port, and `coordinator`")
     return PeerProtocolError(message, peer=remote.address)
 
 

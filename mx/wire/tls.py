@@ -32,7 +32,7 @@ from mx.wire.address import read_tls, split_address
 from mx.wire.status import Remote, Role, foreign, translate
 
 _PROBE_TIMEOUT_S = 2.0
-_BOTH_SIDES = "check --tls-cert, --tls-key and --tls-ca on both sides"
+_BOTH_SIDES = "check `tls_cert`, `tls_key` and `tls_ca` on both sides"
 _RECIPE = "docs/tls.md shows how certificates are made"
 #: X509_V_ERR_ numbers of OpenSSL.
 _NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
@@ -76,7 +76,7 @@ def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> None:
     accepting, dialling = _context(tls, server=True), _context(tls, server=False)
     checker = dialling if server else accepting
     checker.verify_mode = ssl.CERT_REQUIRED
-    what = f"--tls-cert {tls.certificate}"
+    what = f"`tls_cert` {tls.certificate}"
     try:
         names = _names(_shake_hands(accepting, dialling))
         if not server:
@@ -94,7 +94,7 @@ def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> None:
             raise NotAllowedError(
                 f"{what} does not name {host}, where others dial this process: it names "
                 f"{', '.join(names)}",
-                hint="listen at one of these, or give it with --advertise where there is such a "
+                hint="listen at one of these, or give it with `advertise` where there is such a "
                 f"flag; {_RECIPE}",
             ) from None
         why = _why(error, tls, of_server=server)
@@ -110,25 +110,25 @@ def _context(tls: TlsFiles, *, server: bool) -> ssl.SSLContext:
     context.hostname_checks_common_name = False
 
     def no_password() -> str:
-        raise ConfigError(f"--tls-key {tls.key} is encrypted", hint="give one without a password")
+        raise ConfigError(f"`tls_key` {tls.key} is encrypted", hint="give one without a password")
 
     try:
         context.load_verify_locations(tls.authority)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--tls-ca {tls.authority} can't be used: {_reason(error)}") from None
+        raise ConfigError(f"`tls_ca` {tls.authority} can't be used: {_reason(error)}") from None
     try:
         context.load_cert_chain(tls.certificate, tls.key, no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise NotAllowedError(
-                f"--tls-key {tls.key} is not the key of --tls-cert {tls.certificate}",
+                f"`tls_key` {tls.key} is not the key of `tls_cert` {tls.certificate}",
                 hint="give the two that were made together",
             ) from None
         raise ConfigError(
-            f"--tls-cert {tls.certificate} with --tls-key {tls.key} can't be used: {_reason(error)}"
+            f"`tls_cert` {tls.certificate} with `tls_key` {tls.key} can't be used: {_reason(error)}"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--tls-cert {tls.certificate}: {_reason(error)}") from None
+        raise ConfigError(f"`tls_cert` {tls.certificate}: {_reason(error)}") from None
     return context
 
 
@@ -163,7 +163,7 @@ def _why(error: ssl.SSLCertVerificationError, tls: TlsFiles, *, of_server: bool)
     if code == _NOT_YET_VALID:
         return "is not valid yet: is the clock right?"
     if code in _UNTRUSTED:
-        return f"is not signed by an authority in --tls-ca {tls.authority}"
+        return f"is not signed by an authority in `tls_ca` {tls.authority}"
     if code == _PURPOSE:
         use = "serverAuth" if of_server else "clientAuth"
         return f"may not be used so: its extendedKeyUsage lacks {use}"
@@ -275,4 +275,4 @@ def _refused(sock: ssl.SSLSocket, tls: TlsFiles) -> str | None:
         why = _reason(error)
     except ConnectionError:
         pass
-    return f"it does not accept --tls-cert {tls.certificate} ({why}): is its --tls-ca another?"
+    return f"it does not accept `tls_cert` {tls.certificate} ({why}): is its `tls_ca` another?"

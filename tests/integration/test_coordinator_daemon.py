@@ -194,9 +194,9 @@ async def test_a_port_in_use_is_said() -> None:
 
 async def test_remote_addresses_want_tls() -> None:
     for address in ("0.0.0.0:0", "[::]:0", "somewhere.example:0"):
-        with pytest.raises(ConfigError, match="--insecure"):
+        with pytest.raises(ConfigError, match="`insecure`"):
             await listen(address, [])
-        with pytest.raises(ConfigError, match="--insecure"):
+        with pytest.raises(ConfigError, match="`insecure`"):
             dial(address)
     listening = await listen("0.0.0.0:0", [], insecure=True)
     await listening.stop()

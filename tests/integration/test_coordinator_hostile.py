@@ -210,7 +210,7 @@ async def test_a_revision_that_would_outgrow_its_limit_is_refused() -> None:
         async with client_of(address) as client:
             revision = "r" * 256
             await register(client, revision=revision)
-            with pytest.raises(BindingError, match="shorter --revision") as refused:
+            with pytest.raises(BindingError, match="shorter `revision`") as refused:
                 await client.register(
                     make_record(others, revision=revision),
                     by_digest(others),

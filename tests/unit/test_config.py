@@ -53,7 +53,7 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
         file=path,
     )
     assert settings.coordinator == "flag:3"
-    assert settings.origin("coordinator") == "flag --coordinator"
+    assert settings.origin("coordinator") == "`coordinator`"
     assert settings.streams == 8
     assert settings.origin("streams") == "environment MX_PEER_STREAMS"
     assert settings.lease_s == 2.0
@@ -107,7 +107,7 @@ def test_a_bad_value_names_its_place_and_what_would_be_right(
     with pytest.raises(ConfigError, match=variable) as by_env:
         load(env={variable: text})
     assert right in str(by_env.value)
-    with pytest.raises(ConfigError, match=f"flag --{name.replace('_', '-')}") as by_flag:
+    with pytest.raises(ConfigError, match=f"`{name}`") as by_flag:
         load({name: text})
     assert right in str(by_flag.value)
     path = toml(tmp_path, f'{name} = "{text}"\n')

@@ -341,7 +341,7 @@ def test_the_pair_keeps_its_meaning_and_an_update_becomes_a_revision() -> None:
     first = make_record(WEIGHTS["A"])
     members.register(0, first, ALICE)
     update = make_record(WEIGHTS["B"])
-    with pytest.raises(BindingError, match="--revision"):
+    with pytest.raises(BindingError, match="`revision`"):
         members.register(0, update, ALICE)
     with pytest.raises(BindingError, match="only who bound it"):
         members.register(0, update, BOB, replaces_revision=True)

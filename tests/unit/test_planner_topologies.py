@@ -254,7 +254,7 @@ def test_without_rdma_or_without_trust_it_is_tcp() -> None:
         assert found == [("tcp", "network", False)]
     distrusted = make(RAILS["rack4-a"].place(), [source(RAILS["rack4-b"].place())], trusted=False)
     (ucx,) = [r for r in distrusted.rejected if r.transport == "ucx"]
-    assert "--trusted-fabric" in ucx.reason
+    assert "`trusted_fabric`" in ucx.reason
 
 
 def test_ports_of_different_link_layers_do_not_make_rdma() -> None:

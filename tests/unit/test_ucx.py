@@ -126,12 +126,12 @@ def test_other_memory_than_sealed_memfds_is_refused(kind: Kind) -> None:
 def test_beyond_loopback_both_sides_must_trust_the_fabric() -> None:
     transport = ucx.UcxTransport()
     memory = Memory(4096, 1)
-    with pytest.raises(NotAllowedError, match="--trusted-fabric"):
+    with pytest.raises(NotAllowedError, match="`trusted_fabric`"):
         transport.expose([memory.region(0)], ExposeOptions(hosts=("127.0.0.1", "10.1.2.3")))
     memory.close()
     fields: dict[str, object] = {"addresses": [["10.1.2.3", 4000]]}
     ticket = frames.Ticket(b"k" * 16, b"s" * 32, fields).encode()
-    with pytest.raises(NotAllowedError, match=r"peer:1 by ucx.*--trusted-fabric"):
+    with pytest.raises(NotAllowedError, match=r"peer:1 by ucx.*`trusted_fabric`"):
         transport.open(Grant("g", ticket, 1, (4096,), "peer:1"))
 
 

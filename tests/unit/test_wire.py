@@ -70,13 +70,13 @@ def test_only_loopback_goes_without_tls() -> None:
         require_protection(local, tls=None, insecure=False, verb="listen on")
     for remote in ("0.0.0.0:1", "[::]:1", "10.0.0.1:1", "localhost.evil.example:1"):
         assert not is_local(remote)
-        with pytest.raises(ConfigError, match="--insecure"):
+        with pytest.raises(ConfigError, match="`insecure`"):
             require_protection(remote, tls=None, insecure=False, verb="listen on")
         require_protection(remote, tls=None, insecure=True, verb="listen on")
 
 
 def test_unreadable_pem_files_are_named(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match=r"--tls-cert /nowhere/cert\.pem"):
+    with pytest.raises(ConfigError, match=r"`tls_cert` /nowhere/cert\.pem"):
         read_tls(TlsFiles("/nowhere/cert.pem", "/nowhere/key.pem", "/nowhere/ca.pem"))
     with pytest.raises(ConfigError, match="not a PEM file"):
         read_tls(TlsFiles(__file__, __file__, __file__))
@@ -126,7 +126,7 @@ def test_foreign_statuses(
 def test_nobody_there_says_what_to_do() -> None:
     error = translate(rpc_error(grpc.StatusCode.UNAVAILABLE, "refused"), who=COORDINATOR)
     assert "no coordinator answers at 10.0.0.1:7600" in str(error)
-    assert "mx-coordinator" in error.hint and "--coordinator" in error.hint
+    assert "mx-coordinator" in error.hint and "`coordinator`" in error.hint
 
 
 @given(st.binary(max_size=60) | st.sampled_from([b"[]", b"{}", b'{"error": "os"}', b"[" * 9999]))

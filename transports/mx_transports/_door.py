@@ -78,7 +78,7 @@ def listen(hosts: Sequence[str], ports: Sequence[int] = ()) -> list[Listener]:
             if error.errno == errno.EADDRINUSE and ports:
                 raise LocalError(
                     f"none of the data ports {ports[0]}-{ports[-1]} is free on {host}",
-                    hint="give more with --data-ports: each model that is served takes one, new "
+                    hint="give more with `data_ports`: each model that is served takes one, new "
                     "weights one more while they take the old ones' place",
                 ) from error
             raise LocalError(

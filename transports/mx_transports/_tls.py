@@ -28,6 +28,6 @@ def tls_context(files: TlsFiles, *, server: bool) -> ssl.SSLContext:
     except OSError as error:
         raise ConfigError(
             f"TLS can't use {what}: {error.strerror or error}",
-            hint="--tls-cert, --tls-key and --tls-ca take PEM files",
+            hint="`tls_cert`, `tls_key` and `tls_ca` take PEM files",
         ) from error
     return context

@@ -65,7 +65,7 @@ class UcxExposure(DoorExposure):
         if beyond and not options.trusted_fabric:
             raise NotAllowedError(
                 f"ucx enforces no bounds, and {beyond[0]} can be reached from other machines",
-                hint="--trusted-fabric, if everybody who reaches that network is trusted",
+                hint="say `trusted_fabric`, if everybody who reaches that network is trusted",
             )
         if len(regions) > MAX_REGIONS:
             raise LocalError(f"ucx exposes at most {MAX_REGIONS} regions, not {len(regions)}")
