@@ -9,7 +9,7 @@ from mx import config, runtime
 from mx.api.common import tls_of
 from mx.core.reference import parse_reference
 from mx.wire.client import CoordinatorClient
-from mx.wire.listed import ModelStatus, SourceStatus
+from mx.wire.listing import ModelStatus, SourceStatus
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from mx.core.pulls import PullStatus
 from mx.core.reference import parse_reference
 from mx.errors import ClosedError
 from mx.wire.client import CoordinatorClient
-from mx.wire.listed import SourceStatus
+from mx.wire.listing import SourceStatus
 
 
 @dataclass(frozen=True, slots=True)

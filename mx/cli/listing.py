@@ -11,7 +11,7 @@ from mx.cli import options, outcome
 from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from mx.wire.listed import SourceStatus
+    from mx.wire.listing import SourceStatus
 
 
 def models(

@@ -51,10 +51,9 @@ def serve(
         str | None,
         typer.Option(
             "--wait",
-            "--wait-s",
             help="Wait so long for the coordinator that was named, if it does not answer yet. "
             "(default: 0)",
-            metavar="S",
+            metavar="TIME",
         ),
     ] = None,
     max_readers: options.MaxReaders = None,

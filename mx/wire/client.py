@@ -21,8 +21,7 @@ from mx.errors import (
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
-from mx.wire.listed import ModelStatus, SourceStatus
-from mx.wire.listing import Lists
+from mx.wire.listing import Lists, ModelStatus, SourceStatus
 from mx.wire.progress import Tell, pull_from_wire, telling
 from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
+from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import PeerProtocolError
+from mx.units import count, format_bytes
 from mx.wire.status import Remote
 
 _log = logging.getLogger(__name__)
@@ -15,6 +18,43 @@ _M = TypeVar("_M")
 _T = TypeVar("_T")
 #: So many different complaints are made; what is looked at again and again repeats them.
 _MAX_SAID = 64
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ModelStatus:
+    """`nbytes` and `layers` as an origin registered them; 0 where none is left."""
+
+    model: ModelKey
+    ref: ManifestRef
+    nbytes: int
+    layers: int
+    sources: int
+
+    def __repr__(self) -> str:
+        """One line: its name, the beginning of its identity, how large it is."""
+        return (
+            f"<ModelStatus {self.model}@{self.ref.identity.hex()[:16]}: "
+            f"{format_bytes(self.nbytes)} in {count(self.layers, 'layer')}, "
+            f"{count(self.sources, 'source')}>"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SourceStatus:
+    """A source as the coordinator lists it; `gb_per_s` is what it gave lately."""
+
+    record: SourceRecord
+    lease_left_s: float
+    readers: int
+    gb_per_s: float
+
+    def __repr__(self) -> str:
+        """One line: what it serves, where, to how many."""
+        record = self.record
+        return (
+            f"<SourceStatus {record.model} at {record.endpoint}: {record.role.value}, "
+            f"{record.state.value}, {count(self.readers, 'reader')}>"
+        )
 
 
 class Lists:
