@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import random
@@ -116,6 +117,8 @@ class _GpuMemory:
         if self._owner is not None:
             left = weakref.ref(self._owner)
             self._owner = None
+            if left() is not None:
+                gc.collect()  # a view in a reference cycle, such as a traceback's frame
             if left() is not None:
                 raise BufferError("somebody holds a view of the memory")
         self._memory.close()
