@@ -48,12 +48,15 @@ hypothesis.settings.load_profile("ci")
 _NEEDS = {
     "torch": [
         "unit/test_cli_demo_models.py",
+        "unit/test_hints.py",
         "unit/test_naming.py",
         "unit/test_partial_output.py",
         "unit/test_puller.py",
         "unit/test_reader.py",
         "unit/test_safetensors.py",
+        "unit/test_shared_folder.py",
         "unit/test_tensors.py",
+        "unit/test_text.py",
         "unit/test_writer.py",
     ],
     "pynvml": ["unit/test_hardware_gpus.py"],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from mx.core.paths import Medium, Rail
 from mx.core.planner import Plan, Spare, Way
+from mx.core.types import SourceRecord
 from mx.errors import (
     ConfigError,
     DigestError,
@@ -29,7 +31,13 @@ from mx.puller.links import Link, Links
 from mx.transport import Session
 from tests.unit.test_planner import source
 
-A, B = source("a"), source("b")
+
+def on_one_host(name: str) -> SourceRecord:
+    """A source on the host that all of them are on: they are not read from beside one another."""
+    return replace(source(name), endpoint=f"host:{ord(name[0])}")
+
+
+A, B = on_one_host("a"), on_one_host("b")
 
 
 def way(record: Any, transport: str, rail: int = 0) -> Way:
@@ -195,7 +203,7 @@ def test_what_no_other_way_would_mend_is_raised() -> None:
 
 # -- those that are found later -------------------------------------------------------------------
 
-LATER = way(source("later"), "tcp", 0)
+LATER = way(on_one_host("later"), "tcp", 0)
 
 
 def test_a_source_that_comes_later_is_there_when_the_first_is_lost() -> None:
