@@ -63,6 +63,8 @@ class Acquaintances:
         dial: Callable[[SourceRecord], Awaitable[Talk]],
     ) -> None:
         self.known = KnownPeers()
+        #: Hears of neighbours that were dialled, by id: +1 when a talk has begun, -1 at its end.
+        self.trades: Callable[[str, int], None] = lambda source_id, change: None
         self._own_id = own_id
         self._host = host
         self._own = own
@@ -161,6 +163,8 @@ class Acquaintances:
             number = self._begin(
                 record, talk, welcome.have, seeds=welcome.seeds, neighbours=neighbours
             )
+            if neighbours is not None:
+                self.trades(source_id, +1)
             if welcome.gated:
                 self._host.go_gated()
 
@@ -169,6 +173,8 @@ class Acquaintances:
         finally:
             timeout.cancel()
             if number >= 0:
+                if neighbours is not None:
+                    self.trades(source_id, -1)
                 self._end(source_id, number, neighbours)
             elif self._greeting.get(source_id) is talk:
                 self._forget(source_id, neighbours)
@@ -189,8 +195,7 @@ class Acquaintances:
         if source_id not in self._talks and not crossed and not self.known.banned(source_id):
             answer = self._neighbours.greeting(source_id)
         if answer is None or not answer.welcome:
-            talk.say(welcome=peer_pb2.Welcome(accepted=False))
-            await talk.listen(lambda message: None)
+            await talk.refuse()
             return
         if answer.drop is not None:
             self.leave(answer.drop)
