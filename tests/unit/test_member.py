@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from mx.core.swarm_neighbours import MOST
 from mx.core.types import SourceRecord, SourceRole
 from mx.puller.member import Member
 from mx.units import MIB
@@ -132,3 +133,34 @@ def test_the_server_hears_of_neighbours_that_were_dialled() -> None:
 
     asyncio.run(run())
     assert traded == [("near", +1), ("near", -1)]
+
+
+def test_sources_that_a_peer_names_are_not_dialled() -> None:
+    """It tells of pulls, of which few are dialled at a time."""
+    dialled: list[str] = []
+
+    async def dial(record: SourceRecord) -> Talk:
+        dialled.append(record.source_id)
+        heard = Heard(record.source_id)
+        return heard.talk
+
+    async def run() -> None:
+        records = [make_record(make_documents("w"), source_id=name(i)) for i in range(200)]
+        relays = [replace(each, role=SourceRole.RELAY) for each in records[100:]]
+        reads = Reads([each.source_id for each in records])
+        member = Member("own", CHUNKS, MIB, reads, lambda: records[0], dial)
+        try:
+            member.acquaintances.told_of([*records[:100], *relays])
+            await asyncio.sleep(0.01)
+            assert {each.source_id for each in relays}.issuperset(dialled)
+            assert 0 < len(dialled) <= MOST
+            member.acquaintances.met(records[:1])
+            await asyncio.sleep(0.01)
+            assert records[0].source_id in dialled, "a coordinator lists it"
+        finally:
+            await member.close()
+
+    def name(number: int) -> str:
+        return f"00000000-0000-4000-8000-{number:012}"
+
+    asyncio.run(run())
