@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from mx.errors import CapacityError
+from mx.wire.address import address_of_peer
 
 
 def address_of(context: Any) -> str:
-    """Where a call comes from, without the port: "ipv4:10.0.0.1", "unix:"."""
-    peer: str = context.peer()
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else "unix:"
+    """Where a call comes from, without the port; of IPv6 the network, see `address_of_peer`."""
+    return address_of_peer(context.peer())
 
 
 class StreamBounds:

@@ -94,7 +94,8 @@ class GrantBook:
             held.moved_nbytes, held.moved_at_s = nbytes, now_s
 
     def trades(self, principal: Principal, change: int) -> None:
-        """A pull begins (+1) or ends (-1) to trade chunks with this source."""
+        """A pull begins (+1) or ends (-1) to trade chunks with this source. One that was dialled
+        from here has no address: it is not known where it reads from."""
         key = (principal.address, principal.reader_id)
         self._trading[key] += change
         if self._trading[key] <= 0:
@@ -146,9 +147,10 @@ class GrantBook:
 
     def _over_s(self, held: _Held, now_s: float, limit_s: float, trading_s: float) -> float:
         """By how much a grant's time without progress exceeds what it may be."""
-        key = (held.principal.address, held.principal.reader_id)
-        allowed_s = trading_s if held.principal.reader_id and key in self._trading else limit_s
-        return now_s - held.moved_at_s - allowed_s
+        name = held.principal.reader_id
+        keys = ((held.principal.address, name), ("", name))
+        trades = bool(name) and any(key in self._trading for key in keys)
+        return now_s - held.moved_at_s - (trading_s if trades else limit_s)
 
     def _yields_s(self, held: _Held, now_s: float) -> float:
         return self._over_s(held, now_s, YIELD_S, TRADING_YIELD_S)

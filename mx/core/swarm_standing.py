@@ -129,7 +129,8 @@ class Standing:
     def overdue(self, number: int, slot: Slot) -> bool:
         """Is the slot to be taken back? Call it at each tick, after `tick`."""
         now_s, nbytes = self._now_s, self._progress(self.reader(number))
-        if slot.marked_nbytes < 0:  # its first tick
+        seen_now = slot.nbytes is None and nbytes is not None  # until now it fetched for itself
+        if slot.marked_nbytes < 0 or seen_now:  # its first tick
             slot.started_s = slot.marked_s = now_s
             slot.nbytes, slot.marked_nbytes = nbytes, nbytes or 0
             return False

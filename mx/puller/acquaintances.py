@@ -63,6 +63,8 @@ class Acquaintances:
         dial: Callable[[SourceRecord], Awaitable[Talk]],
     ) -> None:
         self.known = KnownPeers()
+        #: Hears of neighbours that were dialled, by id: +1 when a talk has begun, -1 at its end.
+        self.trades: Callable[[str, int], None] = lambda source_id, change: None
         self._own_id = own_id
         self._host = host
         self._own = own
@@ -71,6 +73,7 @@ class Acquaintances:
         self._talks: dict[str, Talk] = {}  # with those that are talked to
         self._greeting: dict[str, Talk | None] = {}  # those that have not answered yet
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @property
     def any(self) -> bool:
@@ -94,8 +97,11 @@ class Acquaintances:
                 continue
             if not self.known.name(record, now_s, listed=listed, keep=keep):
                 continue
-            origin = record.role is SourceRole.ORIGIN and not self._busy_with(source_id)
-            if origin and self._host.reaches(record):  # else it would offer what can't be taken
+            # A peer tells of pulls alone; whoever else it named would be dialled in any number.
+            origin = record.role is SourceRole.ORIGIN and listed
+            if not origin or self._busy_with(source_id):
+                continue
+            if self._host.reaches(record):  # else it would offer what can't be taken
                 self._start(self._greet(record, None))
         relays = [each.source_id for each in self.known if each.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
@@ -114,7 +120,7 @@ class Acquaintances:
         return source_id in self._talks or source_id in self._greeting
 
     def _greet_all(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in () if self._closed else names:  # the end of a talk makes place for others
             if name in self.known and not self._busy_with(name):
                 self._start(self._greet(self.known.record(name), self._neighbours))
 
@@ -161,6 +167,8 @@ class Acquaintances:
             number = self._begin(
                 record, talk, welcome.have, seeds=welcome.seeds, neighbours=neighbours
             )
+            if neighbours is not None:
+                self.trades(source_id, +1)
             if welcome.gated:
                 self._host.go_gated()
 
@@ -169,6 +177,8 @@ class Acquaintances:
         finally:
             timeout.cancel()
             if number >= 0:
+                if neighbours is not None:
+                    self.trades(source_id, -1)
                 self._end(source_id, number, neighbours)
             elif self._greeting.get(source_id) is talk:
                 self._forget(source_id, neighbours)
@@ -189,8 +199,7 @@ class Acquaintances:
         if source_id not in self._talks and not crossed and not self.known.banned(source_id):
             answer = self._neighbours.greeting(source_id)
         if answer is None or not answer.welcome:
-            talk.say(welcome=peer_pb2.Welcome(accepted=False))
-            await talk.listen(lambda message: None)
+            await talk.refuse()
             return
         if answer.drop is not None:
             self.leave(answer.drop)
@@ -238,6 +247,7 @@ class Acquaintances:
 
     async def close(self) -> None:
         """End every talk, and wait for that."""
+        self._closed = True
         self.end()
         tasks = list(self._tasks)
         for task in tasks:

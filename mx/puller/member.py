@@ -230,8 +230,7 @@ class Member:
     async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
         """Another has greeted: talk until the end."""
         if self._standing.waits(Reader(talk.address, record.source_id)):  # its place is another's
-            talk.say(welcome=peer_pb2.Welcome(accepted=False))
-            await talk.listen(lambda message: None)
+            await talk.refuse()
             return
         await self.acquaintances.mingle(record, have, talk)
 
@@ -352,8 +351,10 @@ class Member:
 
     # -- those that read here, for the server -----------------------------------------------------
 
-    def watch(self, sent: Callable[[str, str], int | None]) -> None:
-        self._sent = sent
+    def watch(
+        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
+    ) -> None:
+        self._sent, self.acquaintances.trades = sent, trades
 
     def opened(self, reader_id: str) -> bool:
         """A pull was granted reads here. Must it ask first?"""

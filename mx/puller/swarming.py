@@ -64,6 +64,7 @@ class Swarming:
         self._crew: Crew | None = crew
         self._plan = plan
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._ending: set[asyncio.Task[None]] = set()  # channels of talks that are over
         self._key = options.key
         self._sources: Sequence[SourceRecord] = ()
         self._task: asyncio.Task[None] | None = None
@@ -183,9 +184,17 @@ class Swarming:
     async def _dial(self, record: SourceRecord) -> Talk:
         endpoint = record.endpoint
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
-        call = Stub(self._channel(endpoint), service, Remote(Role.SOURCE, endpoint)).Mingle()
-        address = host_of(endpoint)
-        return Talk(endpoint, call.read, call.write, lambda: cut(call), address=address)
+        # One for each talk, since others name whom to dial: what has no end here ends with it.
+        channel = dial(endpoint, tls=self._options.tls, insecure=self._options.insecure)
+        call = Stub(channel, service, Remote(Role.SOURCE, endpoint)).Mingle()
+
+        def end() -> None:
+            cut(call)
+            ending = asyncio.create_task(channel.close(None), name="mx-talk-channel")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+        return Talk(endpoint, call.read, call.write, end, address=host_of(endpoint))
 
     async def close(self) -> None:
         """Leave the others, and let nobody read any more. Idempotent."""
@@ -195,6 +204,7 @@ class Swarming:
             await asyncio.gather(self._task, return_exceptions=True)
         await self.member.close()
         await self._host.close()
+        await asyncio.gather(*self._ending)
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close(None)

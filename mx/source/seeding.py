@@ -58,7 +58,10 @@ class Seeding:
         self._gate = Gate(standing=self._standing)
         self._ticking: asyncio.Task[None] | None = None
 
-    def watch(self, sent: Callable[[str, str], int | None]) -> None:
+    def watch(
+        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
+    ) -> None:
+        del trades  # an origin dials no reader
         self._sent = sent
 
     # -- readers' leases ------------------------------------------------------------------------
@@ -84,8 +87,7 @@ class Seeding:
         held = from_bytes(have, self._chunk_count)
         reader = Reader(talk.address, record.source_id)
         if not self._admits(reader):
-            talk.say(welcome=peer_pb2.Welcome(accepted=False))
-            await talk.listen(lambda message: None)
+            await talk.refuse()
             return
         self._numbers += 1
         number = self._numbers

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mx import discovery, trace
+from mx.core.grants import Principal
 from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.types import ModelKey, SourceRecord, SourceState
@@ -129,7 +130,10 @@ class SourceServer:
             grid = held.manifest.grid
             served = Served(held, exposures, mingler or Seeding(len(grid), grid.chunk_nbytes))
             counts, source_id = self._servicer.counts, held.source_id
-            served.mingler.watch(lambda name, address: counts.nbytes(source_id, name, address))
+            served.mingler.watch(
+                lambda name, address: counts.nbytes(source_id, name, address),
+                lambda name, change: self._limits.trades(Principal("", "", name), change),
+            )
         self._servicer.models[held.source_id] = served
 
     def _expose(self, held: HeldModel) -> dict[str, Exposure]:

@@ -37,9 +37,12 @@ _MAX_GONE = 64
 class Mingler(Protocol):
     """A source's part in a swarm."""
 
-    def watch(self, sent: Callable[[str, str], int | None]) -> None:
+    def watch(
+        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
+    ) -> None:
         """From now on `sent(reader id, address or "")` says how many bytes a reader was sent, or
-        None where that cannot be seen."""
+        None where that cannot be seen; `trades(reader id, +1 or -1)` is to hear when a stream
+        to a reader that was dialled from here begins and ends."""
 
     def opened(self, reader_id: str) -> bool:
         """A pull was granted reads. Must it ask first?"""
@@ -281,8 +284,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.limits.trades(principal, +1)
         try:
             if self.limits.full_for(principal):  # what use were it to ask for chunks?
-                talk.say(welcome=peer_pb2.Welcome(accepted=False))
-                await talk.listen(lambda message: None)
+                await talk.refuse()
                 return
             await served.mingler.mingle(record, first.hello.have, talk)
         finally:

@@ -16,6 +16,8 @@ from mx.wire.v1 import peer_pb2
 
 #: Messages that the other end may leave unread. One that reads sends and gets a few per chunk.
 _MAX_UNREAD = 4096
+#: One that is not welcome has so long to end the stream by itself.
+REFUSED_S = 5.0
 
 
 def to_bytes(chunks: int) -> bytes:
@@ -78,6 +80,13 @@ class Talk:
         if isinstance(message, Malformed):
             raise message.error()
         return message if isinstance(message, peer_pb2.SwarmMessage) else None
+
+    async def refuse(self) -> None:
+        """Answer a greeting: not welcome. Ends, whether the other end does or not."""
+        self.say(welcome=peer_pb2.Welcome(accepted=False))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REFUSED_S):
+                await self.listen(lambda message: None)
 
     async def listen(self, heard: Callable[[peer_pb2.SwarmMessage], None]) -> MxError | None:
         """Send what is said and tell what is heard, until the end. Returns what the other end did

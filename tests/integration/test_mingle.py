@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from mx import api, codec, runtime
 from mx.core.types import AddressTable, SourceRecord, SourceRole
+from mx.source.seeding import MOST_OF_READER
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.rpc import Stub
 from mx.wire.talk import from_bytes
@@ -240,3 +242,22 @@ def test_one_that_reads_alone_is_told_when_another_comes(origin: api.Source) -> 
             call.cancel()
 
     ask(origin, script)
+
+
+def test_one_that_is_not_welcome_and_does_not_leave_is_let_go(origin: api.Source) -> None:
+    async def crowd(channel: Any, stub: Stub, record: SourceRecord) -> None:
+        calls = [stub.Mingle() for _ in range(MOST_OF_READER + 1)]
+        try:
+            for call in calls[:-1]:
+                await welcomed(Neighbour(call, record), record.source_id)
+            refused = Neighbour(calls[-1], record)
+            await refused.hello(record.source_id)
+            answer = await refused.hear()
+            assert answer is not None and not answer.welcome.accepted
+            async with asyncio.timeout(60):
+                assert await refused.call.code() is grpc.StatusCode.OK
+        finally:
+            for call in calls:
+                call.cancel()
+
+    _with_channel(origin, crowd)

@@ -75,6 +75,17 @@ def test_whoever_trades_chunks_waits_longer_for_its_turn() -> None:
     assert book.idle(IDLE_S) == ["g"]
 
 
+def test_a_reader_that_was_dialled_trades_wherever_it_reads_from() -> None:
+    book = GrantBook(BOUNDS)
+    book.open("g", of(1, reader_id="a"), 0.0)
+    book.open("h", of(2, reader_id="b"), 0.0)
+    book.trades(Principal("", "", "a"), +1)
+    assert book.idle(IDLE_S) == ["h"]
+    assert book.idle(TRADING_IDLE_S) == ["g", "h"]
+    book.trades(Principal("", "", "a"), -1)
+    assert book.idle(IDLE_S) == ["g", "h"]
+
+
 def test_a_name_from_another_address_or_connection_is_another_reader() -> None:
     book = GrantBook(BOUNDS, max_readers=1)
     book.open("g", of(1, reader_id="a"), 0.0)

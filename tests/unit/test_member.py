@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from mx.core.types import SourceRecord
+from mx.core.swarm_neighbours import MOST
+from mx.core.types import SourceRecord, SourceRole
 from mx.puller.member import Member
 from mx.units import MIB
 from mx.wire.talk import Talk, to_bytes
@@ -95,3 +97,70 @@ def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() ->
         assert reads.connected == ["near"]
         assert far.told == ["busy 0"]
         assert sorted(near.told) == ["ask 0", "busy 0"]
+
+
+def test_the_server_hears_of_neighbours_that_were_dialled() -> None:
+    """Those that greet tell the server themselves; whether a grant may rest depends on it."""
+    traded: list[tuple[str, int]] = []
+
+    async def run() -> None:
+        neighbour = Heard("near")
+        record = replace(neighbour.record, role=SourceRole.RELAY)
+        welcome = [peer_pb2.SwarmMessage(welcome=peer_pb2.Welcome(accepted=True))]
+
+        async def read() -> Any:
+            if welcome:
+                return welcome.pop()
+            return await asyncio.Event().wait()
+
+        async def dial(record: SourceRecord) -> Talk:
+            return Talk(record.endpoint, read, neighbour._write)
+
+        member = Member("own", CHUNKS, MIB, Reads(["near"]), lambda: record, dial)
+        member.watch(lambda name, address: None, lambda name, change: traded.append((name, change)))
+        try:
+            member.acquaintances.met([record])
+            async with asyncio.timeout(60):
+                while not traded:
+                    await asyncio.sleep(0.01)
+            assert traded == [("near", +1)]
+            member.acquaintances.leave("near")
+            async with asyncio.timeout(60):
+                while len(traded) < 2:
+                    await asyncio.sleep(0.01)
+        finally:
+            await member.close()
+
+    asyncio.run(run())
+    assert traded == [("near", +1), ("near", -1)]
+
+
+def test_sources_that_a_peer_names_are_not_dialled() -> None:
+    """It tells of pulls, of which few are dialled at a time."""
+    dialled: list[str] = []
+
+    async def dial(record: SourceRecord) -> Talk:
+        dialled.append(record.source_id)
+        heard = Heard(record.source_id)
+        return heard.talk
+
+    async def run() -> None:
+        records = [make_record(make_documents("w"), source_id=name(i)) for i in range(200)]
+        relays = [replace(each, role=SourceRole.RELAY) for each in records[100:]]
+        reads = Reads([each.source_id for each in records])
+        member = Member("own", CHUNKS, MIB, reads, lambda: records[0], dial)
+        try:
+            member.acquaintances.told_of([*records[:100], *relays])
+            await asyncio.sleep(0.01)
+            assert {each.source_id for each in relays}.issuperset(dialled)
+            assert 0 < len(dialled) <= MOST
+            member.acquaintances.met(records[:1])
+            await asyncio.sleep(0.01)
+            assert records[0].source_id in dialled, "a coordinator lists it"
+        finally:
+            await member.close()
+
+    def name(number: int) -> str:
+        return f"00000000-0000-4000-8000-{number:012}"
+
+    asyncio.run(run())

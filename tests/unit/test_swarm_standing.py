@@ -100,6 +100,20 @@ def test_the_time_of_those_that_fetch_unseen_follows_what_such_slots_take() -> N
     assert source.taken_back() == [Busy(HOG, 0)]
 
 
+def test_bytes_from_before_a_slot_do_not_count_when_they_can_be_seen_at_last() -> None:
+    """A reader that fetched for itself, and goes on over a way by which it is sent to."""
+    sent: list[int | None] = [None]
+    standing = Standing(MIB, lambda reader: sent[0])
+    gate = Gate(standing=standing)
+    standing.joined(HONEST, Reader("good", "reader"))
+    assert gate.ask(HONEST, 0) is Answer.GO
+    gate.tick(0.0)
+    for tenths in range(1, 20):
+        sent[0] = 100 * MIB + tenths * (MIB // 20)
+        assert gate.tick(tenths / 10) == []
+    assert gate.reading == 1 and standing.clean
+
+
 def test_who_lost_a_slot_gets_one_only_if_no_other_waits() -> None:
     source = Source()
     source.gate.ask(HOG, 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -29,7 +31,8 @@ from mx.puller.options import PullOptions
 from mx.puller.relay import RelayHost
 from mx.puller.swarming import Swarming
 from mx.units import MIB
-from mx.wire.v1 import peer_pb2
+from mx.wire.server import Service, listen
+from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.records import make_documents, make_record
 from tests.unit.test_engine import BYTES, HeldSession, Lease, Listener
 from tests.unit.test_member import Heard
@@ -142,5 +145,69 @@ def test_a_pull_does_not_take_itself_for_somebody_who_gives() -> None:
         assert not part.whole
         company.met([part])
         assert not company.others_give
+
+    asyncio.run(main())
+
+
+class Known(Host):
+    """One that others can find."""
+
+    def record(self) -> SourceRecord | None:
+        return make_record(make_documents("w"), role=SourceRole.RELAY)
+
+
+class Unwelcoming(peer_pb2_grpc.PeerServicer):
+    """A peer that wants no neighbours."""
+
+    def __init__(self) -> None:
+        self.greeted = 0
+
+    async def Mingle(self, requests: Any, context: Any) -> None:
+        self.greeted += 1
+        await context.write(peer_pb2.SwarmMessage(welcome=peer_pb2.Welcome(accepted=False)))
+        async for _ in requests:
+            pass
+
+
+def sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+def test_peers_that_are_not_talked_to_leave_no_connection_behind() -> None:
+    """Others name them, as many as they like."""
+
+    async def main() -> None:
+        engine = Engine(manifest_of_three_layers(), memoryview(bytearray(LAYERS * MIB)), Listener())
+        nothing, peer = cast(Any, None), Unwelcoming()
+        crew = Crew(Plan((), (), ()), nothing, nothing, nothing, [])
+        service = Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], peer)
+        listening = await listen("0.0.0.0:0", [service], insecure=True)
+        options = PullOptions("m", insecure=True)
+        swarming = Swarming(
+            "own", options, cast(RelayHost, Known()), engine, crew, lambda sources: Plan((), (), ())
+        )
+        before = sockets()
+        try:
+            swarming.met(
+                [
+                    make_record(
+                        make_documents("w"),
+                        source_id=f"peer{number}",
+                        endpoint=f"127.0.0.{number}:{listening.port}",
+                        role=SourceRole.RELAY,
+                    )
+                    for number in range(1, 31)
+                ]
+            )
+            async with asyncio.timeout(60):
+                while peer.greeted < 30 or swarming.member.acquaintances.any or sockets() > before:
+                    await asyncio.sleep(0.05)
+        finally:
+            await swarming.close()
+            await listening.stop()
 
     asyncio.run(main())
