@@ -96,9 +96,7 @@ class SourceServer:
         """Listen. Raises ConfigError or LocalError where that is refused or taken."""
         host, _ = split_address(self.options.listen)
         advertise, coordinator = self.options.advertise, self.options.coordinator
-        self._host = await asyncio.to_thread(
-            dialled_host, self.options.listen, advertise, coordinator
-        )
+        self._host = await in_thread(dialled_host, self.options.listen, advertise, coordinator)
         hosts = discovery.data_hosts(host, self.options.nics)
         self._listening = await listen(
             self.options.listen,
@@ -149,7 +147,7 @@ class SourceServer:
         """Register every model and stay registered. Raises ConfigError where the coordinator is
         elsewhere and others could not dial what this listens on, CoordinatorError if it is
         refused the first time; after that the coordinator may come and go."""
-        await asyncio.to_thread(require_dialable, self.endpoint, coordinator)
+        await in_thread(require_dialable, self.endpoint, coordinator)
         self._client = CoordinatorClient(
             coordinator,
             tls=self.options.tls,
