@@ -343,7 +343,8 @@ class SourceServer:
         if self._listening is not None:
             endpoint, listening, self._listening = self.endpoint, self._listening, None
             await listening.stop(_LAST_WORDS_S)
-            event(log, "source.stopped", endpoint=endpoint)
+            if self._servicer.models:  # else it never was a source: its start has failed
+                event(log, "source.stopped", endpoint=endpoint)
         for source_id in list(self._servicer.models):
             gone = self._servicer.remove(source_id)
             if gone is not None:
