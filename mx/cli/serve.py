@@ -54,7 +54,7 @@ def serve(
             "--wait-s",
             help="Wait so long for the coordinator that was named, if it does not answer yet. "
             "(default: 0)",
-            metavar="S",
+            metavar="TIME",
         ),
     ] = None,
     max_readers: options.MaxReaders = None,
