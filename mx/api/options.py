@@ -41,7 +41,7 @@ def pull_options(
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("only one of `peer`, `path` and `fallback` says where to pull from")
     if wait_s is not None and not wait_s >= 0:  # NaN is not either
-        raise ConfigError(f"wait_s={wait_s} is not a time to wait", hint="0 is not to wait")
+        raise ConfigError(f"`wait_s={wait_s}` is not a time to wait", hint="0 is not to wait")
     disk = path if path is not None else fallback
     tls = tls_of(settings)
     relay, alone_because = _relays(settings, peer or rest.get("coordinator"))

@@ -196,7 +196,7 @@ class Pull(Closable):
         `early_state_dict` gives the tensors to queue work on.
         """
         if self._options.device == "cpu":
-            raise ConfigError("only a pull into a GPU has signals", hint="give device='cuda:N'")
+            raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
         if self._options.fall_back_to_disk:
             raise ConfigError("a pull that may begin again from disk has no signals")
         layers = self._state.wait_planned()
@@ -365,7 +365,7 @@ def pull(
         raise ConfigError("`into` is host memory", hint="leave out either `into` or `device`")
     settings = settings or config.load()
     if verify not in ("chunks", "strong"):
-        raise ConfigError(f"verify={verify!r} is not understood", hint="it is chunks or strong")
+        raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
     options = pull_options(
         model,
         settings,

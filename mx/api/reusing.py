@@ -28,6 +28,8 @@ def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
         raise ConfigError("a pull into a GPU can't reuse what is in host memory")
     found = []
     for holder in holders:
+        if not hasattr(holder, "buffer"):
+            raise ConfigError(f"`reuse` is a pull or a source, and not {holder!r}")
         view, manifest = holder.buffer(), holder.manifest
         if manifest is None:
             raise ConfigError("`reuse` has no weights")

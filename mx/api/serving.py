@@ -21,6 +21,7 @@ from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.storage.names import model_name_of
+from mx.text import has_control
 from mx.transport import Transport, host_view
 from mx.units import format_bytes, parse_ports
 from mx.wire.client import CoordinatorClient
@@ -255,6 +256,11 @@ async def _join_or_embed(
 def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
     if not model and isinstance(what, str | Path):
         model = model_name_of(Path(what))
+        if any(sign in model for sign in ":@[]") or has_control(model):
+            raise ConfigError(
+                f"{model!r}, as the checkpoint is called, can't be a model's name",
+                hint="give it one with `model`",
+            )
     if not model:
         raise ConfigError("what is served has no name", hint="give it one with `model`")
     reference = parse_reference(model, revision=revision, variant=variant)

@@ -72,7 +72,7 @@ class Lease:
         self._source = source
         self._remote = Remote(Role.SOURCE, source.endpoint, tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
-        self._stub = Stub(channel, service, self._remote)
+        self._stub: Stub | None = Stub(channel, service, self._remote)
         self._on_lost = on_lost
         self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
@@ -103,7 +103,10 @@ class Lease:
 
     async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> Granted:
         """Ask for a grant. Raises SourceError if the source refuses or does not answer."""
-        self._call = self._stub.Open()
+        # Not kept: a closed pull that is still referred to must not keep gRPC's threads.
+        stub, self._stub = self._stub, None
+        assert stub is not None  # opened once
+        self._call = stub.Open()
         sent_at_s = time.monotonic()
         request = peer_pb2.OpenRequest(
             source_id=self._source.source_id,

@@ -293,7 +293,7 @@ class Puller:
         self.manifest = manifest
         self.state.planned(len(manifest.layout.layers))
         self._delivery = self._new_delivery(manifest, strong=False)
-        await asyncio.to_thread(write_side_files, manifest, self._delivery.side_page)
+        await in_thread(write_side_files, manifest, self._delivery.side_page)
         for index in range(len(manifest.layout.layers)):
             self._delivery.announce(arena.view, index, VerifiedBy.DIGEST)
         nbytes, seconds = manifest.layout.payload_nbytes, self.state.last_layer_s()

@@ -97,7 +97,7 @@ class SideFiles:
     async def fetch(self) -> None:
         """One attempt. Raises as `find`, and what `write` raises."""
         if self._in_memory():
-            return await asyncio.to_thread(write_side_files, self._found.manifest, self._write)
+            return await in_thread(write_side_files, self._found.manifest, self._write)
         sources, self._sources = self._sources, None
         if sources is None:
             sources = await self._locator.again(self._found.located)

@@ -97,9 +97,7 @@ class SourceServer:
         """Listen. Raises ConfigError or LocalError where that is refused or taken."""
         host, _ = split_address(self.options.listen)
         advertise, coordinator = self.options.advertise, self.options.coordinator
-        self._host = await asyncio.to_thread(
-            dialled_host, self.options.listen, advertise, coordinator
-        )
+        self._host = await in_thread(dialled_host, self.options.listen, advertise, coordinator)
         hosts = discovery.data_hosts(host, self.options.nics)
         self._listening = await listen(
             self.options.listen,
@@ -153,7 +151,7 @@ class SourceServer:
         """Register every model and stay registered. Raises ConfigError where the coordinator is
         elsewhere and others could not dial what this listens on, CoordinatorError if it is
         refused the first time; after that the coordinator may come and go."""
-        await asyncio.to_thread(require_dialable, self.endpoint, coordinator)
+        await in_thread(require_dialable, self.endpoint, coordinator)
         self._client = CoordinatorClient(
             coordinator,
             tls=self.options.tls,
@@ -349,7 +347,8 @@ class SourceServer:
         if self._listening is not None:
             endpoint, listening, self._listening = self.endpoint, self._listening, None
             await listening.stop(_LAST_WORDS_S)
-            event(log, "source.stopped", endpoint=endpoint)
+            if self._servicer.models:  # else it never was a source: its start has failed
+                event(log, "source.stopped", endpoint=endpoint)
         for source_id in list(self._servicer.models):
             gone = self._servicer.remove(source_id)
             if gone is not None:

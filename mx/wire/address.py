@@ -13,7 +13,9 @@ from mx.transport import TlsFiles
 #: Every address of this machine.
 WILDCARDS = ("0.0.0.0", "::")
 
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?")
+# No empty label and none of more than 63 characters: looking such a name up raises UnicodeError.
+_LABEL = r"[A-Za-z0-9_-]{1,63}"
+_HOST = re.compile(rf"(?=[A-Za-z0-9])(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*(?<=[A-Za-z0-9])\.?")
 
 
 def split_address(address: str) -> tuple[str, int]:

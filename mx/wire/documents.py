@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import grpc.aio
 from blake3 import blake3
 
 from mx.errors import CapacityError, DigestError, PeerProtocolError, UnknownModelError
+from mx.runtime import in_thread
 from mx.units import MIB, format_bytes
 from mx.wire.channel import Remote, Role, translating
 from mx.wire.rpc import Stub
@@ -189,7 +189,7 @@ async def fetch_to(
     timeout_s += sum(nbytes for _, nbytes in refs) / _LEAST_BYTES_PER_S
     async with aclosing(_pages(channel, assembler.missing, who, timeout_s)) as found:
         async for page in found:
-            await asyncio.to_thread(assembler.add, page)
+            await in_thread(assembler.add, page)
     _require_all(assembler, who)
 
 

@@ -141,14 +141,16 @@ def _silent(remote: Remote, said: str) -> MxError:
     lowered = said.lower()
     if "http1.x" in lowered or "http2 frame" in lowered or "unexpected content" in lowered:
         return foreign(remote, said)
-    if "ssl" in lowered or "handshake" in lowered or "certificate" in lowered:
+    # "Handshake read failed" is what a stopped process leaves: it has refused nothing.
+    if any(sign in lowered for sign in ("ssl", "certificate", "handshake failed")):
         hint = "check `tls_cert`, `tls_key` and `tls_ca` on both sides"
         message = f"no secure connection to {remote.address}: {said}"
         if remote.role is Role.COORDINATOR:
             return NotAllowedError(message, hint=hint)
         return PeerRefusedError(message, peer=remote.address, hint=hint)
     tls = ""
-    if "socket closed" in lowered:  # what a plain client hears of a TLS port, and the other way
+    # What a plain client hears of a TLS port, and the other way.
+    if "socket closed" in lowered or "handshake" in lowered:
         tls = "; or is it `insecure` at one end, or TLS at one end or of two authorities?"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(

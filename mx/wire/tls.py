@@ -7,7 +7,6 @@ which tells why.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
@@ -27,6 +26,7 @@ from mx.errors import (
     PeerLostError,
     PeerUntrustedError,
 )
+from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import read_tls, split_address
 from mx.wire.status import Remote, Role, foreign, translate
@@ -200,7 +200,7 @@ async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
     said = (error.details() or "").lower()
     if error.code() is not grpc.StatusCode.UNAVAILABLE or not any(s in said for s in _SIGNS):
         return translated
-    found = await asyncio.to_thread(_probe, who.address, who.tls)
+    found = await in_thread(_probe, who.address, who.tls)
     if found is None:
         return translated
     message = f"no secure connection to the {who.role.value} at {who.address}: {found}"

@@ -78,3 +78,29 @@ def test_a_command_says_nothing_but_its_own(
     assert command.wait(60) == 0
     assert "Traceback" not in command.err
     assert "Exception" not in command.err
+
+
+def test_nothing_of_the_loops_runs_on_an_executors_threads(
+    served: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """An executor takes no more work once the interpreter's end has begun, and its threads are
+    few: a slow look-up would hold up the others."""
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+from mx import runtime
+class Executor(ThreadPoolExecutor):
+    def submit(self, work, *arguments, **named):
+        print('used by', work, file=sys.stderr)
+        return super().submit(work, *arguments, **named)
+loop = runtime.acquire()
+executor = Executor()
+loop.loop.call_soon_threadsafe(loop.loop.set_default_executor, executor)
+folder = sys.argv[3]
+with api.serve(sys.argv[2], model='n', coordinator=coordinator) as source:
+    with api.pull('m', coordinator=coordinator, attach=False, out=folder + '/of-peers') as pull:
+        pull.wait()
+with api.pull('n', path=sys.argv[2], out=folder + '/of-disk') as pull:
+    pull.wait()
+runtime.release(loop)
+"""
+    assert ran(code, served, str(checkpoint), str(tmp_path)) == (0, "", "")

@@ -197,10 +197,13 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 def test_a_child_forked_before_the_first_use_or_after_the_last_may_use_mx(
     served: str, checkpoint: Path, when: str
 ) -> None:
+    # What was closed is still referred to, as a variable of a module or a notebook does.
     use = """
+kept = []
 def use():
-    with (api.serve(sys.argv[2], model='n', coordinator=coordinator),
+    with (api.serve(sys.argv[2], model='n', coordinator=coordinator) as source,
           api.pull('m', coordinator=coordinator, attach=False) as pull):
+        kept.extend([source, pull])
         return pull.wait().layers
 """
     fork = f"""

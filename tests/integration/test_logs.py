@@ -72,3 +72,9 @@ def test_format_and_level_are_settings(run: Run, coordinator: str, checkpoint: P
     failed = run("pull", "absent", "--coordinator", coordinator, "--json")
     assert failed.wait(60) == 3
     assert named(failed, "error")[0]["type"] == "UnknownModelError"
+
+
+def test_a_source_that_never_was_one_does_not_stop(run: Run, coordinator: str) -> None:
+    absent = run("serve", "absent", "--model", "m", "--coordinator", coordinator)
+    assert absent.wait(60) == 2
+    assert absent.err.startswith("error: absent is not there"), absent.err

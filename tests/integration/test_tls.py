@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -171,6 +172,15 @@ def test_what_is_wrong_at_the_other_end_is_said_here(
     assert "its certificate does not name 127.0.0.1: it names 10.9.9.9, else.example" in said
     said = refused(run, "models", "--coordinator", servers["good"], code=3)
     assert "it wants TLS" in said
+
+
+def test_who_is_stopped_has_refused_nothing(run: Run, folder: Folder) -> None:
+    flags = folder.flags("good")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, since the kernel does that
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert "no coordinator answers" in refused(
+            run, "models", "--coordinator", address, *flags, code=3
+        )
 
 
 class OverlookedSource(Command):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx import codec
+from mx import api, codec
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
@@ -74,3 +76,9 @@ def test_a_reference_fits_what_it_names() -> None:
         assert parse_reference(text).fits(key, identity), text
     for text in ("other", "llama:v1", "llama@cd", "llama[rank-0]"):
         assert not parse_reference(text).fits(key, identity), text
+
+
+@pytest.mark.parametrize("folder", ["my:model", "llama@v1", "x[rank-0]", "re\x1b[31md"])
+def test_a_folders_name_is_not_read_as_a_reference(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(ConfigError, match="can't be a model's name"):
+        api.serve(tmp_path / folder)

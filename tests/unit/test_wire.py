@@ -57,7 +57,20 @@ def test_addresses(address: str, host: str, port: int) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["", ":1", "host", "host:", "host:x", "host:-1", "host:99999", "::1:1", "http://h:1", "h:1 "],
+    [
+        "",
+        ":1",
+        "host",
+        "host:",
+        "host:x",
+        "host:-1",
+        "host:99999",
+        "::1:1",
+        "http://h:1",
+        "h:1 ",
+        "a..b:1",
+        f"{'a' * 64}:1",
+    ],
 )
 def test_no_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):

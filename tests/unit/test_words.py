@@ -19,6 +19,7 @@ from mx.cli.words import in_flags
         ("`wait_s` waits longer", "--wait waits longer"),
         ("name one with `peer=HOST:PORT`", "name one with --from peer=HOST:PORT"),
         ("give `path`", "give --from disk"),
+        ("`verify=x` is not understood", "--verify x is not understood"),
         ("say `insecure=True`", "say --insecure"),
         ("copy with `attach=False`", "copy with --no-attach"),
         ("`listen=10.0.0.1:0`", "--listen 10.0.0.1:0"),
