@@ -92,6 +92,8 @@ def set_up(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    # What gRPC says of calls that end with a process is no news to who runs it.
+    logging.getLogger("grpc").setLevel(logging.NOTSET if level == "debug" else logging.CRITICAL + 1)
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
 

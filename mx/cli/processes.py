@@ -26,7 +26,7 @@ class Child:
     def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path | None) -> None:
         self.name = name
         self._log = log
-        command = [sys.executable, "-m", module, *arguments, "--json"]
+        command = [sys.executable, "-m", module, *arguments, "--json", "--log-format", "text"]
         error = open(log, "wb") if log is not None else None  # noqa: SIM115
         try:
             # Its own session: Ctrl-C is ours to handle, and ours to pass on.

@@ -83,11 +83,10 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
         while True:
             title = Text.assemble(
                 ("mx top", "bold"),
-                f"  {address}  {time.strftime('%H:%M:%S')}  q ends it  ",
-                (note, "red"),
+                f"  {address}  {time.strftime('%H:%M:%S')}  q ends it",
             )
             tables = render(overview, ascii_only=console.options.ascii_only)
-            live.update(Plain(Group(title, Text(), tables)), refresh=True)
+            live.update(Plain(Group(title, Text(note, style="red"), tables)), refresh=True)
             if "q" in keys.wait(INTERVAL_S).lower():
                 return
             try:

@@ -226,10 +226,11 @@ class PullState:
                 try:
                     return look()
                 except LookupError:
-                    left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                    if left_s is not None and left_s <= 0:
-                        raise TimeoutError("the pull is still running") from None
-                    self._condition.wait(left_s)
+                    pass
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise TimeoutError("the pull is still running")
+                self._condition.wait(left_s)
 
     async def wait_layer_async(self, index: int) -> LayerEvent | None:
         return await self._await(lambda: self._layer(index))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib
 import inspect
 import logging
@@ -236,8 +237,6 @@ async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
 
 async def _require_free(host: str, port: int) -> None:
     """gRPC says only that it could not bind, and logs it; a plain socket says why."""
-    if port == 0:
-        return
     where = join_address(host, port)
     try:
         found = await runtime.in_thread(
@@ -252,9 +251,12 @@ async def _require_free(host: str, port: int) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(endpoint)
     except OSError as error:
+        hint = "choose another port with `listen`, or port 0 for any free one"
+        if error.errno != errno.EADDRINUSE:
+            hint = "give `listen` an address of this machine"
+        what = f"port {port}: " if port else ""
         raise LocalError(
-            f"cannot listen on {where}: port {port}: {error.strerror or error}",
-            hint="choose another with `listen`, or port 0 for any free one",
+            f"cannot listen on {where}: {what}{error.strerror or error}", hint=hint
         ) from error
 
 

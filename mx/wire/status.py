@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,9 +132,16 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
     return None
 
 
+#: How gRPC wraps what the operating system says of a connection.
+_NOT_CONNECTED = re.compile(r"Failed to connect to remote host: (?:getsockopt\(SO_ERROR\): )?(.+)$")
+
+
 def _first_line(text: str | None) -> str:
     lines = (text or "").strip().splitlines()
-    return plain(lines[0][:300]) if lines else "no details"
+    if not lines:
+        return "no details"
+    refused = _NOT_CONNECTED.search(lines[0])
+    return plain((refused[1].lower() if refused else lines[0])[:300])
 
 
 def _silent(remote: Remote, said: str) -> MxError:
@@ -155,7 +163,8 @@ def _silent(remote: Remote, said: str) -> MxError:
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(
             f"no coordinator answers at {remote.address}: {said}",
-            hint="start one with mx-coordinator, or name another with `coordinator`" + tls,
+            hint="start one with mx-coordinator (mx serve alone is one too), or name another with "
+            "`coordinator`" + tls,
         )
     return PeerLostError(
         f"the source at {remote.address} does not answer: {said}",
@@ -228,6 +237,6 @@ def translating(who: Remote | str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise translate(error, who=who) from error
+        raise translate(error, who=who) from None
     except DecodeError as error:
         raise foreign(who, "its answer is not the protocol's") from error

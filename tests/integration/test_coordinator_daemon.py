@@ -345,7 +345,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
         async with client_of(address, tls=peer) as client:
             with pytest.raises(NotAllowedError, match="secure") as refused:
                 await client.resolve("llama")
-            assert "--tls-ca" in refused.value.hint
+            assert "`tls_ca`" in refused.value.hint
 
 
 async def test_identities_and_source_ids_are_not_taken_over() -> None:

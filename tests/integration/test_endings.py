@@ -71,7 +71,7 @@ def test_disk_does_not_help_against_errors_of_our_own(
 ) -> None:
     serve(run, checkpoint, "m", coordinator)
     (tmp_path / "taken").write_text("in use")
-    options = {"coordinator": coordinator, "source": f"auto={tmp_path / 'nowhere'}"}
+    options = {"coordinator": coordinator, "fallback": tmp_path / "nowhere"}
     with api.pull("m", out=tmp_path / "taken", **options) as pull:  # type: ignore[arg-type]
         error = error_of(pull)
     assert isinstance(error, ConfigError)
