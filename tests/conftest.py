@@ -13,6 +13,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -67,6 +68,11 @@ collect_ignore = [file for name in _LACKING for file in _NEEDS[name]]
 
 def pytest_report_header() -> list[str]:
     return [f"left out without {name}: {', '.join(_NEEDS[name])}" for name in _LACKING]
+
+
+# A suite that a shell runs in the background inherits that SIGINT is ignored, and hands it on to its
+# children: some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _call_failed = pytest.StashKey[bool]()
