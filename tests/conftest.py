@@ -70,8 +70,8 @@ def pytest_report_header() -> list[str]:
     return [f"left out without {name}: {', '.join(_NEEDS[name])}" for name in _LACKING]
 
 
-# A suite that a shell runs in the background inherits that SIGINT is ignored, and hands it on to its
-# children: some tests send it.
+# A suite that a shell runs in the background inherits that SIGINT is ignored, and its children
+# inherit it in turn: some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
