@@ -21,7 +21,8 @@ from mx.source.exposing import expose, withdraw
 from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
 from mx.source.seeding import Seeding
-from mx.source.service import Mingler, PeerServicer, Served
+from mx.source.served import Mingler, Served
+from mx.source.service import PeerServicer
 from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport
 from mx.wire.address import join_address, split_address
 from mx.wire.client import CoordinatorClient

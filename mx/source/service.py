@@ -8,8 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from mx import codec
 from mx.core.leases import LeaseBook, ReaderLease
@@ -17,10 +16,10 @@ from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.log import event
 from mx.source.limits import SourceLimits
-from mx.source.model import HeldModel
 from mx.source.reading import ReadCounts
 from mx.source.requests import answer, check_open, first_message, principal_of
-from mx.transport import Exposure, Sending, Witness
+from mx.source.served import Served
+from mx.transport import Sending
 from mx.wire.address import address_of_peer
 from mx.wire.rows import rows_to_wire
 from mx.wire.talk import Talk
@@ -32,71 +31,6 @@ log = logging.getLogger(__name__)
 _MAX_EVENTS = 16
 #: How many of those that were replaced are remembered.
 _MAX_GONE = 64
-
-
-class Mingler(Protocol):
-    """A source's part in a swarm."""
-
-    def watch(
-        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
-    ) -> None:
-        """From now on `sent(reader id, address or "")` says how many bytes a reader was sent, or
-        None where that cannot be seen; `trades(reader id, +1 or -1)` is to hear when a stream
-        to a reader that was dialled from here begins and ends."""
-
-    def opened(self, reader_id: str) -> bool:
-        """A pull was granted reads. Must it ask first?"""
-
-    def closed(self, reader_id: str) -> None:
-        """One of its leases has ended."""
-
-    async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
-        """Talk to one that greets, until the talk ends."""
-
-    def end(self) -> None:
-        """Nothing more will come of it."""
-
-
-@dataclass
-class Served:
-    """A held model with its exposures, by transport name."""
-
-    held: HeldModel
-    exposures: dict[str, Exposure]
-    mingler: Mingler
-    #: Earlier ones, that readers have grants of.
-    retired: list[Exposure] = field(default_factory=list)
-    #: The generation that has taken this one's place; 0: none has.
-    newer: int = 0
-    #: Are running reads over too?
-    cut: bool = False
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        return tuple(sorted(self.exposures))
-
-    def all_exposures(self) -> list[Exposure]:
-        return [*self.exposures.values(), *self.retired]
-
-    def sent_bytes(self) -> int:
-        """What was sent so far, by exposures that do; others leave it to readers to fetch."""
-        return sum(e.sent_bytes() for e in self.all_exposures() if isinstance(e, Sending))
-
-    def used(self) -> dict[str, tuple[int, bool]]:
-        """By grant that its reader has connected with: the bytes sent on it so far, and whether
-        that reader may fetch for itself too."""
-        found: dict[str, tuple[int, bool]] = {}
-        for exposure in self.all_exposures():
-            if isinstance(exposure, Witness):
-                fetches = not isinstance(exposure, Sending)
-                for grant_id, nbytes in exposure.used().items():
-                    before = found.get(grant_id, (0, False))
-                    found[grant_id] = (before[0] + nbytes, before[1] or fetches)
-        return found
-
-    def witnessed(self) -> bool:
-        """Return True if every exposure knows which grants are used."""
-        return all(isinstance(exposure, Witness) for exposure in self.all_exposures())
 
 
 class PeerServicer(peer_pb2_grpc.PeerServicer):

@@ -24,7 +24,8 @@ from mx_transports import _cuda_wire as wire
 from mx_transports import _vm as vm
 from mx_transports._control import Controls, peer_credentials
 from mx_transports._cuda_wire import Allocation, Export, Region, Where
-from mx_transports._door import DoorExposure, Granted, Listener
+from mx_transports._door import DoorExposure, Granted
+from mx_transports._listeners import Listener
 from mx_transports._stream import Stream
 
 

@@ -8,7 +8,6 @@ is let in gets a thread of its own, as it moves bytes; grants have a cap on thos
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import resource
 import secrets
@@ -22,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mx import forks
-from mx.errors import ClosedError, LocalError
+from mx.errors import ClosedError
 from mx_transports import _frames as frames
 from mx_transports import _proof as proof
+from mx_transports._listeners import Listener
 from mx_transports._stream import Stream
 
 PREAMBLE_DEADLINE_S = 2.0
@@ -40,73 +40,6 @@ def _most_connections() -> int:
     if descriptors == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
     return min(max(descriptors // _DESCRIPTORS_PART, 1), _MOST_CONNECTIONS)
-
-
-#: Ports that are tried where one is free for connections, and taken for datagrams.
-_PORT_TRIES = 16
-
-
-@dataclass(frozen=True)
-class Listener:
-    """Where a door is knocked at: for connections and, if others may have to be told that the
-    address is this process's own, for challenges (`_proof`)."""
-
-    sock: socket.socket
-    prover: socket.socket | None = None
-
-    @property
-    def address(self) -> list[object]:
-        """[host, port], as tickets have it."""
-        return list(self.sock.getsockname()[:2])
-
-    def close(self) -> None:
-        self.sock.close()
-        if self.prover is not None:
-            self.prover.close()
-
-
-def listen(hosts: Sequence[str], ports: Sequence[int] = ()) -> list[Listener]:
-    """Listeners, one for each host, on the first of `ports` that is free there, or on any free
-    port. Raises LocalError."""
-    listeners: list[Listener] = []
-    for host in hosts:
-        try:
-            listeners.append(_listen(host, ports))
-        except OSError as error:
-            for listener in listeners:
-                listener.close()
-            if error.errno == errno.EADDRINUSE and ports:
-                raise LocalError(
-                    f"none of the data ports {ports[0]}-{ports[-1]} is free on {host}",
-                    hint="give more with `data_ports`: each model that is served takes one, new "
-                    "weights one more while they take the old ones' place",
-                ) from error
-            raise LocalError(
-                f"can't listen on {host} for data: {error.strerror or error}",
-                hint="give an address of this machine's own",
-            ) from error
-    return listeners
-
-
-def _listen(host: str, ports: Sequence[int]) -> Listener:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    tries = list(ports) or [0] * _PORT_TRIES
-    for port in tries[:-1]:
-        try:
-            return _listen_at(host, port, family)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-    return _listen_at(host, tries[-1], family)
-
-
-def _listen_at(host: str, port: int, family: int) -> Listener:
-    sock = socket.create_server((host, port), family=family, backlog=256)
-    try:
-        return Listener(sock, proof.listen(sock))
-    except BaseException:
-        sock.close()
-        raise
 
 
 @dataclass

@@ -18,7 +18,8 @@ from mx.errors import LocalError
 from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports import _vm as vm
 from mx_transports._control import Controls, peer_credentials
-from mx_transports._door import DoorExposure, Granted, Listener
+from mx_transports._door import DoorExposure, Granted
+from mx_transports._listeners import Listener
 from mx_transports._stream import Stream
 
 MAGIC = b"mxshm\0\0\1"

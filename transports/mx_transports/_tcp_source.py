@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from mx.transport import ExposedRegion, ExposeOptions, host_view
 from mx.units import KIB
 from mx_transports import _frames as frames
-from mx_transports._door import DoorExposure, Granted, listen
+from mx_transports._door import DoorExposure, Granted
+from mx_transports._listeners import listen
 from mx_transports._stream import Stream
 from mx_transports._tcp_wire import MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE
 

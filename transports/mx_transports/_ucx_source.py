@@ -21,7 +21,8 @@ from mx.transport import DeviceView, ExposedRegion, ExposeOptions
 from mx_transports import _frames as frames
 from mx_transports import _ucx_nixl as nixl
 from mx_transports import _vm as vm
-from mx_transports._door import DoorExposure, Granted, listen
+from mx_transports._door import DoorExposure, Granted
+from mx_transports._listeners import listen
 from mx_transports._stream import Stream
 from mx_transports._ucx_child import AgentProcess
 from mx_transports._ucx_wire import (

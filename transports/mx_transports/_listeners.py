@@ -1,0 +1,77 @@
+"""Where a door is knocked at: sockets for connections, and for proofs that they are its own."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mx.errors import LocalError
+from mx_transports import _proof as proof
+
+#: Ports that are tried where one is free for connections, and taken for datagrams.
+_PORT_TRIES = 16
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a door is knocked at: for connections and, if others may have to be told that the
+    address is this process's own, for challenges (`_proof`)."""
+
+    sock: socket.socket
+    prover: socket.socket | None = None
+
+    @property
+    def address(self) -> list[object]:
+        """[host, port], as tickets have it."""
+        return list(self.sock.getsockname()[:2])
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.prover is not None:
+            self.prover.close()
+
+
+def listen(hosts: Sequence[str], ports: Sequence[int] = ()) -> list[Listener]:
+    """Listeners, one for each host, on the first of `ports` that is free there, or on any free
+    port. Raises LocalError."""
+    listeners: list[Listener] = []
+    for host in hosts:
+        try:
+            listeners.append(_listen(host, ports))
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            if error.errno == errno.EADDRINUSE and ports:
+                raise LocalError(
+                    f"none of the data ports {ports[0]}-{ports[-1]} is free on {host}",
+                    hint="give more with `data_ports`: each model that is served takes one, new "
+                    "weights one more while they take the old ones' place",
+                ) from error
+            raise LocalError(
+                f"can't listen on {host} for data: {error.strerror or error}",
+                hint="give an address of this machine's own",
+            ) from error
+    return listeners
+
+
+def _listen(host: str, ports: Sequence[int]) -> Listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    tries = list(ports) or [0] * _PORT_TRIES
+    for port in tries[:-1]:
+        try:
+            return _listen_at(host, port, family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return _listen_at(host, tries[-1], family)
+
+
+def _listen_at(host: str, port: int, family: int) -> Listener:
+    sock = socket.create_server((host, port), family=family, backlog=256)
+    try:
+        return Listener(sock, proof.listen(sock))
+    except BaseException:
+        sock.close()
+        raise
