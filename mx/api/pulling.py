@@ -72,7 +72,8 @@ class Pull(Closable):
 
     def __repr__(self) -> str:
         """One line: the model and how far it is."""
-        return f"<Pull {self.model}: {self._state.error or summary(self.progress())}>"
+        state = "closed" if self._closed else self._state.error or summary(self.progress())
+        return f"<Pull {self.model}: {state}>"
 
     # -- layers -----------------------------------------------------------------------------------
 

@@ -62,8 +62,9 @@ def models(
             entry.model.revision,
             entry.model.variant,
             entry.ref.identity.hex()[:16],
-            format_bytes(entry.nbytes),
-            str(entry.layers),
+            # Without a source that holds all of it nothing is known of its size.
+            format_bytes(entry.nbytes) if entry.layers else "-",
+            str(entry.layers) if entry.layers else "-",
             str(entry.sources),
         )
     outcome.show(table)

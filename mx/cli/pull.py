@@ -175,7 +175,8 @@ def _closing(pull: Pull) -> Iterator[Pull]:
 def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
     # Nothing is copied to attach: a rate of it would say nothing.
     attached = all(path.attached for path in report.paths)
-    rate = "" if attached else f" ({format_rate(report.gb_per_s * 1e9)})"
+    moved = sum(path.bytes for path in report.paths if path.transport != "resume")
+    rate = "" if attached or not report.seconds else f" ({format_rate(moved / report.seconds)})"
     lines = [
         f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)}{rate}, "
         f"{count(report.layers, 'layer')}, the first after {format_seconds(report.first_layer_s)}, "

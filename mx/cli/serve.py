@@ -88,6 +88,7 @@ def serve(
     Reads CHECKPOINT once, seals its memory, registers with the coordinator and serves until it
     is stopped. Without `--coordinator` it joins the one at 127.0.0.1:7600, and where none
     answers it is one itself. SIGTERM and Ctrl-C drain: running reads finish, no new ones start.
+    Closing the terminal (SIGHUP) does not end it.
 
     **Examples**
 
