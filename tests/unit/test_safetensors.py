@@ -156,7 +156,7 @@ def test_every_dtype_scalars_and_empty_tensors(dtype: str, tmp_path: Path) -> No
 
 
 def test_headers_are_written_as_the_library_writes_them(tmp_path: Path) -> None:
-    tensors = {"é.w": torch.zeros(3, dtype=torch.bfloat16), 'a"\n': torch.ones(2, 2)}
+    tensors = {"é.w": torch.zeros(3, dtype=torch.bfloat16), 'a"\\': torch.ones(2, 2)}
     tensors |= {"none": torch.zeros(0), "scalar": torch.ones(())}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     data = (tmp_path / "model.safetensors").read_bytes()

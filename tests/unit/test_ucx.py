@@ -132,7 +132,7 @@ def test_beyond_loopback_both_sides_must_trust_the_fabric() -> None:
     fields: dict[str, object] = {"addresses": [["10.1.2.3", 4000]]}
     ticket = frames.Ticket(b"k" * 16, b"s" * 32, fields).encode()
     with pytest.raises(NotAllowedError, match=r"peer:1 by ucx.*`trusted_fabric`"):
-        transport.open(Grant("g", ticket, 1, (4096,), "peer:1"))
+        transport.open(Grant("g", ticket, 1, (4096,), "peer:1", peer_addresses=("10.1.2.3",)))
 
 
 @installed
