@@ -70,9 +70,10 @@ def pytest_report_header() -> list[str]:
     return [f"left out without {name}: {', '.join(_NEEDS[name])}" for name in _LACKING]
 
 
-# A suite that a shell runs in the background inherits that SIGINT is ignored, and its children
-# inherit it in turn: some tests send it.
+# A suite that a shell runs in the background inherits that SIGINT is ignored (under nohup SIGHUP
+# too), and its children inherit it in turn: some tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 _call_failed = pytest.StashKey[bool]()
