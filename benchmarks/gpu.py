@@ -245,7 +245,7 @@ def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[ha
     with PinnedMemory(device, nbytes) as pinned, DeviceMemory(device, nbytes) as own:
         target = spans.room(nbytes, device.key)
         room = spans.room(nbytes)
-        ways: list[tuple[str, str, Place, Span, Callable[[], float]]] = [
+        paths: list[tuple[str, str, Place, Span, Callable[[], float]]] = [
             (
                 "host to device",
                 "host",
@@ -261,7 +261,7 @@ def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[ha
                 lambda: bare(device, driver.copy_dtoh, pinned.address, own.address, nbytes),
             ),
         ]
-        for work, kind, here, into, reference in ways:
+        for work, kind, here, into, reference in paths:
             with remote(kind, nbytes, "pcie_p2p", device, here) as source:
                 session = source.open()
 

@@ -24,7 +24,7 @@ START_TIMEOUT_S = 60.0
 NEAR, FAR = "near", "far"
 MX = (sys.executable, "-m", "mx")
 #: Pulls once for each line of interfaces that it reads: the code is loaded after the first.
-PULLER = """
+TARGET = """
 import json, sys
 from mx import api, config
 for line in sys.stdin:
@@ -55,32 +55,32 @@ class _Rig:
             if time.monotonic() > deadline_s:
                 raise RuntimeError("the source did not register")
 
-        command = [*hosts.prefix(FAR), sys.executable, "-c", PULLER, f"{at}:7600"]
-        self._puller = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = [*hosts.prefix(FAR), sys.executable, "-c", TARGET, f"{at}:7600"]
+        self._job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def pull(self, links: int) -> float:
+    def pull(self, connector: int) -> float:
         """Seconds, as the report says: from the call in a running process to the last layer."""
-        to, back = self._puller.stdin, self._puller.stdout
+        to, back = self._job.stdin, self._job.stdout
         assert to is not None
         assert back is not None
-        nics = ",".join(link.device(FAR) for link in self._links[:links])
+        nics = ",".join(link.device(FAR) for link in self._links[:connector])
         to.write(f"{nics}\n".encode())
         to.flush()
         line = back.readline()
         if not line:
             raise RuntimeError("the pull failed: see above")
         report = json.loads(line)
-        if len(report["paths"]) != links:
-            raise RuntimeError(f"{len(report['paths'])} of {links} links were used")
+        if len(report["paths"]) != connector:
+            raise RuntimeError(f"{len(report['paths'])} of {connector} links were used")
         return float(report["seconds"])
 
     def close(self) -> None:
         """End the process that pulls; the hosts end the others."""
-        self._puller.kill()
-        self._puller.communicate()
+        self._job.kill()
+        self._job.communicate()
 
-    def _nics(self, host: str, links: Sequence[Link]) -> tuple[str, str]:
-        return ("--nics", ",".join(link.device(host) for link in links))
+    def _nics(self, host: str, connector: Sequence[Link]) -> tuple[str, str]:
+        return ("--nics", ",".join(link.device(host) for link in connector))
 
     def _start(self, host: str, command: Sequence[str]) -> None:
         self._hosts.start(host, command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -15,7 +15,7 @@ from .processes import Cluster, pss_nbytes
 _TARGET = """
 import sys
 import mx.api, mx.memory.tensors
-from mx import registry
+from mx import plugins
 registry.transports()
 print("idle", flush=True)
 sys.stdin.readline()
@@ -28,7 +28,7 @@ with mx.api.pull(sys.argv[1], coordinator=sys.argv[2], transport=sys.argv[3],
 _IDLE_SOURCE = """
 import sys
 import mx.api, mx.cli.serve, mx.cli.app
-from mx import registry
+from mx import plugins
 registry.transports()
 print("idle", flush=True)
 sys.stdin.readline()

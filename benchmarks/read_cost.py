@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from mx.core import manifest as manifests
 from mx.core.types import CHUNK_BYTES, Chunking, Manifest, Packaging
 from mx.errors import MxError
-from mx.puller.engine import Engine
-from mx.puller.lanes import Lane
+from mx.target.reads import Connection
+from mx.target.transfer import Transfer
 from mx.transport import Read, Span
 
 READS = 4000
@@ -65,7 +65,7 @@ class _Listener:
     def layer_ready(self, layer: int) -> None:
         self.layers += 1
 
-    def lane_lost(self, lane: int, error: MxError) -> None: ...
+    def connection_lost(self, connection: int, error: MxError) -> None: ...
 
     def complete(self) -> None: ...
 
@@ -103,10 +103,10 @@ def microseconds_per_read() -> float:
     manifest = _manifest()
     arena = memoryview(bytearray(manifest.layout.arena_nbytes))
     listener = _Listener()
-    engine = Engine(manifest, arena, listener)
-    engine.start()
+    transfer = Transfer(manifest, arena, listener)
+    transfer.start()
     start_s = time.process_time()
-    engine.add_lane(Lane("none", "none", _AtOnce(), _Lease(), 0.0))
+    transfer.add_connection(Connection("none", "none", _AtOnce(), _Lease(), 0.0))
     spent_s = time.process_time() - start_s
     if listener.layers != READS or listener.error:
         raise RuntimeError(f"{listener.layers} of {READS} layers: {listener.error}")

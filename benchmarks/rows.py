@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mx import api
-from mx.puller.report import PullReport
-from mx.registry import transports
+from mx.plugins import transports
+from mx.target.report import PullReport
 from mx.transport import Unavailable
 from mx.units import MIB
 

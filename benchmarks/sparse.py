@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mx import api, config, registry, runtime
+from mx import api, config, plugins, runtime
 from mx.core import manifest as manifests
 from mx.core.types import CHUNK_BYTES, ChunkGrid, Chunking, ModelKey, Packaging
 from mx.memory.arena import MemfdArena
@@ -50,7 +50,7 @@ def sparse_source(nbytes: int, coordinator: str, name: str) -> Iterator[None]:
     loop = runtime.acquire()
     try:
         options = api.source_options(config.load())
-        server = loop.run(api.start_source(options, registry.transports()))
+        server = loop.run(api.start_source(options, plugins.transports()))
         try:
             loop.run(api.offer(server, _held(nbytes, name), coordinator))
             yield

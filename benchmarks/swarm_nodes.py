@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mx.core.swarm import Receiver
-from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Take, Want
-from mx.core.swarm_neighbours import Neighbours
-from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
-from mx.core.swarm_source import Offer, Seeder
+from mx.core.swarm.commands import Cancel, Command, Decline, Interested, ReadFreely, Request
+from mx.core.swarm.neighbours import Neighbours
+from mx.core.swarm.origin import Seeder, Suggest
+from mx.core.swarm.receiver import Receiver
+from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
 
 from .swarm_net import Link, Network, Transfer
 from .swarm_setting import Outcome, RarestFirst, Setting
@@ -27,7 +27,7 @@ class Node:
     speed: float
     link: Link
     receiver: Receiver
-    gate: Gate
+    gate: Slots
     neighbours: Neighbours
     joined_s: float
     readers: set[int] = field(default_factory=set)
@@ -49,12 +49,12 @@ class Swarm:
         self._all = (1 << setting.k) - 1
         self._quarter = (1 << max(1, setting.k // 4)) - 1
         self._opened = False
-        self._asks = self._most = 0
+        self._requests = self._most = 0
         self.sent = [0] * (setting.n + 1)
         self.nodes = [self._node(number) for number in range(setting.n + 1)]
         self._unfinished = setting.n
         if setting.policy == "ours":
-            self.seeder = Seeder(setting.k, offers=self._width(setting.origin_speed) + 1)
+            self.seeder = Seeder(setting.k, suggestions=self._width(setting.origin_speed) + 1)
             self.network.at(TICK_S, self._tick_origin)
         for node in self.nodes[1:]:
             self.network.at(node.joined_s, self._join, node)
@@ -82,7 +82,7 @@ class Swarm:
             neighbours = Neighbours("0", most=setting.origin_readers, picks=0)
         joined_s = self.rng.uniform(0, setting.join_s) if number > 1 else 0.0
         return Node(
-            number, speed, Link(rate, rate), receiver, Gate(width=gate), neighbours, joined_s
+            number, speed, Link(rate, rate), receiver, Slots(width=gate), neighbours, joined_s
         )
 
     def _width(self, speed: float) -> int:
@@ -98,7 +98,7 @@ class Swarm:
             statistics.fmean(finishes),
             statistics.fmean(self._over_ideal(n, n.quarter_s) for n in healthy),
             self.sent[ORIGIN] / setting.k,
-            self._asks / max(1, sum(self.sent)),
+            self._requests / max(1, sum(self.sent)),
             sum(n.receiver.hedges for n in self.nodes),
             self._most,
             self.network.events,
@@ -189,7 +189,7 @@ class Swarm:
             other.receiver.joined(node.number, held)
             self._do(other, other.receiver.plan(now_s))
         elif self.seeder is not None:
-            self._offer(self.seeder.joined(node.number, held, now_s))
+            self._suggest(self.seeder.joined(node.number, held, now_s))
         self._do(node, node.receiver.plan(now_s))
 
     def _die(self, node: Node) -> None:
@@ -215,7 +215,7 @@ class Swarm:
         if node.number != ORIGIN:
             self._do(node, node.receiver.gone(dead, now_s))
         elif self.seeder is not None:
-            self._offer(self.seeder.gone(dead, now_s))
+            self._suggest(self.seeder.gone(dead, now_s))
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -228,37 +228,37 @@ class Swarm:
             return
         at, now_s, latency_s = self.network.at, self.network.now_s, self.setting.latency_s
         for each in commands:
-            if type(each) is Ask:
+            if type(each) is Request:
                 # There and back in one event: an answer takes as long as the first byte.
-                at(now_s + 2 * latency_s, self._asked, node, self.nodes[each.peer], each.chunk)
+                at(now_s + 2 * latency_s, self._requested, node, self.nodes[each.peer], each.chunk)
             elif type(each) is Cancel:
                 peer = self.nodes[each.peer]
                 at(now_s + latency_s, self._cancelled, node.number, peer, each.chunk)
             elif type(each) is Decline:
                 at(now_s + latency_s, self._declined, node.number, each.chunk)
-            elif type(each) is Take:
+            elif type(each) is ReadFreely:
                 at(now_s + 2 * latency_s, self._taken, node, self.nodes[each.peer], each.chunk)
-            elif type(each) is Want:
+            elif type(each) is Interested:
                 at(now_s + latency_s, self._wanting, node.number, self.nodes[each.peer])
             else:
                 at(now_s + latency_s, self._passed, node.number, self.nodes[each.peer])
 
-    def _asked(self, node: Node, source: Node, chunk: int) -> None:
+    def _requested(self, node: Node, source: Node, chunk: int) -> None:
         if not node.alive or not source.alive:
             return
-        if source.number not in node.receiver.asked(chunk):
+        if source.number not in node.receiver.requested(chunk):
             return  # given up on the way
-        self._asks += 1
+        self._requests += 1
         number = node.number
-        answer = Answer.BUSY
+        answer = Answer.REJECT
         if source.number != ORIGIN or self.seeder is None:
-            answer = source.gate.ask(number, chunk)
-        elif self.seeder.may_ask(number, chunk):
-            promised = self.seeder.promised(number, chunk)
-            answer = source.gate.ask(number, chunk, promised=promised)
-        if answer is Answer.GO:
+            answer = source.gate.request(number, chunk)
+        elif self.seeder.may_request(number, chunk):
+            suggested = self.seeder.suggested(number, chunk)
+            answer = source.gate.request(number, chunk, suggested=suggested)
+        if answer is Answer.ALLOW:
             self._begin(source, node, chunk)
-        elif answer is Answer.BUSY:
+        elif answer is Answer.REJECT:
             self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
 
     def _taken(self, node: Node, source: Node, chunk: int) -> None:
@@ -299,7 +299,7 @@ class Swarm:
     def _done(self, source: Node, reader: int, chunk: int) -> None:
         if source.alive:
             if source.number == ORIGIN and self.seeder is not None:
-                self._offer(self.seeder.done(reader, chunk, self.network.now_s))
+                self._suggest(self.seeder.done(reader, chunk, self.network.now_s))
             self._answers(source, source.gate.done(reader, chunk))
 
     def _cancelled(self, reader: int, source: Node, chunk: int) -> None:
@@ -308,22 +308,22 @@ class Swarm:
             transfer.end(self.network)
         self._answers(source, source.gate.done(reader, chunk))
         if source.number == ORIGIN and self.seeder is not None:
-            self._offer(self.seeder.failed(reader, chunk, self.network.now_s))
+            self._suggest(self.seeder.failed(reader, chunk, self.network.now_s))
 
     def _wanting(self, reader: int, source: Node) -> None:
         later = source.number == ORIGIN and self.seeder is not None and not self.seeder.all_out
-        self._answers(source, source.gate.want(reader, later=later))
+        self._answers(source, source.gate.interested(reader, later=later))
 
     def _passed(self, reader: int, source: Node) -> None:
-        self._answers(source, source.gate.passed(reader))
+        self._answers(source, source.gate.not_interested(reader))
 
-    def _answers(self, source: Node, answers: Iterable[Go | Room | Busy]) -> None:
+    def _answers(self, source: Node, answers: Iterable[Allow | Unchoke | Reject]) -> None:
         for each in answers:
             node = self.nodes[each.reader]
-            if type(each) is Go:
+            if type(each) is Allow:
                 if node.alive:
                     self._begin(source, node, each.chunk)
-            elif type(each) is Busy:
+            elif type(each) is Reject:
                 at_s = self.network.now_s + self._latency
                 self.network.at(at_s, self._refused, node, source, each.chunk)
             else:
@@ -333,15 +333,15 @@ class Swarm:
         self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
 
     def _room(self, node: Node, source: Node) -> None:
-        self._do(node, node.receiver.room(source.number, self.network.now_s))
+        self._do(node, node.receiver.unchoked(source.number, self.network.now_s))
 
     def _announce(self, node: Node) -> None:
         at_s = self.network.now_s + self.setting.latency_s
         self.network.at(at_s, self._hear, node, node.receiver.announcements())
 
-    def _hear(self, node: Node, told: list[tuple[int, int]]) -> None:
+    def _hear(self, node: Node, unchoked: list[tuple[int, int]]) -> None:
         now_s, nodes = self.network.now_s, self.nodes
-        for number, chunks in told:
+        for number, chunks in unchoked:
             if number == ORIGIN:
                 if self.seeder is not None:
                     self.seeder.announced(node.number, chunks)
@@ -353,9 +353,9 @@ class Swarm:
 
     # -- the origin's offers --------------------------------------------------------------------
 
-    def _offer(self, offers: Iterable[Offer]) -> None:
+    def _suggest(self, suggestions: Iterable[Suggest]) -> None:
         at_s = self.network.now_s + self.setting.latency_s
-        for each in offers:
+        for each in suggestions:
             self.network.at(at_s, self._offered, self.nodes[each.reader], each.chunk)
         if self.seeder is not None and self.seeder.all_out and not self._opened:
             self._opened = True
@@ -366,11 +366,11 @@ class Swarm:
         self._do(node, node.receiver.announced(ORIGIN, self._all, self.network.now_s))
 
     def _offered(self, node: Node, chunk: int) -> None:
-        self._do(node, node.receiver.offered(ORIGIN, chunk, self.network.now_s))
+        self._do(node, node.receiver.suggested(ORIGIN, chunk, self.network.now_s))
 
     def _declined(self, reader: int, chunk: int) -> None:
         if self.seeder is not None:
-            self._offer(self.seeder.declined(reader, chunk, self.network.now_s))
+            self._suggest(self.seeder.declined(reader, chunk, self.network.now_s))
 
     def _tick(self, node: Node) -> None:
         if not node.alive or node.finish_s is not None:
@@ -383,5 +383,5 @@ class Swarm:
         if self.seeder is not None and self._unfinished:
             origin = self.nodes[ORIGIN]
             self._answers(origin, origin.gate.tick(self.network.now_s))
-            self._offer(self.seeder.tick(self.network.now_s))
+            self._suggest(self.seeder.tick(self.network.now_s))
             self.network.at(self.network.now_s + TICK_S, self._tick_origin)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mx.core.swarm import WIDTH, Receiver
-from mx.core.swarm_commands import members
+from mx.core.swarm.commands import members
+from mx.core.swarm.receiver import WIDTH, Receiver
 
 #: Who asks whom for what. star: all the origin; chain: each the one before; tree: a binomial tree;
 #: naive: a swarm without offers, in order; rarest: the same, the rarest chunk first, as BitTorrent.
@@ -46,7 +46,7 @@ class Setting:
         return self.k / self.chunks_per_s
 
 
-def told(setting: Setting) -> str:
+def unchoked(setting: Setting) -> str:
     """The setting in short: N and K, and whatever is unusual but the seed."""
     usual = asdict(Setting(policy=setting.policy, seed=setting.seed))
     odd = {name: value for name, value in asdict(setting).items() if value != usual[name]}
@@ -63,7 +63,7 @@ class Outcome:
     finish_mean: float
     quarter: float  # mean time to hold the first quarter of all chunks
     origin_sent: float  # times the model
-    asks_per_chunk: float
+    requests_per_chunk: float
     hedges: float
     neighbours: float  # that a node had at most, besides the origin
     events: float
@@ -103,7 +103,7 @@ class RarestFirst(Receiver):
 
     def _pick(self, now_s: float) -> tuple[int, int] | None:
         peers = self._peers.items()
-        able = {n: p for n, p in peers if not p.asked and p.busy_until_s <= now_s}
+        able = {n: p for n, p in peers if not p.requested and p.busy_until_s <= now_s}
         there = 0
         for peer in able.values():
             there |= peer.have

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .swarm_nodes import Swarm
 from .swarm_picture import picture
-from .swarm_setting import POLICIES, Row, Setting, median, told
+from .swarm_setting import POLICIES, Row, Setting, median, unchoked
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def measure(task: tuple[Setting, int]) -> Row:
 def show(row: Row) -> str:
     out = row.outcome
     text = (
-        f"{row.setting.policy:7} {told(row.setting):44} {row.seeds:3} {out.finish:7.3f} "
+        f"{row.setting.policy:7} {unchoked(row.setting):44} {row.seeds:3} {out.finish:7.3f} "
         f"{row.worst:7.3f} {out.finish_mean:7.3f} {out.quarter:7.3f} {out.origin_sent:7.2f} "
-        f"{out.asks_per_chunk:5.1f} {out.neighbours:4.0f}"
+        f"{out.requests_per_chunk:5.1f} {out.neighbours:4.0f}"
     )
     for bar in BARS:
         if bar.setting == row.setting:

@@ -7,15 +7,15 @@ stopped with the last. Nothing here needs an event loop of the caller's.
 from __future__ import annotations
 
 from mx.api.listing import list_models, list_sources
-from mx.api.loading import load
-from mx.api.observing import Observer, Overview
+from mx.api.load_tensors import load
+from mx.api.observe import Observer, Overview
 from mx.api.planning import plan
-from mx.api.pulling import Pull, pull
-from mx.api.serving import Source, offer, serve, source_options, start_source
-from mx.api.surveying import TopologyReport, topology
+from mx.api.source import Source, offer, serve, source_options, start_source
+from mx.api.survey import TopologyReport, topology
+from mx.api.target import Pull, pull
 from mx.errors import MxError
-from mx.puller.planning import PlannedPull
-from mx.puller.report import LayerEvent, Progress, PullReport
+from mx.target.planning import PlannedPull
+from mx.target.report import LayerEvent, Progress, PullReport
 
 __all__ = [
     "LayerEvent",

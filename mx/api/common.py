@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from mx import config, registry
+from mx import config, plugins
 from mx.cuda.device import device_key, find_ordinal
 from mx.cuda.driver import load
 from mx.cuda.errors import CudaUnavailableError
@@ -18,7 +18,7 @@ DEFAULT_VARIANT = "checkpoint"
 @functools.cache
 def transports() -> dict[str, Transport]:
     """This process's transports: reading every distribution's metadata takes its time."""
-    return registry.transports()
+    return plugins.transports()
 
 
 def tls_of(settings: config.Settings) -> TlsFiles | None:

@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from mx.core.types import Layout
-from mx.puller.report import TensorsOf, no_tensors
+from mx.target.report import TensorsOf, no_tensors
 from mx.transport import Span
 
 if TYPE_CHECKING:

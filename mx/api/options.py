@@ -7,13 +7,13 @@ from typing import Any
 
 from mx import config
 from mx.api.common import DEFAULT_VARIANT, tls_of, transports
-from mx.api.relaying import Relay
-from mx.api.serving import source_options
+from mx.api.relay import Relay
+from mx.api.source import source_options
 from mx.core.reference import parse_reference
 from mx.errors import ConfigError
-from mx.puller.options import PullOptions
-from mx.puller.relay import MakeRelay
 from mx.source.endpoint import dialled_host
+from mx.target.options import PullOptions
+from mx.target.relay import MakeRelay
 from mx.wire.address import is_local
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mx import config, runtime
 from mx.api.common import transports
 from mx.api.options import pull_options
-from mx.puller.planning import PlannedPull, plan_pull, target_place
+from mx.target.planning import PlannedPull, plan_pull, target_place
 
 
 def plan(

@@ -30,7 +30,7 @@ WORK_TIMEOUT_S = 1800.0
 MEMCPY_ROUNDS = 3
 
 #: What is shown, and how to ask `mx pull` and `mx.pull` for it.
-WAYS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+PATHS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("attach, no copy", (), {}),
     ("copy by shm", ("--no-attach", "--transport", "shm"), {"attach": False, "transport": "shm"}),
     ("tcp on loopback", ("--transport", "tcp"), {"transport": "tcp"}),
@@ -50,7 +50,7 @@ class Row:
     """One pull: what `mx pull --json` said, and whether its weights compute the same."""
 
     model: str
-    way: str
+    path: str
     report: dict[str, Any]
     verdict: models.Verdict
     memcpy: Memcpy
@@ -58,7 +58,7 @@ class Row:
     def to_json(self) -> dict[str, object]:
         return {
             "model": self.model,
-            "way": self.way,
+            "way": self.path,
             "pull": self.report,
             "same": self.verdict.same,
             "compared": self.verdict.how,
@@ -112,7 +112,7 @@ def demo(
             console.print(_table([row for row in rows if row.model == name]))
     for row in rows:
         if not row.verdict.same:
-            raise IntegrityError(f"{row.model}, {row.way}: weights differ: {row.verdict.how}")
+            raise IntegrityError(f"{row.model}, {row.path}: weights differ: {row.verdict.how}")
     console.print("\n[green]Every pulled model computes exactly what the one on disk does.[/]")
 
 
@@ -157,13 +157,13 @@ def _show(example: models.Example, folder: Path, coordinator: str, console: Cons
         )
         reference = models.Reference(example.path)
         memcpy = _memcpy(min(GB, max(1, int(served["bytes"]))))
-        for way, flags, keywords in WAYS:
+        for path, flags, keywords in PATHS:
             with _command("pull", [example.name, *where, *flags], folder, shown=True) as target:
-                console.print(f"[bold]target[/]       process {target.pid}: {way}")
+                console.print(f"[bold]target[/]       process {target.pid}: {path}")
                 report = target.answer(WORK_TIMEOUT_S)
                 target.wait(START_TIMEOUT_S)
             verdict = _compare(example.name, coordinator, keywords, reference)
-            rows.append(Row(example.name, way, report, verdict, memcpy))
+            rows.append(Row(example.name, path, report, verdict, memcpy))
     return rows
 
 
@@ -222,9 +222,9 @@ def _table(rows: list[Row]) -> Table:
     for row in rows:
         report = row.report
         # Nothing is copied to attach: a rate of it would say nothing.
-        attached = row.way.startswith("attach")
+        attached = row.path.startswith("attach")
         table.add_row(
-            row.way,
+            row.path,
             format_seconds(report["first_layer_s"]),
             format_seconds(report["seconds"]),
             "" if attached else f"{report['gb_per_s']:.2f}",

@@ -125,9 +125,9 @@ MaxBandwidth = Annotated[
 
 
 def _transport_names() -> list[str]:
-    from mx import registry
+    from mx import plugins
 
-    return registry.names()
+    return plugins.names()
 
 
 OneTransport = Annotated[

@@ -13,8 +13,8 @@ from mx.errors import EXIT_NO_SOURCE
 from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from mx.core.planner import Way
-    from mx.puller.planning import PlannedPull
+    from mx.core.planner import SourcePath
+    from mx.target.planning import PlannedPull
 
 
 def plan(
@@ -91,11 +91,11 @@ def _json(planned: PlannedPull) -> dict[str, object]:
     found = planned.plan
     shares = found.shares(planned.nbytes)
     paths = [
-        _way_json(way) | {"use": "chosen", "bytes": nbytes, "reason": _chosen(way)}
-        for way, nbytes in zip(found.chosen, shares, strict=True)
+        _path_json(path) | {"use": "chosen", "bytes": nbytes, "reason": _chosen(path)}
+        for path, nbytes in zip(found.chosen, shares, strict=True)
     ]
     paths += [
-        _way_json(spare.way) | {"use": "spare", "bytes": 0, "reason": in_flags(spare.reason)}
+        _path_json(spare.path) | {"use": "spare", "bytes": 0, "reason": in_flags(spare.reason)}
         for spare in found.spare
     ]
     paths += [
@@ -119,18 +119,20 @@ def _json(planned: PlannedPull) -> dict[str, object]:
     }
 
 
-def _way_json(way: Way) -> dict[str, object]:
+def _path_json(path: SourcePath) -> dict[str, object]:
     return {
-        "source": way.source.endpoint,
-        "transport": way.transport,
-        "rail": "" if way.rail is None else str(way.rail),
-        "gb_per_s": round(way.gb_per_s, 3),
-        "attach": way.attach,
+        "source": path.source.endpoint,
+        "transport": path.transport,
+        "rail": "" if path.rail is None else str(path.rail),
+        "gb_per_s": round(path.gb_per_s, 3),
+        "attach": path.attach,
     }
 
 
-def _chosen(way: Way) -> str:
-    return ", ".join(filter(None, ["attach, nothing is copied" if way.attach else "", way.detail]))
+def _chosen(path: SourcePath) -> str:
+    return ", ".join(
+        filter(None, ["attach, nothing is copied" if path.attach else "", path.detail])
+    )
 
 
 def _show(planned: PlannedPull) -> None:
@@ -148,13 +150,13 @@ def _show(planned: PlannedPull) -> None:
     table.add_column("GB/s", justify="right")
     table.add_column("carries", justify="right")
     table.add_column("why")
-    for way, nbytes in zip(found.chosen, found.shares(planned.nbytes), strict=True):
-        carries = "-" if way.attach else format_bytes(nbytes)
-        rate = f"{way.gb_per_s:.3g}"
-        table.add_row(way.source.endpoint, way.label, "chosen", rate, carries, _chosen(way))
+    for path, nbytes in zip(found.chosen, found.shares(planned.nbytes), strict=True):
+        carries = "-" if path.attach else format_bytes(nbytes)
+        rate = f"{path.gb_per_s:.3g}"
+        table.add_row(path.source.endpoint, path.label, "chosen", rate, carries, _chosen(path))
     for spare in found.spare:
-        way, rate = spare.way, f"{spare.way.gb_per_s:.3g}"
-        table.add_row(way.source.endpoint, way.label, "spare", rate, "-", in_flags(spare.reason))
+        path, rate = spare.path, f"{spare.path.gb_per_s:.3g}"
+        table.add_row(path.source.endpoint, path.label, "spare", rate, "-", in_flags(spare.reason))
     for rejected in found.rejected:
         table.add_row(
             rejected.source.endpoint,

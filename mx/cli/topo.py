@@ -10,7 +10,7 @@ import typer
 from mx.cli import options, outcome, topo_tables
 
 if TYPE_CHECKING:
-    from mx.api.surveying import SourceReach, TopologyReport
+    from mx.api.survey import SourceReach, TopologyReport
     from mx.transport import Path, Unavailable, Viable
 
 
@@ -108,15 +108,15 @@ def _source(source: SourceReach) -> dict[str, object]:
     paths = [
         {
             "target": device,
-            "transport": way.transport,
-            "rail": "" if way.rail is None else str(way.rail),
-            "gb_per_s": round(way.gb_per_s, 3),
-            "attach": way.attach,
-            "chosen": way in plan.chosen,
-            "detail": way.detail,
+            "transport": path.transport,
+            "rail": "" if path.rail is None else str(path.rail),
+            "gb_per_s": round(path.gb_per_s, 3),
+            "attach": path.attach,
+            "chosen": path in plan.chosen,
+            "detail": path.detail,
         }
         for device, plan in source.plans.items()
-        for way in plan.ways
+        for path in plan.paths
     ]
     return {
         "model": str(record.model),

@@ -13,7 +13,7 @@ from mx.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mx.api.surveying import Reach, SourceReach, TopologyReport
+    from mx.api.survey import Reach, SourceReach, TopologyReport
     from mx.core.planner import Plan
     from mx.core.topology import Gpu, GpuPeer, Nic, Place
     from mx.hardware import Topology
@@ -168,8 +168,8 @@ def _pairs(gpus: tuple[Gpu, ...], place: Place) -> Iterator[tuple[str, str, GpuP
 
 
 def _access(peer: GpuPeer) -> str:
-    ways = [name for name, has in (("read", peer.p2p_read), ("write", peer.p2p_write)) if has]
-    return " and ".join(ways) or "no"
+    paths = [name for name, has in (("read", peer.p2p_read), ("write", peer.p2p_write)) if has]
+    return " and ".join(paths) or "no"
 
 
 def _transports(found: Topology) -> None:
@@ -237,12 +237,12 @@ def _by_target(
     """(devices, the ways there), devices with the same ways together."""
     groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for device, plan in source.plans.items():
-        groups.setdefault(_ways(plan), []).append(_name(device, place))
-    for ways, devices in groups.items():
-        yield ", ".join(devices), ways
+        groups.setdefault(_paths(plan), []).append(_name(device, place))
+    for paths, devices in groups.items():
+        yield ", ".join(devices), paths
 
 
-def _ways(plan: Plan) -> tuple[tuple[str, str, str], ...]:
+def _paths(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     """What a pull would use; where there is nothing, why each transport can't."""
     if not plan.chosen:
         reasons: dict[str, list[str]] = {}
@@ -251,6 +251,6 @@ def _ways(plan: Plan) -> tuple[tuple[str, str, str], ...]:
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
         return (("none", "-", why),)
     return tuple(
-        (way.label, "attach" if way.attach else f"{way.gb_per_s:.3g}", way.detail)
-        for way in plan.chosen
+        (path.label, "attach" if path.attach else f"{path.gb_per_s:.3g}", path.detail)
+        for path in plan.chosen
     )

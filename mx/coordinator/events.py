@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from mx.core.membership import Change, ChangeKind
+from mx.core.registry import Change, ChangeKind
 from mx.log import event
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from mx import codec
 from mx.coordinator.bounds import StreamBounds, address_of
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
-from mx.coordinator.pulls import PullsServicer
+from mx.coordinator.progress import PullsServicer
 from mx.coordinator.state import StateStore
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, Watcher, WatchLog
-from mx.core.membership import Change, ChangeKind
+from mx.core.registry import Change, ChangeKind
 from mx.errors import ClosedError, PeerProtocolError
 from mx.wire.documents import pages
 from mx.wire.rows import RowsDecoder

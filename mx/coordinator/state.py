@@ -11,16 +11,16 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from mx.core.membership import (
+from mx.core.documents import DocumentStore
+from mx.core.registry import (
     Change,
     ChangeKind,
     Limits,
     Listed,
-    Membership,
     ModelSummary,
+    Registry,
     Resolved,
 )
-from mx.core.shelf import DocumentShelf
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, MxError, PeerProtocolError
 from mx.units import MIB
@@ -33,7 +33,7 @@ Listener = Callable[[Sequence[Change]], None]
 
 
 class StateStore(Protocol):
-    """All methods belong to one event loop. They raise as `mx.core.membership` says."""
+    """All methods belong to one event loop. They raise as `mx.core.registry` says."""
 
     #: Differs after each loss of state: clients that see another one register again.
     epoch: str
@@ -108,13 +108,13 @@ class MemoryState:
         self.epoch = uuid.uuid4().hex
         self.lease_s = lease_s
         self.now = clock
-        self._members = Membership(
+        self._peers = Registry(
             lease_s=lease_s,
             first_lease_s=_FIRST_LEASES * lease_s,
             binding_grace_s=grace_s,
             limits=limits,
         )
-        self._shelf = DocumentShelf(limit_bytes=document_limit_bytes, grace_s=grace_s)
+        self._store = DocumentStore(limit_bytes=document_limit_bytes, grace_s=grace_s)
         self._listeners: list[Listener] = []
 
     def subscribe(self, listener: Listener) -> None:
@@ -122,16 +122,16 @@ class MemoryState:
 
     async def missing(self, digests: Sequence[bytes]) -> list[bytes]:
         now = self.now()
-        return [digest for digest in digests if not self._shelf.keep(now, digest)]
+        return [digest for digest in digests if not self._store.keep(now, digest)]
 
     def document(self, digest: bytes) -> bytes | None:
-        return self._shelf.get(digest)
+        return self._store.get(digest)
 
     async def reserve(self, nbytes: int) -> None:
-        self._shelf.reserve(nbytes)
+        self._store.reserve(nbytes)
 
     async def unreserve(self, nbytes: int) -> None:
-        self._shelf.unreserve(nbytes)
+        self._store.unreserve(nbytes)
 
     async def register(
         self,
@@ -145,7 +145,7 @@ class MemoryState:
     ) -> SourceRecord:
         now = self.now()
         for digest, nbytes in zip(record.ref.digests, record.ref.sizes, strict=True):
-            data = documents.get(digest) or self._shelf.get(digest)
+            data = documents.get(digest) or self._store.get(digest)
             if data is None:
                 raise PeerProtocolError(
                     f"document {digest[:8].hex()} of the manifest did not come",
@@ -153,11 +153,11 @@ class MemoryState:
                 )
             if len(data) != nbytes:
                 raise PeerProtocolError(f"document {digest[:8].hex()} has {len(data)} bytes")
-        fresh = [d for d in documents if self._shelf.get(d) is None]
+        fresh = [d for d in documents if self._store.get(d) is None]
         try:
             for digest in fresh:
-                self._shelf.put(now, digest, documents[digest])
-            return self._members.register(
+                self._store.put(now, digest, documents[digest])
+            return self._peers.register(
                 now,
                 record,
                 secret,
@@ -166,7 +166,7 @@ class MemoryState:
                 address=address,
             )
         except MxError:
-            self._shelf.discard(fresh)
+            self._store.discard(fresh)
             raise
         finally:
             self._publish()
@@ -175,7 +175,7 @@ class MemoryState:
         self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
     ) -> None:
         try:
-            self._members.heartbeat(
+            self._peers.heartbeat(
                 self.now(), source_id, secret, state, readers=readers, gb_per_s=gb_per_s
             )
         finally:
@@ -185,51 +185,51 @@ class MemoryState:
         self, source_id: str, secret: bytes, generation: int, held: Sequence[tuple[int, int]]
     ) -> None:
         try:
-            self._members.advertise(self.now(), source_id, secret, generation, held)
+            self._peers.advertise(self.now(), source_id, secret, generation, held)
         finally:
             self._publish()
 
     async def deregister(self, source_id: str, secret: bytes) -> None:
         try:
-            self._members.deregister(self.now(), source_id, secret)
+            self._peers.deregister(self.now(), source_id, secret)
         finally:
             self._publish()
 
     async def source(self, source_id: str) -> Listed:
         await self.tick()
-        return self._members.source(source_id)
+        return self._peers.source(source_id)
 
     async def sources(self, name: str = "") -> list[Listed]:
         await self.tick()
-        return self._members.sources(name)
+        return self._peers.sources(name)
 
     async def models(self) -> list[ModelSummary]:
         await self.tick()
-        return self._members.models()
+        return self._peers.models()
 
     async def resolve(self, name: str, revision: str, variant: str) -> Resolved:
         await self.tick()
-        return self._members.resolve(name, revision, variant)
+        return self._peers.resolve(name, revision, variant)
 
     async def tick(self) -> None:
         now = self.now()
-        self._members.tick(now)
+        self._peers.tick(now)
         self._publish()
-        self._shelf.sweep(now)
+        self._store.sweep(now)
 
     async def close(self) -> None:
         self._listeners.clear()
 
     def _publish(self) -> None:
-        changes = self._members.take_changes()
+        changes = self._peers.take_changes()
         if not changes:
             return
         now = self.now()
         for change in changes:
             if change.kind is not ChangeKind.GONE:
-                self._shelf.hold(change.record.ref.digests)
+                self._store.hold(change.record.ref.digests)
             if change.before is not None:
-                self._shelf.release(now, change.before.ref.digests)
+                self._store.release(now, change.before.ref.digests)
         for listener in self._listeners:
             listener(changes)
 

@@ -16,7 +16,7 @@ MOST_SOURCES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SourcePath:
     """One path to one source, as a transport offered it; over the network, one for each rail
     (None: whatever the kernel routes)."""
 
@@ -47,7 +47,7 @@ class Way:
 class Spare:
     """A way that works and is not used as long as the chosen ones do."""
 
-    way: Way
+    path: SourcePath
     reason: str
 
 
@@ -63,19 +63,19 @@ class Plan:
     """`chosen` are used at once, `spare` one after the other when those are lost; both best
     first. `rejected` can't be used at all."""
 
-    chosen: tuple[Way, ...]
+    chosen: tuple[SourcePath, ...]
     spare: tuple[Spare, ...]
     rejected: tuple[Rejected, ...]
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def paths(self) -> tuple[SourcePath, ...]:
         """All that work, best first."""
-        return (*self.chosen, *(spare.way for spare in self.spare))
+        return (*self.chosen, *(spare.path for spare in self.spare))
 
     @property
     def gb_per_s(self) -> float:
         """What the chosen ways should give together."""
-        return sum(way.gb_per_s for way in self.chosen)
+        return sum(path.gb_per_s for path in self.chosen)
 
     def shares(self, nbytes: int) -> tuple[int, ...]:
         """How much of `nbytes` each chosen way should carry: in proportion to its bandwidth, so
@@ -83,23 +83,23 @@ class Plan:
         total = self.gb_per_s
         if not self.chosen or total <= 0:
             return tuple(0 for _ in self.chosen)
-        parts = [int(nbytes * way.gb_per_s / total) for way in self.chosen]
+        parts = [int(nbytes * path.gb_per_s / total) for path in self.chosen]
         parts[0] += nbytes - sum(parts)
         return tuple(parts)
 
     def explain(self) -> list[str]:
-        lines = [f"{_way(way)}: chosen" for way in self.chosen]
-        lines += [f"{_way(spare.way)}: {spare.reason}" for spare in self.spare]
+        lines = [f"{_way(path)}: chosen" for path in self.chosen]
+        lines += [f"{_way(spare.path)}: {spare.reason}" for spare in self.spare]
         return lines + [
             f"{r.source.endpoint} not by {r.transport}: {r.reason}" for r in self.rejected
         ]
 
 
-def _way(way: Way) -> str:
+def _way(path: SourcePath) -> str:
     return (
-        f"{way.source.endpoint} by {way.label}, about {way.gb_per_s:g} GB/s"
-        + (", attach without a copy" if way.attach else "")
-        + (f" ({way.detail})" if way.detail else "")
+        f"{path.source.endpoint} by {path.label}, about {path.gb_per_s:g} GB/s"
+        + (", attach without a copy" if path.attach else "")
+        + (f" ({path.detail})" if path.detail else "")
     )
 
 
@@ -123,7 +123,7 @@ def plan(
     chosen that go through something else, and add enough to be worth it: others to its source,
     and, over the network, some to sources on other hosts.
     """
-    ways: list[Way] = []
+    paths: list[SourcePath] = []
     rejected: list[Rejected] = []
     for source in sources:
         for name in transports:
@@ -131,16 +131,16 @@ def plan(
             if isinstance(answer, str):
                 rejected.append(Rejected(source, name, answer))
             else:
-                ways += _ways(here, source, answer, attach)
-    ways.sort(key=_rank)
-    chosen: list[Way] = []
+                paths += _paths(here, source, answer, attach)
+    paths.sort(key=_rank)
+    chosen: list[SourcePath] = []
     spare: list[Spare] = []
-    for way in ways:
-        reason = why_not(way, chosen)
+    for path in paths:
+        reason = why_not(path, chosen)
         if reason is None:
-            chosen.append(way)
+            chosen.append(path)
         else:
-            spare.append(Spare(way, reason))
+            spare.append(Spare(path, reason))
     return Plan(tuple(chosen), tuple(spare), tuple(rejected))
 
 
@@ -152,7 +152,7 @@ def _ask(source: SourceRecord, name: str, reach: Reach, forced: str | None) -> P
     return reach(name, source.place)
 
 
-def _ways(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterator[Way]:
+def _paths(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterator[SourcePath]:
     found: list[Rail | None] = []
     if path.medium is Medium.NETWORK:
         found += rails(here, source.place)
@@ -165,7 +165,7 @@ def _ways(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterat
         elif path.medium is Medium.NETWORK and here.nics:
             # Whatever its interfaces are said to be, it comes by one of these.
             rate = min(rate, max(nic_gb_per_s(nic) for nic in here.nics))
-        yield Way(
+        yield SourcePath(
             source,
             path.transport,
             rate,
@@ -177,29 +177,29 @@ def _ways(here: Place, source: SourceRecord, path: Path, attach: bool) -> Iterat
         )
 
 
-def _rank(way: Way) -> tuple[object, ...]:
+def _rank(path: SourcePath) -> tuple[object, ...]:
     return (
-        way.source.state is not SourceState.SERVING,
-        not way.attach,
-        -way.gb_per_s,
-        way.source.source_id,
-        way.transport,
-        str(way.rail or ""),
-        way.rail.remote_address if way.rail else "",
+        path.source.state is not SourceState.SERVING,
+        not path.attach,
+        -path.gb_per_s,
+        path.source.source_id,
+        path.transport,
+        str(path.rail or ""),
+        path.rail.remote_address if path.rail else "",
     )
 
 
-def _why_not_another_source(way: Way, chosen: Sequence[Way]) -> str | None:
+def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
     """A second source is of use where what limits is its own way to the network."""
     best = chosen[0]
-    network = way.medium is best.medium is Medium.NETWORK and not best.attach
-    if not network or any(_host(other.source) == _host(way.source) for other in chosen):
-        nearer = "nearer" if best.gb_per_s > way.gb_per_s else "as near"
+    network = path.medium is best.medium is Medium.NETWORK and not best.attach
+    if not network or any(_host(other.source) == _host(path.source) for other in chosen):
+        nearer = "nearer" if best.gb_per_s > path.gb_per_s else "as near"
         return f"{best.source.endpoint} is {nearer}"
     if len({other.source.source_id for other in chosen}) >= MOST_SOURCES:
         return f"{MOST_SOURCES} sources are enough"
-    if way.source.state is not SourceState.SERVING:
-        return f"{way.source.endpoint} is draining"
+    if path.source.state is not SourceState.SERVING:
+        return f"{path.source.endpoint} is draining"
     return None
 
 
@@ -210,23 +210,23 @@ def _host(source: SourceRecord) -> tuple[str, int, str]:
     return (source.place.boot_id, source.place.net_namespace, host)
 
 
-def why_not(way: Way, chosen: Sequence[Way]) -> str | None:
+def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
     """Why a way is not used beside those that are, the best of them first; None if it is."""
     if not chosen:
         return None
     best = chosen[0]
-    if way.source.source_id not in {other.source.source_id for other in chosen}:
-        reason = _why_not_another_source(way, chosen)
+    if path.source.source_id not in {other.source.source_id for other in chosen}:
+        reason = _why_not_another_source(path, chosen)
         if reason is not None:
             return reason
     elif best.attach:
         return f"{best.label} attaches: there is nothing to move"
     for other in chosen:
-        if other.bottleneck == way.bottleneck:
-            faster = "faster" if other.gb_per_s > way.gb_per_s else "as fast"
+        if other.bottleneck == path.bottleneck:
+            faster = "faster" if other.gb_per_s > path.gb_per_s else "as fast"
             return f"{other.label} is {faster} over the same {other.medium.value}"
-    if Medium.NETWORK in (way.medium, best.medium) and way.medium is not best.medium:
+    if Medium.NETWORK in (path.medium, best.medium) and path.medium is not best.medium:
         return f"{best.label} does not leave the machine"
-    if way.gb_per_s < WORTH * best.gb_per_s:
+    if path.gb_per_s < WORTH * best.gb_per_s:
         return f"it would add less than {WORTH:.0%} to {best.label}"
     return None

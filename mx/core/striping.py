@@ -45,7 +45,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Lane:
+class Connection:
     """One session over one path, and what it is busy with."""
 
     source: str
@@ -57,83 +57,89 @@ class Lane:
     nbytes: int = 0  # of those
 
 
-def has_room(lane: Lane, chunk_nbytes: int) -> bool:
+def has_room(connection: Connection, chunk_nbytes: int) -> bool:
     """Should the lane be asked for more? Beyond half its depth only if it was seen to be fast:
     what a slow one holds is missing elsewhere."""
-    asked = len(lane.in_flight)
-    if asked < -(-lane.depth // 2):
+    asked = len(connection.in_flight)
+    if asked < -(-connection.depth // 2):
         return True
-    if asked >= lane.depth or not lane.pace.measured_nbytes:
+    if asked >= connection.depth or not connection.pace.measured_nbytes:
         return False
-    return lane.nbytes + chunk_nbytes <= lane.pace.bytes_per_s() * AHEAD_S
+    return connection.nbytes + chunk_nbytes <= connection.pace.bytes_per_s() * AHEAD_S
 
 
-def part_nbytes(lane: Lane, chunk_nbytes: int) -> int:
+def part_nbytes(connection: Connection, chunk_nbytes: int) -> int:
     """The most that a lane is asked for at once, by what was seen of it."""
-    if not lane.pace.measured_nbytes:
+    if not connection.pace.measured_nbytes:
         return chunk_nbytes
-    return min(max(int(lane.pace.bytes_per_s() * PART_S), BLOCK_BYTES), chunk_nbytes)
+    return min(max(int(connection.pace.bytes_per_s() * PART_S), BLOCK_BYTES), chunk_nbytes)
 
 
-def piece_nbytes(lane: Lane, chunk_nbytes: int) -> int:
+def piece_nbytes(connection: Connection, chunk_nbytes: int) -> int:
     """The smallest piece that is worth a read of its own on this lane."""
-    blocks = int(lane.pace.bytes_per_s() * PIECE_S) // BLOCK_BYTES
+    blocks = int(connection.pace.bytes_per_s() * PIECE_S) // BLOCK_BYTES
     return min(max(1, blocks) * BLOCK_BYTES, chunk_nbytes)
 
 
-def through_s(lane: Lane, chunk_nbytes: int) -> float:
+def through_s(connection: Connection, chunk_nbytes: int) -> float:
     """When the lane would be through with one more piece, counted from now."""
-    return (lane.nbytes + piece_nbytes(lane, chunk_nbytes)) / lane.pace.bytes_per_s()
+    return (
+        connection.nbytes + piece_nbytes(connection, chunk_nbytes)
+    ) / connection.pace.bytes_per_s()
 
 
-def is_first(lane: Lane, lanes: Collection[Lane], chunk_nbytes: int) -> bool:
+def is_first(
+    connection: Connection, connections: Collection[Connection], chunk_nbytes: int
+) -> bool:
     """Would no other lane, busy or not, be through with a piece sooner?"""
-    own_s = through_s(lane, chunk_nbytes)
-    return all(through_s(other, chunk_nbytes) >= own_s for other in lanes)
+    own_s = through_s(connection, chunk_nbytes)
+    return all(through_s(other, chunk_nbytes) >= own_s for other in connections)
 
 
-def budget(lane: Lane, lanes: Collection[Lane], left_nbytes: int) -> float:
+def budget(connection: Connection, connections: Collection[Connection], left_nbytes: int) -> float:
     """How many bytes more the lane may take for all to end together."""
-    total = sum(each.pace.bytes_per_s() for each in lanes)
-    work = left_nbytes + sum(each.nbytes for each in lanes)
-    return work * lane.pace.bytes_per_s() / total - lane.nbytes
+    total = sum(each.pace.bytes_per_s() for each in connections)
+    work = left_nbytes + sum(each.nbytes for each in connections)
+    return work * connection.pace.bytes_per_s() / total - connection.nbytes
 
 
-def rank(lane: Lane, lanes: Collection[Lane], chunk_nbytes: int) -> int:
+def rank(connection: Connection, connections: Collection[Connection], chunk_nbytes: int) -> int:
     """How many chunks the other lanes will have taken by the time this one is through with its
     next."""
-    own_s = (lane.nbytes + chunk_nbytes) / lane.pace.bytes_per_s()
+    own_s = (connection.nbytes + chunk_nbytes) / connection.pace.bytes_per_s()
     found = 0
-    for other in lanes:
-        if other is not lane:
+    for other in connections:
+        if other is not connection:
             chunks = (other.pace.bytes_per_s() * own_s - other.nbytes) / chunk_nbytes
             found += max(0, -int(-chunks // 1) - 1)
     return found
 
 
 def is_late(
-    lane: Lane,
-    others: Sequence[Lane],
+    connection: Connection,
+    others: Sequence[Connection],
     left_nbytes: int,
     now_s: float,
-    landed_nbytes: Callable[[Lane], int],
+    landed_nbytes: Callable[[Connection], int],
 ) -> bool:
     """Could the others, who may read what it reads, do its work `LATE_FACTOR` times before it is
     through, after all else that is left, or, if it has slowed down, before that? Then early layers
     wait for it. `landed_nbytes` says how much of what a lane was asked for has landed."""
-    oldest = next(iter(lane.in_flight.values()), now_s)
+    oldest = next(iter(connection.in_flight.values()), now_s)
     if not others or now_s - oldest < LATE_S:
         return False
 
-    def rate(each: Lane) -> float:
+    def rate(each: Connection) -> float:
         if not each.in_flight:
             return each.pace.bytes_per_s()
         return max(each.pace.now_bytes_per_s(now_s, landed_nbytes(each)), 1.0)
 
-    work = left_nbytes + lane.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
-    own_rate = rate(lane)
-    if lane.pace.measured_nbytes and own_rate < SLOWED * lane.pace.bytes_per_s():
-        work = lane.nbytes
+    work = (
+        left_nbytes + connection.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
+    )
+    own_rate = rate(connection)
+    if connection.pace.measured_nbytes and own_rate < SLOWED * connection.pace.bytes_per_s():
+        work = connection.nbytes
     # A block at least: the last bytes of one that has stopped would else seem near for ever.
-    own_s = max(lane.nbytes - landed_nbytes(lane), BLOCK_BYTES) / own_rate
+    own_s = max(connection.nbytes - landed_nbytes(connection), BLOCK_BYTES) / own_rate
     return own_s > LATE_FACTOR * work / sum(map(rate, others))

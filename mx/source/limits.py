@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mx.core.grants import GrantBook, GrantBounds, Principal
 from mx.core.limits import Bounds, Retries, TokenBucket, grant_share, slice_nbytes
-from mx.core.metering import Meter
+from mx.core.meter import Meter
 
 UNBOUNDED = Bounds()
 #: A reader takes about so many of a source's descriptors: its control connection, and two streams

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from mx.core.types import SourceRecord
 from mx.source.model import HeldModel
+from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
-from mx.wire.talk import Talk
 
 
-class Mingler(Protocol):
+class Participant(Protocol):
     """A source's part in a swarm."""
 
     def watch(
@@ -28,7 +28,7 @@ class Mingler(Protocol):
     def closed(self, reader_id: str) -> None:
         """One of its leases has ended."""
 
-    async def mingle(self, record: SourceRecord, have: bytes, talk: Talk) -> None:
+    async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
         """Talk to one that greets, until the talk ends."""
 
     def end(self) -> None:
@@ -41,7 +41,7 @@ class Served:
 
     held: HeldModel
     exposures: dict[str, Exposure]
-    mingler: Mingler
+    participant: Participant
     #: Earlier ones, that readers have grants of.
     retired: list[Exposure] = field(default_factory=list)
     #: The generation that has taken this one's place; 0: none has.

@@ -17,12 +17,12 @@ from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.runtime import in_thread, uncut
 from mx.source.endpoint import dialled_host, require_dialable
-from mx.source.exposing import expose, withdraw
+from mx.source.exposures import expose, withdraw
 from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
-from mx.source.seeding import Seeding
-from mx.source.served import Mingler, Served
+from mx.source.served import Participant, Served
 from mx.source.service import PeerServicer
+from mx.swarm.origin import Origin
 from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport
 from mx.wire.address import join_address, split_address
 from mx.wire.client import CoordinatorClient
@@ -121,15 +121,15 @@ class SourceServer:
             asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
         )
 
-    async def offer(self, held: HeldModel, mingler: Mingler | None = None) -> None:
+    async def offer(self, held: HeldModel, participant: Participant | None = None) -> None:
         """Expose a model; from now on the Peer service describes it and grants reads. `mingler`
         is its part in a swarm, that of an origin if None."""
         with trace.span("serve.expose", model=str(held.key)):
             exposures = await in_thread(self._expose, held)
             grid = held.manifest.grid
-            served = Served(held, exposures, mingler or Seeding(len(grid), grid.chunk_nbytes))
+            served = Served(held, exposures, participant or Origin(len(grid), grid.chunk_nbytes))
             counts, source_id = self._servicer.counts, held.source_id
-            served.mingler.watch(
+            served.participant.watch(
                 lambda name, address: counts.nbytes(source_id, name, address),
                 lambda name, change: self._limits.trades(Principal("", "", name), change),
             )
@@ -265,7 +265,7 @@ class SourceServer:
             log.debug("not deregistered, the lease will end it: %s", error)
 
     async def _free(self, served: Served) -> None:
-        served.mingler.end()
+        served.participant.end()
         timeout_s = 2 * self.options.stall_timeout_s
         await in_thread(withdraw, served.all_exposures(), timeout_s)
         if not served.held.borrowed:
@@ -317,8 +317,8 @@ class SourceServer:
             return False
         # Whoever only talks has nothing to finish.
         for served in self._servicer.models.values():
-            served.mingler.end()
-        return await self._until(lambda: not self._servicer.talks, grace_s)
+            served.participant.end()
+        return await self._until(lambda: not self._servicer.streams, grace_s)
 
     @staticmethod
     async def _until(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -344,7 +344,7 @@ class SourceServer:
             await client.close()
         self.registered = False
         for served in self._servicer.models.values():
-            served.mingler.end()
+            served.participant.end()
         if self._listening is not None:
             endpoint, listening, self._listening = self.endpoint, self._listening, None
             await listening.stop(_LAST_WORDS_S)

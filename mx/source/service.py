@@ -15,14 +15,14 @@ from mx.core.leases import LeaseBook, ReaderLease
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.log import event
+from mx.source.counts import ReadCounts
 from mx.source.limits import SourceLimits
-from mx.source.reading import ReadCounts
 from mx.source.requests import answer, check_open, first_message, principal_of
 from mx.source.served import Served
+from mx.swarm.stream import PeerStream
 from mx.transport import Sending
 from mx.wire.address import address_of_peer
 from mx.wire.rows import rows_to_wire
-from mx.wire.talk import Talk
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.leases = LeaseBook(lease_s)
         self.limits = limits or SourceLimits(report_s=lease_s / 4)
         self.counts = ReadCounts()
-        self.talks = 0  # that are going on
+        self.streams = 0  # that are going on
         self.state = SourceState.SERVING
         self._record_of = record_of
         self._clock = clock
@@ -126,9 +126,9 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                     reader_id,
                     [exposure for exposure in sending if isinstance(exposure, Sending)],
                 )
-            gated = bool(reader_id) and served.mingler.opened(reader_id)
+            coordinated = bool(reader_id) and served.participant.opened(reader_id)
             counted = bool(reader_id)
-            if gated:
+            if coordinated:
                 self._end_solitude(held.source_id)
             elif counted:
                 self._alone[grant_id] = held.source_id
@@ -147,7 +147,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 generation=held.generation,
                 tickets=tickets,
                 region_nbytes=[region.view.nbytes for region in held.regions()],
-                gated=gated,
+                coordinated=coordinated,
                 max_bytes_per_s=self.limits.share(grant_id),
             )
             await answer(context, peer_pb2.OpenEvent(granted=granted))
@@ -185,7 +185,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             self.limits.closed(grant_id)
             self.counts.closed(grant_id)
             if counted:
-                served.mingler.closed(reader_id)
+                served.participant.closed(reader_id)
             for exposure in served.all_exposures():
                 exposure.revoke(grant_id)
             if pump is not None:
@@ -193,7 +193,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 pump.cancel()
                 await asyncio.gather(pump, return_exceptions=True)
 
-    async def Mingle(
+    async def Trade(
         self, request_iterator: AsyncIterator[peer_pb2.SwarmMessage], context: Any
     ) -> None:
         first = await first_message(request_iterator)
@@ -212,17 +212,17 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             return await anext(request_iterator, None)
 
         address = address_of_peer(context.peer())
-        talk = Talk(record.endpoint, hear, context.write, address=address)
+        stream = PeerStream(record.endpoint, hear, context.write, address=address)
         principal = principal_of(context, record.source_id)
-        self.talks += 1
+        self.streams += 1
         self.limits.trades(principal, +1)
         try:
             if self.limits.full_for(principal):  # what use were it to ask for chunks?
-                await talk.refuse()
+                await stream.refuse()
                 return
-            await served.mingler.mingle(record, first.hello.have, talk)
+            await served.participant.trade(record, first.hello.have, stream)
         finally:
-            self.talks -= 1
+            self.streams -= 1
             self.limits.trades(principal, -1)
 
     # -- the source's side ----------------------------------------------------------------------
@@ -249,7 +249,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self._tell([lease.grant_id for lease in self.leases.of_source(source_id)], event)
         for exposure in served.all_exposures():
             exposure.set_generation(served.newer)
-        served.mingler.end()
+        served.participant.end()
 
     def out(self, source_id: str) -> bool:
         """May a reader still believe what it reads of this source?"""
@@ -271,7 +271,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         grants = [grant for grant, read in self._alone.items() if read == source_id]
         for grant_id in grants:
             del self._alone[grant_id]
-        self._tell(grants, peer_pb2.OpenEvent(gated=peer_pb2.Gated()))
+        self._tell(grants, peer_pb2.OpenEvent(coordinated=peer_pb2.Coordinated()))
 
     def _tell(self, grant_ids: Iterable[str], event: peer_pb2.OpenEvent) -> None:
         for grant_id in grant_ids:

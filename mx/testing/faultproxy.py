@@ -184,14 +184,14 @@ class FaultProxy:
             self._spawn(self._pump, far, near, self.down, done)
 
     def _pump(
-        self, source: socket.socket, sink: socket.socket, way: Direction, done: threading.Barrier
+        self, source: socket.socket, sink: socket.socket, path: Direction, done: threading.Barrier
     ) -> None:
         passage, ended = _Passage(), False
         with contextlib.suppress(OSError):
             while not ended and (data := source.recv(_BUFFER_BYTES)):
-                changed, ended = way._apply(passage, data)
+                changed, ended = path._apply(passage, data)
                 sink.sendall(changed)
-                way.passed_nbytes += len(changed)
+                path.passed_nbytes += len(changed)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR if ended else socket.SHUT_WR)
         # Both directions must be through with a socket before it is closed.

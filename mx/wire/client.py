@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from mx import codec
-from mx.core.pulls import PullStatus
+from mx.core.progress import PullStatus
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     CoordinatorError,
@@ -22,7 +22,7 @@ from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.listing import Lists, ModelStatus, SourceStatus
-from mx.wire.progress import Tell, pull_from_wire, telling
+from mx.wire.progress import Report, pull_from_wire, reporting
 from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub
 from mx.wire.tls import diagnosing
@@ -336,9 +336,9 @@ class CoordinatorClient:
             messages = [pull async for page in call for pull in page.pulls]
         return self._lists.read("pull", messages, pull_from_wire)
 
-    def telling(self) -> AbstractAsyncContextManager[Tell]:
+    def reporting(self) -> AbstractAsyncContextManager[Report]:
         """Tell how far a pull is; see `mx.wire.progress.telling`."""
-        return telling(self._stub, self.remote, self._timeout_s)
+        return reporting(self._stub, self.remote, self._timeout_s)
 
     async def fetch(
         self, refs: Sequence[tuple[bytes, int]], *, timeout_s: float = 30.0

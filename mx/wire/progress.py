@@ -1,4 +1,4 @@
-"""`mx.core.pulls` <-> protobuf, checked as `mx.codec` does, and the stream that carries it."""
+"""`mx.core.progress` <-> protobuf, checked as `mx.codec` does, and the stream that carries it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mx.codec import (
     rate_from_wire,
     source_id_from_wire,
 )
-from mx.core.pulls import PullPhase, PullStatus
+from mx.core.progress import PullPhase, PullStatus
 from mx.errors import ConfigError, CoordinatorError, PeerProtocolError
 from mx.wire.address import split_address
 from mx.wire.channel import Remote, cut, translating
@@ -21,7 +21,7 @@ from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
 
 #: Says how far a pull is.
-Tell = Callable[[PullStatus], Awaitable[None]]
+Report = Callable[[PullStatus], Awaitable[None]]
 
 MAX_LAYERS = 1 << 16
 MAX_SOURCES = 16
@@ -95,14 +95,14 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
 
 
 @asynccontextmanager
-async def telling(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator[Tell]:
+async def reporting(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator[Report]:
     """Tell a coordinator how far a pull is: call what this yields, at most once a second. The end
     of the block is the pull's. Raises CoordinatorError where it does not hear or answer, and what
     it refuses with."""
     call = stub.Progress()
     deaf = CoordinatorError(f"the coordinator at {remote.address} hears of no progress")
 
-    async def tell(status: PullStatus) -> None:
+    async def report(status: PullStatus) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await call.write(pb.ProgressRequest(pull=pull_to_wire(status)))
@@ -112,7 +112,7 @@ async def telling(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator
 
     try:
         with translating(remote):
-            yield tell
+            yield report
             async with asyncio.timeout(timeout_s):
                 await call.done_writing()
                 await call

@@ -35,7 +35,7 @@ from mx.transport import (
     Viable,
 )
 from mx.transport import (
-    Path as Way,
+    Path as SourcePath,
 )
 from tests.chaos import inside
 
@@ -64,7 +64,7 @@ class _Remembering:
     def probe(self) -> Viable | Unavailable:
         return self._inner.probe()
 
-    def reach(self, here: Place, there: Place) -> Way | None:
+    def reach(self, here: Place, there: Place) -> SourcePath | None:
         return self._inner.reach(here, there)
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:

@@ -79,11 +79,11 @@ class Wire:
     for_s: float = 0.0
 
     def __str__(self) -> str:
-        way = "from" if self.towards_target else "to"
+        path = "from" if self.towards_target else "to"
         times = "once" if self.once else "each time"
         if self.damage in (Damage.STALL, Damage.RESET):
-            return f"{self.damage} {way} {self.peer} at {self.after_s:.3f} s, {self.for_s:.3f} s"
-        return f"{self.damage} {way} {self.peer} at byte {self.offset}, {times}"
+            return f"{self.damage} {path} {self.peer} at {self.after_s:.3f} s, {self.for_s:.3f} s"
+        return f"{self.damage} {path} {self.peer} at byte {self.offset}, {times}"
 
 
 @dataclass(frozen=True)

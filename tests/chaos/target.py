@@ -67,7 +67,7 @@ def explain(loop: runtime.LoopThread) -> None:
     objects = Counter(
         f"{type(item).__module__}.{type(item).__qualname__}" for item in gc.get_objects()
     )
-    known = {k: n for k, n in objects.items() if k.startswith(("grpc.aio", "mx.puller", "mx.wire"))}
+    known = {k: n for k, n in objects.items() if k.startswith(("grpc.aio", "mx.target", "mx.wire"))}
     tell(event="explained", tasks=loop.run(tasks()), objects=known)
 
 
@@ -137,7 +137,7 @@ class Target:
             self._tcp.wires = self._wires
             if any(wire.peer == COORDINATOR for wire in wires):
                 host, _, port = coordinator.rpartition(":")
-                host, at = self._wires.by_way(COORDINATOR, (host, int(port)))
+                host, at = self._wires.by_path(COORDINATOR, (host, int(port)))
                 coordinator = f"{host}:{at}"
         self._pull = pull = api.pull(
             command["model"],

@@ -45,7 +45,7 @@ class Wires:
             elif wire.damage is Damage.RESET:
                 self._later(wire.after_s, self._reset, wire)
 
-    def by_way(self, peer: str, address: tuple[str, int]) -> tuple[str, int]:
+    def by_path(self, peer: str, address: tuple[str, int]) -> tuple[str, int]:
         """Where to dial instead. `peer` is the source's endpoint, or COORDINATOR."""
         name = self._names.get(peer, peer)
         with self._lock:
@@ -82,16 +82,16 @@ class Wires:
             proxy.down.throttle(self._mbyte_per_s * 1e6)
 
     def _damage(self, proxy: FaultProxy, wire: Wire) -> None:
-        way = _way(proxy, wire)
+        path = _way(proxy, wire)
         match wire.damage:
             case Damage.FLIP:
-                way.flip(wire.offset, once=wire.once)
+                path.flip(wire.offset, once=wire.once)
             case Damage.TRUNCATE:
-                way.truncate(wire.offset, once=wire.once)
+                path.truncate(wire.offset, once=wire.once)
             case Damage.GARBAGE:
-                way.garbage(wire.offset, once=wire.once)
+                path.garbage(wire.offset, once=wire.once)
             case Damage.STALL if wire in self._stalled:
-                way.stall()
+                path.stall()
             case _:
                 pass
 
@@ -145,7 +145,7 @@ class Through:
             ticket = frames.decode_ticket(grant.ticket, grant.peer)
             listed = ticket.fields["addresses"]
             assert isinstance(listed, list)
-            by_way = [list(wires.by_way(grant.peer, (host, port))) for host, port in listed]
-            ticket = replace(ticket, fields={**ticket.fields, "addresses": by_way})
+            by_path = [list(wires.by_path(grant.peer, (host, port))) for host, port in listed]
+            ticket = replace(ticket, fields={**ticket.fields, "addresses": by_path})
             grant = replace(grant, ticket=ticket.encode())
         return self._inner.open(grant)

@@ -7,7 +7,7 @@ from mx.testing.conformance import Kind
 from tests.contract import gpu_rig
 
 #: Transport, memory, the source's device, the reader's.
-WAYS = {
+PATHS = {
     "memfd to GPU": ("pcie_p2p", Kind.SEALED, "cpu", "0"),
     "process to GPU": ("pcie_p2p", Kind.ANONYMOUS, "cpu", "0"),
     "GPU to host": ("pcie_p2p", Kind.GPU, "0", "cpu"),
@@ -16,10 +16,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", conformance.RULES)
-def test_pcie_p2p(rule: str, way: str) -> None:
-    name, kind, there, here = WAYS[way]
+def test_pcie_p2p(rule: str, path: str) -> None:
+    name, kind, there, here = PATHS[path]
     with gpu_rig.gpus(peers=name != "pcie_without_peers") as driver:
         if driver.device_count() < 2 and {here, there} == {"0", "1"}:
             pytest.skip("one GPU only")

@@ -3,7 +3,7 @@ asks for slots, accepts offers, and reads nothing.
 
     python -m tests.integration.hogging --coordinator HOST:PORT [--ids N] [--streams N] [--mute]
 
-It prints one JSON object a line: {"told": "go" | "busy" | …, "source": ENDPOINT, "id": ID,
+It prints one JSON object a line: {"told": "allow" | "reject" | …, "source": ENDPOINT, "id": ID,
 "chunk": N} for what a source says, {"left": ENDPOINT, "id": ID} where a source ends a stream.
 Sources that start later are attacked as well.
 """
@@ -82,7 +82,7 @@ class Hog:
                 await asyncio.sleep(AGAIN_S)
 
     async def _stream(self, stub: Stub, record: SourceRecord) -> None:
-        call = stub.Mingle()
+        call = stub.Trade()
         own = replace(
             record,
             source_id=self.own_id,
@@ -91,14 +91,14 @@ class Hog:
         )
         hello = peer_pb2.Hello(source_id=record.source_id, own=codec.source_to_wire(own))
         await call.write(peer_pb2.SwarmMessage(hello=hello))
-        await call.write(peer_pb2.SwarmMessage(gated=True))
+        await call.write(peer_pb2.SwarmMessage(coordinated=True))
         asking = asyncio.create_task(self._ask(call))
         try:
             while isinstance(message := await call.read(), peer_pb2.SwarmMessage):
                 kind = message.WhichOneof("message")
-                if kind == "offer" and not self._mute:
-                    await call.write(peer_pb2.SwarmMessage(ask=message.offer))
-                if kind in ("go", "busy"):
+                if kind == "suggest" and not self._mute:
+                    await call.write(peer_pb2.SwarmMessage(request=message.suggest))
+                if kind in ("allow", "reject"):
                     chunk = getattr(message, kind)
                     tell(told=kind, source=record.endpoint, id=self.own_id, chunk=chunk)
         finally:
@@ -109,8 +109,8 @@ class Hog:
         chunk = 0
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while not self._mute:
-                await call.write(peer_pb2.SwarmMessage(ask=chunk % 8))
-                await call.write(peer_pb2.SwarmMessage(want=True))
+                await call.write(peer_pb2.SwarmMessage(request=chunk % 8))
+                await call.write(peer_pb2.SwarmMessage(interested=True))
                 chunk += 1
                 await asyncio.sleep(0.2)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from mx import api, config, registry, runtime
+from mx import api, config, plugins, runtime
 from mx.core.topology import Nic
 from mx_transports._tcp_source import TcpExposure
 from tests.integration.lying import held_model
@@ -28,7 +28,7 @@ def serve(coordinator: str, host: str, lies: Mapping[str, Any]) -> None:
     settings = config.load(environ={"HOME": "/nonexistent"})
     options = replace(api.source_options(settings), listen=f"{host}:0", insecure=True)
     loop = runtime.acquire()
-    server = loop.run(api.start_source(options, registry.transports()))
+    server = loop.run(api.start_source(options, plugins.transports()))
     place = dict(lies.get("place", {}))
     if "nics" in place:
         nics = [Nic(**nic) for nic in place["nics"]]

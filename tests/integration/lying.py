@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mx import api, config, registry, runtime
+from mx import api, config, plugins, runtime
 from mx.core import manifest as manifests
 from mx.core.digest import chunk_digest
 from mx.core.types import ChunkGrid, Chunking, ModelKey, Packaging
@@ -78,7 +78,7 @@ def offering(held: HeldModel, coordinator: str) -> Iterator[str]:
     loop = runtime.acquire()
     try:
         options = api.source_options(config.load(environ={"HOME": "/nonexistent"}))
-        server = loop.run(api.start_source(options, registry.transports()))
+        server = loop.run(api.start_source(options, plugins.transports()))
         try:
             loop.run(api.offer(server, held, coordinator))
             yield server.endpoint

@@ -75,13 +75,13 @@ def test_unknown_model(run: Run, coordinator: str) -> None:
 
 
 def test_no_coordinator(run: Run, checkpoint: Path) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
+    none_opened = f"127.0.0.1:{free_port()}"
     for arguments in (
-        ("pull", "m", "--coordinator", nobody, "--json"),
-        ("serve", str(checkpoint), "--model", "m", "--coordinator", nobody, "--json"),
-        ("models", "--coordinator", nobody, "--json"),
+        ("pull", "m", "--coordinator", none_opened, "--json"),
+        ("serve", str(checkpoint), "--model", "m", "--coordinator", none_opened, "--json"),
+        ("models", "--coordinator", none_opened, "--json"),
     ):
-        failed(run(*arguments), EXIT_NO_SOURCE, nobody, "mx-coordinator")
+        failed(run(*arguments), EXIT_NO_SOURCE, none_opened, "mx-coordinator")
 
 
 def test_a_source_that_died_just_now(run: Run, coordinator: str, checkpoint: Path) -> None:
@@ -144,7 +144,7 @@ def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint:
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
         next(pull.layers())
         by_endpoint = {source.json()["endpoint"]: source for source in sources}
-        first = pull._puller._engine.lanes[0].peer  # type: ignore[union-attr]
+        first = pull._job._transfer.lanes[0].peer  # type: ignore[union-attr]
         by_endpoint[first].signal(signal.SIGKILL)
         report = pull.wait(30)
         assert same(pull.state_dict(), load_file(large_checkpoint))

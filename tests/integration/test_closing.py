@@ -51,20 +51,20 @@ def is_free(buffer: bytearray) -> bool:
     return True
 
 
-WAYS: dict[str, dict[str, Any]] = {
+PATHS: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "tcp": {"transport": "tcp"},
     "strong": {"verify": "strong"},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("model", ["m", "slow"])
 def test_the_callers_buffer_is_free_once_the_pull_is_closed(
-    served: str, uncollected: None, model: str, way: str
+    served: str, uncollected: None, model: str, path: str
 ) -> None:
     buffer = bytearray(ROOM_BYTES)
-    pull = api.pull(model, coordinator=served, into=memoryview(buffer), **WAYS[way])
+    pull = api.pull(model, coordinator=served, into=memoryview(buffer), **PATHS[path])
     if model == "m":
         pull.wait(60)
         assert not is_free(buffer)
@@ -103,7 +103,7 @@ def test_memory_of_mxs_own_is_free_once_the_pull_is_closed(
     pull = api.pull("m", coordinator=served, **options)
     pull.wait(60)
     mapping = weakref.ref(pull.buffer().obj)
-    arena = pull._puller.arena
+    arena = pull._job.arena
     assert arena is not None
     memory = [mapping, weakref.ref(host_view(arena.view).obj)]
     if "hold" in options:

@@ -238,12 +238,12 @@ async def test_garbage_on_the_port_does_no_harm() -> None:
 async def foreign_server(answer: bytes | None) -> AsyncIterator[str]:
     """Something that is not gRPC: says `answer` to whoever connects, or nothing at all."""
 
-    talks: set[asyncio.Task[None]] = set()
+    streams: set[asyncio.Task[None]] = set()
 
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        talks.add(task)
+        streams.add(task)
         try:
             if answer is not None:
                 writer.write(answer)
@@ -254,13 +254,13 @@ async def foreign_server(answer: bytes | None) -> AsyncIterator[str]:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    server = await asyncio.start_server(stream, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         # Who connected may still be on the way out, on a busy machine.
-        for task in talks:
+        for task in streams:
             task.cancel()
-        await asyncio.gather(*talks, return_exceptions=True)
+        await asyncio.gather(*streams, return_exceptions=True)
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ SERVICE = "/mx.wire.v1.Coordinator/"
 
 _IMPATIENT = """
 import sys
-import mx.coordinator.pulls, mx.coordinator.service, mx.wire.server
+import mx.coordinator.progress, mx.coordinator.service, mx.wire.server
 from mx.coordinator.daemon import Options, run
 mx.wire.server.FIRST_MESSAGE_S = 1.0
-mx.coordinator.service._SILENT_S = mx.coordinator.pulls.SILENT_S = 3.0
+mx.coordinator.service._SILENT_S = mx.coordinator.progress.SILENT_S = 3.0
 sys.exit(run(Options(listen="127.0.0.1:0", lease_s=0.25)))
 """
 

@@ -19,8 +19,8 @@ from mx import codec
 from mx.coordinator.daemon import Coordinator
 from mx.coordinator.state import MemoryState, open_state
 from mx.core.digest import document_digest
-from mx.core.membership import Limits
-from mx.core.pulls import PullPhase, PullStatus
+from mx.core.progress import PullPhase, PullStatus
+from mx.core.registry import Limits
 from mx.core.types import ModelKey, SourceState
 from mx.errors import (
     CapacityError,
@@ -378,7 +378,7 @@ def a_pull(number: int = 1, **changes: Any) -> PullStatus:
 async def test_a_pull_that_tells_how_far_it_is_can_be_seen() -> None:
     async with coordinator() as client:
         assert await client.list_pulls() == []
-        async with client.telling() as tell:
+        async with client.reporting() as tell:
             await tell(a_pull())
             await tell(a_pull(done_bytes=50, ready=0b11))
             while [pull.done_bytes for pull in await client.list_pulls()] != [50]:
@@ -392,7 +392,7 @@ async def test_a_pull_that_tells_how_far_it_is_can_be_seen() -> None:
 async def test_a_pull_that_is_cut_off_has_failed() -> None:
     async with coordinator() as client:
         with pytest.raises(KeyError):
-            async with client.telling() as tell:
+            async with client.reporting() as tell:
                 await tell(a_pull())
                 while not await client.list_pulls():
                     await asyncio.sleep(0.01)
@@ -403,15 +403,15 @@ async def test_a_pull_that_is_cut_off_has_failed() -> None:
 
 async def test_who_tells_nonsense_or_of_anothers_pull_is_refused() -> None:
     async with coordinator() as client:
-        async with client.telling() as tell:
+        async with client.reporting() as tell:
             await tell(a_pull())
             while not await client.list_pulls():
                 await asyncio.sleep(0.01)
             with pytest.raises(NotAllowedError):
-                async with client.telling() as tell_too:
+                async with client.reporting() as tell_too:
                     await tell_too(a_pull())
             with pytest.raises((CoordinatorError, PeerProtocolError)):
-                async with client.telling() as tell_nonsense:
+                async with client.reporting() as tell_nonsense:
                     await tell_nonsense(a_pull(2, done_bytes=101))
         assert len(await client.list_pulls()) == 1
 
@@ -422,7 +422,7 @@ async def test_many_pulls_come_in_pages() -> None:
         for each in clients:
             stack.push_async_callback(each.close)
         for number in range(400):
-            tell = await stack.enter_async_context(clients[number % 2].telling())
+            tell = await stack.enter_async_context(clients[number % 2].reporting())
             await tell(a_pull(number, layers=1 << 16, ready=(1 << (1 << 16)) - 1))
         while len(await client.list_pulls()) < 400:
             await asyncio.sleep(0.01)

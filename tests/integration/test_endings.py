@@ -25,9 +25,9 @@ from mx.errors import (
     PeerProtocolError,
     PeerTimeoutError,
 )
-from mx.puller.lease import Lease
-from mx.puller.locate import Locator
-from mx.puller.options import PullOptions
+from mx.target.lease import Lease
+from mx.target.locator import Locator
+from mx.target.options import PullOptions
 from mx.wire.channel import dial
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
@@ -118,9 +118,9 @@ def test_what_is_held_is_lost_neither_with_its_source_nor_with_its_failure(
     serve(run, checkpoint, "m", coordinator)
     expected = load_file(checkpoint)
     listed = api.list_sources("m", coordinator=coordinator)
-    nobody = f"127.0.0.1:{free_port()}"
+    none_opened = f"127.0.0.1:{free_port()}"
     peer = listed[0].record.endpoint
-    with api.pull("m", peer=peer, coordinator=nobody, hold=True) as pull:
+    with api.pull("m", peer=peer, coordinator=none_opened, hold=True) as pull:
         pull.wait(30)
         with pytest.raises(CoordinatorError):
             pull.hold()

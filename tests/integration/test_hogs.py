@@ -16,13 +16,13 @@ from typing import Any
 import grpc
 import pytest
 
-from mx import registry
+from mx import plugins
 from mx.core.grants import MOST_PER_CONNECTION
 from mx.errors import EXIT_OK, PeerBusyError
-from mx.puller.links import Links, plan_ways
-from mx.puller.locate import Locator
-from mx.puller.options import PullOptions
-from mx.puller.planning import target_place
+from mx.target.connector import Connector, plan_paths
+from mx.target.locator import Locator
+from mx.target.options import PullOptions
+from mx.target.planning import target_place
 from mx.wire.v1 import peer_pb2
 from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer
@@ -195,16 +195,18 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
     """As by a pull that first verifies what an earlier one has left."""
     endpoint, _ = serve(coordinator, "--max-readers", "1")
     options = PullOptions("m", coordinator=coordinator, transport="tcp")
-    place, transports = target_place(options), registry.transports()
+    place, transports = target_place(options), plugins.transports()
 
     async def main() -> None:
         locator = Locator(options)
-        links = Links(options, place, transports, lambda error: None)
+        connector = Connector(options, place, transports, lambda error: None)
         hog = Hog(endpoint, "m")
         try:
-            (way,) = plan_ways(options, place, transports, (await locator.locate()).sources).chosen
-            links.begin([way])
-            first = await links._begun[way]
+            (path,) = plan_paths(
+                options, place, transports, (await locator.locate()).sources
+            ).chosen
+            connector.begin([path])
+            first = await connector._begun[path]
             stub = hog.stub()
             async with asyncio.timeout(120):
                 while (call := hog.open(stub)) and await asyncio.to_thread(answer, call) == "busy":
@@ -216,13 +218,13 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
             async with asyncio.timeout(120):
                 while True:  # until the source has seen that the hog is gone
                     with contextlib.suppress(PeerBusyError):
-                        link = await links.open(way, 1)
+                        opened = await connector.open(path, 1)
                         break
                     await asyncio.sleep(0.2)
-            assert link is not first[0] and link.lease.check() is None
+            assert opened is not first[0] and opened.lease.check() is None
         finally:
             hog.end()
-            await links.close()
+            await connector.close()
             await locator.close()
 
     asyncio.run(main())

@@ -120,10 +120,10 @@ def test_a_claim_to_be_here_ranks_no_better_than_the_network(site: Site, run_in:
     place = {**as_if_in(site, "target"), "nics": [fast_nic(site.address("liar"))]}
     liar = site.serve("liar", place=place, source_id=FIRST_ID)
     planned = run_in("target", "plan", "m", *site.options).json(END_S)
-    ways = {(path["source"], path["transport"]): path for path in planned["paths"]}
-    assert ways[liar, "shm"]["use"] == "impossible"
+    paths = {(path["source"], path["transport"]): path for path in planned["paths"]}
+    assert paths[liar, "shm"]["use"] == "impossible"
     assert not any(path.get("attach") for path in planned["paths"])
-    assert ways[liar, "tcp"]["gb_per_s"] <= ways[honest, "tcp"]["gb_per_s"]
+    assert paths[liar, "tcp"]["gb_per_s"] <= paths[honest, "tcp"]["gb_per_s"]
     pull = run_in("target", "pull", "m", *site.options)
     report = pull.json(END_S)
     assert pull.wait(END_S) == EXIT_OK

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
-from mx import registry
+from mx import plugins
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
 from mx.testing.hosts import Hosts, Link, unavailable
 from mx.transport import Unavailable
@@ -32,7 +32,7 @@ END_S = 60.0
 
 def transport(name: str) -> Any:
     """A parameter that is skipped where the transport does not work."""
-    viable = registry.transports()[name].probe()
+    viable = plugins.transports()[name].probe()
     reason = viable.reason if isinstance(viable, Unavailable) else ""
     return pytest.param(name, marks=pytest.mark.skipif(bool(reason), reason=reason))
 

@@ -151,10 +151,10 @@ def test_identity_pins(run: Run, coordinator: str, checkpoint: Path) -> None:
 
 def test_a_peer_is_enough(run: Run, coordinator: str, checkpoint: Path) -> None:
     endpoint = serve(run, checkpoint, "m", coordinator).json()["endpoint"]
-    nobody = f"127.0.0.1:{free_port()}"
-    with api.pull("m", peer=endpoint, coordinator=nobody) as pull:
+    none_opened = f"127.0.0.1:{free_port()}"
+    with api.pull("m", peer=endpoint, coordinator=none_opened) as pull:
         assert same(pull.state_dict(), load_file(checkpoint))
-    with api.pull("other", peer=endpoint, coordinator=nobody) as pull:
+    with api.pull("other", peer=endpoint, coordinator=none_opened) as pull:
         error = error_of(pull)
     assert isinstance(error, UnknownModelError)
     assert "nothing of that name" in str(error)

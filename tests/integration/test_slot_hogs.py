@@ -30,7 +30,7 @@ class Hogging(HostCommand):
 
     def slots(self) -> int:
         """How many slots they were given so far."""
-        return sum(line.get("told") == "go" for line in self.told())
+        return sum(line.get("told") == "allow" for line in self.told())
 
     def taken_back(self) -> set[tuple[str, str, int]]:
         """Slots that were given, by (source, id, chunk), and taken back."""
@@ -40,7 +40,7 @@ class Hogging(HostCommand):
             if "told" not in line:
                 continue
             slot = line["source"], line["id"], line["chunk"]
-            if line["told"] == "go":
+            if line["told"] == "allow":
                 given.add(slot)
             elif slot in given:
                 back.add(slot)

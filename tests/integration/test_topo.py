@@ -59,9 +59,9 @@ def test_sources_are_shown_with_the_way_to_them(
 
 
 def test_a_coordinator_that_is_not_there_is_an_error_only_if_it_was_asked_for(run: Run) -> None:
-    nobody = ("--coordinator", "127.0.0.1:9")
-    assert run("topo", *nobody).wait() == 0
-    asked = run("topo", "--sources", *nobody, "--json")
+    none_opened = ("--coordinator", "127.0.0.1:9")
+    assert run("topo", *none_opened).wait() == 0
+    asked = run("topo", "--sources", *none_opened, "--json")
     assert asked.wait() == 3
     assert "127.0.0.1:9" in asked.json()["error"]["message"]
 

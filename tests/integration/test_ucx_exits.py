@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mx import registry
+from mx import plugins
 from mx.errors import EXIT_INCOMPLETE, EXIT_OK
 from mx.transport import Unavailable
 from tests import rdma_core
 from tests.integration.conftest import Run, environment, serve
 from tests.integration.test_main_job import same
 
-_PROBED = registry.transports()["ucx"].probe()
+_PROBED = plugins.transports()["ucx"].probe()
 
 pytestmark = [
     pytest.mark.integration,

@@ -28,7 +28,7 @@ from mx.errors import (
     NoSourceError,
     StaleGenerationError,
 )
-from mx.puller.lease import Lease
+from mx.target.lease import Lease
 from mx.units import MIB
 from mx.wire.channel import dial
 from tests.conftest import Holdings

@@ -71,8 +71,8 @@ def test_a_wait_in_vain_says_what_was_lacking(run: Run, coordinator: str) -> Non
     assert isinstance(error, UnknownModelError)
     assert error.exit_code == EXIT_NO_SOURCE
     assert "(waited 500 ms)" in str(error)
-    nobody = f"127.0.0.1:{free_port()}"
-    with api.pull("m", coordinator=nobody, wait_s=0.5) as pull:
+    none_opened = f"127.0.0.1:{free_port()}"
+    with api.pull("m", coordinator=none_opened, wait_s=0.5) as pull:
         error = error_of(pull)
     assert type(error) is CoordinatorError
     assert "(waited 500 ms)" in str(error)

@@ -447,17 +447,17 @@ def test_a_new_generation_waits_for_what_is_written_to_the_memory() -> None:
         del view, room
 
 
-@pytest.mark.parametrize("way", ["generation", "revoked", "closed"])
-def test_what_was_on_its_way_is_not_believed_either(way: str) -> None:
+@pytest.mark.parametrize("path", ["generation", "revoked", "closed"])
+def test_what_was_on_its_way_is_not_believed_either(path: str) -> None:
     """All of the read's copies have been queued when its memory changes hands."""
     nbytes = _cuda_copy.SLOTS * gpu_rig.STEP_BYTES
     with rig() as (bench, _):
         source = bench.source(nbytes)
         session = bench.open(source, streams=1, grant_id="g")
         held = bench.held_read(session, bench.room(nbytes), "held")
-        if way == "generation":
+        if path == "generation":
             source.exposure.set_generation(2)
-        elif way == "revoked":
+        elif path == "revoked":
             source.exposure.revoke("g")
         else:
             source.exposure.close()

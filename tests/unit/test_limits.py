@@ -18,7 +18,7 @@ from mx.core.limits import (
     grant_share,
     slice_nbytes,
 )
-from mx.core.metering import Meter
+from mx.core.meter import Meter
 from mx.source.limits import SourceLimits
 from mx.testing.clock import ManualClock
 from mx.units import GB, MIB

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mx.core.limits import BURST_S, LEAST_BYTES_PER_S
 from mx.errors import ClosedError, MxError, PeerProtocolError
-from mx.puller.pacing import PacedSession, Pacer, slices
+from mx.target.pacing import PacedSession, Pacer, slices
 from mx.testing import conformance
 from mx.testing.clock import ManualClock
 from mx.testing.fake import FakeHarness, FakeTransport

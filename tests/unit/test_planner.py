@@ -48,13 +48,13 @@ def reach(transport: str, there: Place) -> Path | str:
 
 
 def labels(found: Plan) -> list[tuple[str, str]]:
-    return [(way.source.source_id, way.label) for way in found.chosen]
+    return [(path.source.source_id, path.label) for path in found.chosen]
 
 
 def test_attach_comes_first_and_every_way_has_its_reason() -> None:
     found = plan(HERE, [source("far"), source("here")], ["shm", "tcp"], reach)
     assert labels(found) == [("here", "shm")]
-    assert [(s.way.source.source_id, s.way.transport, s.reason) for s in found.spare] == [
+    assert [(s.path.source.source_id, s.path.transport, s.reason) for s in found.spare] == [
         ("far", "tcp", "here:1 is nearer"),
         ("here", "tcp", "shm attaches: there is nothing to move"),
     ]
@@ -66,14 +66,14 @@ def test_attach_comes_first_and_every_way_has_its_reason() -> None:
 
 def test_forcing_leaves_the_rest_out_and_says_so() -> None:
     found = plan(HERE, [source("here")], ["shm", "tcp"], reach, forced="tcp", attach=False)
-    assert [w.transport for w in found.ways] == ["tcp"]
+    assert [w.transport for w in found.paths] == ["tcp"]
     assert "tcp was asked for" in found.rejected[0].reason
 
 
 def test_draining_sources_come_last() -> None:
     draining = replace(source("here"), state=SourceState.DRAINING)
     found = plan(HERE, [draining, source("far")], ["shm", "tcp"], reach)
-    assert [w.source.source_id for w in found.ways] == ["far", "here", "here"]
+    assert [w.source.source_id for w in found.paths] == ["far", "here", "here"]
 
 
 def test_two_copies_through_the_same_memory_are_not_made_at_once() -> None:
@@ -87,7 +87,7 @@ def test_every_rail_is_used_by_the_transport_that_is_fastest_on_it() -> None:
     far = place("far", nic("enp1", "10.0.0.1/24"), nic("enp2", "10.0.1.1/24", 40))
     found = plan(near, [source("far", ("tcp", "ucx"), far)], ["tcp", "ucx"], reach)
     assert labels(found) == [("far", "tcp eth1→enp2"), ("far", "tcp eth0→enp1")]
-    assert [way.gb_per_s for way in found.chosen] == [3.0, 1.25]
+    assert [path.gb_per_s for path in found.chosen] == [3.0, 1.25]
     assert {s.reason for s in found.spare} == {
         "tcp eth1→enp2 is faster over the same network",
         "tcp eth0→enp1 is as fast over the same network",
@@ -129,4 +129,4 @@ def test_what_another_machine_says_of_its_interfaces_never_raises(text: str) -> 
 def test_the_same_input_in_any_order_gives_the_same_plan(names: list[str]) -> None:
     one = plan(HERE, [source(n) for n in names], ["shm", "tcp"], reach)
     other = plan(HERE, [source(n) for n in sorted(names)], ["tcp", "shm"], reach)
-    assert one.ways == other.ways
+    assert one.paths == other.paths

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx import registry
+from mx import plugins
 from mx.core.paths import Medium, Path, rails
 from mx.core.planner import MOST_SOURCES, Plan, plan
 from mx.core.topology import Place
 from mx.core.types import CHUNK_BYTES, SourceRecord, SourceState
-from mx.puller.links import path_or_reason
+from mx.target.connector import path_or_reason
 from tests.topologies import cluster, host, nvlink_gpus, rail_nics, source
 
-TRANSPORTS = registry.transports()
+TRANSPORTS = plugins.transports()
 CLUSTERS = {
     "one subnet for each rail": cluster(),
     "one subnet": cluster(flat=True),
@@ -52,7 +52,7 @@ def chosen(
 ) -> list[tuple[str, str, bool]]:
     """(transport, medium, attach) of what is used at once, rails counted as one."""
     found = make(here, [source(there)], trusted=trusted, attach=attach).chosen
-    return list(dict.fromkeys((way.transport, way.medium.value, way.attach) for way in found))
+    return list(dict.fromkeys((path.transport, path.medium.value, path.attach) for path in found))
 
 
 # -- reach ------------------------------------------------------------------------------------
@@ -145,21 +145,21 @@ def test_the_same_input_in_any_order_gives_the_same_plan(
 def test_every_way_is_chosen_or_has_a_reason(given_: Input, options: Options) -> None:
     here, sources = given_
     found = make(here, sources, **options)
-    accounted = {(w.source.source_id, w.transport) for w in found.ways}
+    accounted = {(w.source.source_id, w.transport) for w in found.paths}
     rejected = [(r.source.source_id, r.transport) for r in found.rejected]
     assert accounted.isdisjoint(rejected)
     assert len(accounted) + len(rejected) == len(sources) * len(TRANSPORTS)
-    assert len(set(found.ways)) == len(found.ways)
+    assert len(set(found.paths)) == len(found.paths)
     reasons = [each.reason for each in found.spare] + [each.reason for each in found.rejected]
     assert all(reason.strip() for reason in reasons)
-    assert len(found.explain()) == len(found.ways) + len(found.rejected)
-    assert bool(found.chosen) == bool(found.ways)
-    for way in found.ways:
-        network = way.medium is Medium.NETWORK
-        assert not network or way.rail in [*rails(here, way.source.place), None]
+    assert len(found.explain()) == len(found.paths) + len(found.rejected)
+    assert bool(found.chosen) == bool(found.paths)
+    for path in found.paths:
+        network = path.medium is Medium.NETWORK
+        assert not network or path.rail in [*rails(here, path.source.place), None]
         if options["forced"] is not None:
-            assert way.transport == options["forced"]
-        assert options["attach"] or not way.attach
+            assert path.transport == options["forced"]
+        assert options["attach"] or not path.attach
 
 
 @given(inputs(), OPTIONS, st.integers(0, 1 << 42))
@@ -173,23 +173,23 @@ def test_shares_are_all_of_the_bytes_each_in_its_bandwidths_part(
     if not found.chosen:
         return
     assert sum(shares) == nbytes
-    for share, way in zip(shares, found.chosen, strict=True):
-        assert 0 <= share <= nbytes * way.gb_per_s / found.gb_per_s + CHUNK_BYTES
+    for share, path in zip(shares, found.chosen, strict=True):
+        assert 0 <= share <= nbytes * path.gb_per_s / found.gb_per_s + CHUNK_BYTES
 
 
 @given(inputs(), OPTIONS)
 def test_what_is_used_at_once_shares_nothing(given_: Input, options: Options) -> None:
     here, sources = given_
     found = make(here, sources, **options)
-    places = {way.source.source_id: way.source.place for way in found.chosen}
+    places = {path.source.source_id: path.source.place for path in found.chosen}
     if len(places) > 1:
         assert len(places) <= MOST_SOURCES
-        assert all(way.medium is Medium.NETWORK for way in found.chosen)
+        assert all(path.medium is Medium.NETWORK for path in found.chosen)
         hosts = {(place.boot_id, place.net_namespace) for place in places.values()}
         assert len(hosts) == len(places)
-    assert len({way.bottleneck for way in found.chosen}) == len(found.chosen)
-    assert len(found.chosen) == 1 or not any(way.attach for way in found.chosen)
-    serving = [w for w in found.ways if w.source.state is SourceState.SERVING]
+    assert len({path.bottleneck for path in found.chosen}) == len(found.chosen)
+    assert len(found.chosen) == 1 or not any(path.attach for path in found.chosen)
+    serving = [w for w in found.paths if w.source.state is SourceState.SERVING]
     assert not serving or found.chosen[0].source.state is SourceState.SERVING
 
 
@@ -281,5 +281,5 @@ def test_a_gpu_is_filled_from_another_host_through_its_own() -> None:
 def test_where_nothing_reaches_every_transport_says_why() -> None:
     alone = host("alone", gpus=nvlink_gpus("x", 1))
     found = make(RAILS["rack4-a"].place(), [source(alone.place(0))])
-    assert found.ways == ()
+    assert found.paths == ()
     assert len(found.rejected) == len(TRANSPORTS)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mx.core.believing import believed, is_this_machine
+from mx.core.locality import is_this_machine, with_verified_place
 from mx.core.paths import UNKNOWN_GB_PER_S, rails
 from mx.core.topology import Nic, Place
 from mx.errors import PeerTimeoutError
@@ -43,12 +43,12 @@ HERE = Place(
 )
 def test_a_place_here_is_believed_of_an_endpoint_here(endpoint: str, kept: bool) -> None:
     source = replace(record("a"), endpoint=endpoint, place=HERE)
-    found = believed(source, HERE)
+    found = with_verified_place(source, HERE)
     assert (found == source) is kept
     assert is_this_machine(endpoint.rpartition(":")[0], HERE) is kept
     assert (found.place.same_host_key == HERE.same_host_key) is kept
     other = replace(source, place=replace(HERE, boot_id="c"))
-    assert believed(other, HERE) == other
+    assert with_verified_place(other, HERE) == other
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm_known import KNOWN_S, MOST_BANNED, KnownPeers
+from mx.core.swarm.known import KNOWN_S, MOST_BANNED, KnownPeers
 from mx.core.types import SourceRecord
 from tests.records import make_documents, make_record
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx.core.swarm_neighbours import MOST, PICKS, Neighbours
+from mx.core.swarm.neighbours import MOST, PICKS, Neighbours
 
 NAMES = [f"peer-{number}" for number in range(12)]
 

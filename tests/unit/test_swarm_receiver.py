@@ -6,9 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm import ANNOUNCE_S, BUSY_S, Receiver
-from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Pass, Take, Want, members
-from mx.core.swarm_free import FREE_S
+from mx.core.swarm.commands import (
+    Cancel,
+    Command,
+    Decline,
+    Interested,
+    NotInterested,
+    ReadFreely,
+    Request,
+    members,
+)
+from mx.core.swarm.free import FREE_S
+from mx.core.swarm.receiver import ANNOUNCE_S, BUSY_S, Receiver
 
 ELSEWHERE = -1
 
@@ -20,28 +29,28 @@ def bits(*chunks: int) -> int:
 def test_the_lowest_chunk_first_from_whom_has_the_least_to_give() -> None:
     receiver = Receiver(8, width=1)
     receiver.joined(1, bits(2, 3, 4, 5))
-    assert receiver.plan(0.0) == [Ask(1, 2)]
+    assert receiver.plan(0.0) == [Request(1, 2)]
     receiver.joined(2, bits(0, 3, 4))
-    assert receiver.landed(1, 2, 1.0) == [Ask(2, 0)]
-    assert receiver.landed(2, 0, 2.0) == [Ask(2, 3)]
+    assert receiver.landed(1, 2, 1.0) == [Request(2, 0)]
+    assert receiver.landed(2, 0, 2.0) == [Request(2, 3)]
 
 
 def test_of_two_that_hold_the_same_the_faster_one() -> None:
     receiver = Receiver(8, width=1)
     receiver.joined(1, bits(0, 2, 3))
-    assert receiver.plan(0.0) == [Ask(1, 0)]
+    assert receiver.plan(0.0) == [Request(1, 0)]
     receiver.joined(2, bits(1, 2, 3))
-    assert receiver.landed(1, 0, 1.0) == [Ask(2, 1)]
-    assert receiver.landed(2, 1, 3.0) == [Ask(1, 2)]
+    assert receiver.landed(1, 0, 1.0) == [Request(2, 1)]
+    assert receiver.landed(2, 1, 3.0) == [Request(1, 2)]
 
 
 def test_an_offer_comes_before_everything_else() -> None:
     receiver = Receiver(8, width=1)
     receiver.joined(0)
     receiver.joined(1, bits(0, 1, 2))
-    assert receiver.plan(0.0) == [Ask(1, 0)]
-    assert receiver.offered(0, 7, 0.0) == []
-    assert receiver.landed(1, 0, 1.0) == [Ask(0, 7)]
+    assert receiver.plan(0.0) == [Request(1, 0)]
+    assert receiver.suggested(0, 7, 0.0) == []
+    assert receiver.landed(1, 0, 1.0) == [Request(0, 7)]
 
 
 def test_an_offer_of_what_is_here_or_asked_of_another_is_declined() -> None:
@@ -50,24 +59,24 @@ def test_an_offer_of_what_is_here_or_asked_of_another_is_declined() -> None:
     receiver.joined(1, bits(3))
     receiver.landed(ELSEWHERE, 2, 0.0)
     receiver.plan(0.0)
-    assert receiver.offered(0, 2, 0.0) == [Decline(0, 2)]
-    assert receiver.offered(0, 3, 0.0) == [Decline(0, 3)]
+    assert receiver.suggested(0, 2, 0.0) == [Decline(0, 2)]
+    assert receiver.suggested(0, 3, 0.0) == [Decline(0, 3)]
 
 
 def test_an_offer_made_twice_is_one() -> None:
     receiver = Receiver(8, width=1)
     receiver.joined(0)
-    assert receiver.offered(0, 2, 0.0) == [Ask(0, 2)]
-    assert receiver.offered(0, 3, 0.0) == []
-    assert receiver.offered(0, 2, 0.0) == receiver.offered(0, 3, 0.0) == []
-    assert receiver.landed(0, 2, 1.0) == [Ask(0, 3)]
+    assert receiver.suggested(0, 2, 0.0) == [Request(0, 2)]
+    assert receiver.suggested(0, 3, 0.0) == []
+    assert receiver.suggested(0, 2, 0.0) == receiver.suggested(0, 3, 0.0) == []
+    assert receiver.landed(0, 2, 1.0) == [Request(0, 3)]
 
 
 def test_an_offer_whose_chunk_came_from_elsewhere_meanwhile() -> None:
     receiver = Receiver(8, width=1)
     receiver.joined(0)
-    receiver.offered(0, 2, 0.0)
-    receiver.offered(0, 3, 0.0)
+    receiver.suggested(0, 2, 0.0)
+    receiver.suggested(0, 3, 0.0)
     receiver.landed(ELSEWHERE, 3, 0.5)
     assert receiver.landed(0, 2, 1.0) == [Decline(0, 3)]
 
@@ -76,31 +85,31 @@ def test_what_the_dead_had_offered_is_asked_of_others_unless_it_is_here() -> Non
     receiver = Receiver(4, width=1)
     receiver.joined(0)
     for chunk in (0, 1, 2):
-        receiver.offered(0, chunk, 0.0)
+        receiver.suggested(0, chunk, 0.0)
     receiver.landed(ELSEWHERE, 1, 0.0)
     receiver.joined(1, bits(0, 1, 2))
-    assert receiver.gone(0, 1.0) == [Ask(1, 0)]
-    assert receiver.landed(1, 0, 2.0) == [Ask(1, 2)]
+    assert receiver.gone(0, 1.0) == [Request(1, 0)]
+    assert receiver.landed(1, 0, 2.0) == [Request(1, 2)]
 
 
 def test_a_busy_neighbour_is_asked_again_when_it_has_room() -> None:
     receiver = Receiver(4, width=1)
     receiver.joined(1, bits(0))
-    assert receiver.plan(0.0) == [Ask(1, 0)]
-    assert receiver.busy(1, 0, 0.0) == [Want(1)]
+    assert receiver.plan(0.0) == [Request(1, 0)]
+    assert receiver.busy(1, 0, 0.0) == [Interested(1)]
     assert receiver.tick(BUSY_S / 2) == []
-    assert receiver.room(1, BUSY_S / 2) == [Ask(1, 0)]
-    assert receiver.busy(1, 0, BUSY_S / 2) == [Want(1)], "it has to be told again"
+    assert receiver.unchoked(1, BUSY_S / 2) == [Request(1, 0)]
+    assert receiver.busy(1, 0, BUSY_S / 2) == [Interested(1)], "it has to be told again"
 
 
 def test_whoever_has_others_to_ask_does_not_want_to_hear_of_room() -> None:
     receiver = Receiver(4, width=1)
     receiver.joined(1, bits(0, 1))
     receiver.joined(2, bits(0, 1))
-    assert receiver.plan(0.0) == [Ask(1, 0)]
-    assert receiver.busy(1, 0, 0.0) == [Ask(2, 0)]
-    assert receiver.landed(2, 0, 0.1) == [Ask(2, 1)]
-    assert receiver.busy(2, 1, 0.2) == [Want(1), Want(2)], "now there is nobody else"
+    assert receiver.plan(0.0) == [Request(1, 0)]
+    assert receiver.busy(1, 0, 0.0) == [Request(2, 0)]
+    assert receiver.landed(2, 0, 0.1) == [Request(2, 1)]
+    assert receiver.busy(2, 1, 0.2) == [Interested(1), Interested(2)], "now there is nobody else"
 
 
 def test_a_busy_neighbour_that_forgets_is_asked_again() -> None:
@@ -108,7 +117,7 @@ def test_a_busy_neighbour_that_forgets_is_asked_again() -> None:
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
     receiver.busy(1, 0, 0.0)
-    assert receiver.tick(BUSY_S) == [Ask(1, 0)]
+    assert receiver.tick(BUSY_S) == [Request(1, 0)]
 
 
 def test_room_that_is_not_needed_is_passed_on() -> None:
@@ -116,7 +125,7 @@ def test_room_that_is_not_needed_is_passed_on() -> None:
     receiver.joined(1, bits(0))
     receiver.joined(2)
     receiver.plan(0.0)
-    assert receiver.room(2, 0.0) == [Pass(2)]
+    assert receiver.unchoked(2, 0.0) == [NotInterested(2)]
 
 
 def test_wrong_bytes_are_not_asked_for_again_of_the_same_one() -> None:
@@ -125,7 +134,7 @@ def test_wrong_bytes_are_not_asked_for_again_of_the_same_one() -> None:
     receiver.plan(0.0)
     assert receiver.failed(1, 0, 0.1) == []
     receiver.joined(2, bits(0))
-    assert receiver.plan(0.2) == [Ask(2, 0)]
+    assert receiver.plan(0.2) == [Request(2, 0)]
 
 
 def test_wrong_bytes_are_asked_for_again_when_there_is_nothing_else() -> None:
@@ -133,7 +142,7 @@ def test_wrong_bytes_are_asked_for_again_when_there_is_nothing_else() -> None:
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
     receiver.failed(1, 0, 0.1)
-    assert receiver.tick(0.2) == [Ask(1, 0)]
+    assert receiver.tick(0.2) == [Request(1, 0)]
 
 
 def warmed(chunks: int = 40) -> tuple[Receiver, float]:
@@ -142,30 +151,30 @@ def warmed(chunks: int = 40) -> tuple[Receiver, float]:
     now_s = 0.0
     for peer in (1, 2, 3):
         receiver.joined(peer, (1 << chunks) - 1)
-    asks = receiver.plan(now_s)
+    requests = receiver.plan(now_s)
     for _ in range(6):
-        (ask,) = asks
-        assert isinstance(ask, Ask)
+        (request,) = requests
+        assert isinstance(request, Request)
         now_s += 0.1
-        asks = receiver.landed(*ask, now_s)
+        requests = receiver.landed(*request, now_s)
     return receiver, now_s
 
 
 def test_a_late_chunk_is_asked_of_another_instead() -> None:
     receiver, now_s = warmed()
-    (late,) = receiver.asked(6)
+    (late,) = receiver.requested(6)
     commands = receiver.tick(now_s + 2)
-    other = next(iter(receiver.asked(6)))
-    assert commands == [Cancel(late, 6), Ask(other, 6)]
+    other = next(iter(receiver.requested(6)))
+    assert commands == [Cancel(late, 6), Request(other, 6)]
     assert other != late
     assert receiver.hedges == 0
 
 
 def test_near_the_end_a_late_chunk_is_asked_of_another_too() -> None:
     receiver, now_s = warmed(chunks=7)
-    (late,) = receiver.asked(6)
+    (late,) = receiver.requested(6)
     receiver.tick(now_s + 2)
-    first, second = receiver.asked(6)
+    first, second = receiver.requested(6)
     assert first == late
     assert receiver.hedges == 1
     assert receiver.landed(second, 6, now_s + 3) == [Cancel(late, 6)]
@@ -174,25 +183,25 @@ def test_near_the_end_a_late_chunk_is_asked_of_another_too() -> None:
 
 def test_one_that_was_late_is_shunned() -> None:
     receiver, now_s = warmed()
-    (late,) = receiver.asked(6)
+    (late,) = receiver.requested(6)
     receiver.tick(now_s + 2)
     now_s += 2
     for chunk in range(6, 30):
-        (asker,) = receiver.asked(chunk)
-        assert asker != late
+        (requester,) = receiver.requested(chunk)
+        assert requester != late
         now_s += 0.1
-        receiver.landed(asker, chunk, now_s)
+        receiver.landed(requester, chunk, now_s)
         receiver.tick(now_s)
 
 
 def test_what_only_shunned_ones_hold_is_asked_of_them() -> None:
     receiver, now_s = warmed(chunks=7)
-    (late,) = receiver.asked(6)
+    (late,) = receiver.requested(6)
     receiver.tick(now_s + 2)
     for peer in {1, 2, 3} - {late}:
         receiver.gone(peer, now_s + 2)
     receiver.tick(now_s + 3)
-    assert receiver.asked(6) == (late,)
+    assert receiver.requested(6) == (late,)
 
 
 def test_holdings_are_told_in_time_and_once() -> None:
@@ -232,27 +241,27 @@ def test_members_of_a_bit_set(chunks: set[int]) -> None:
 
 def starved(receiver: Receiver) -> list[Command]:
     """Nothing comes for as long as it waits."""
-    assert not any(isinstance(each, Take) for each in receiver.tick(0.0))
-    assert not any(isinstance(each, Take) for each in receiver.tick(FREE_S))
+    assert not any(isinstance(each, ReadFreely) for each in receiver.tick(0.0))
+    assert not any(isinstance(each, ReadFreely) for each in receiver.tick(FREE_S))
     return receiver.tick(FREE_S + 0.1)
 
 
 def test_one_that_gets_nothing_reads_without_asking_one_chunk_at_a_time() -> None:
     receiver = Receiver(3)
     receiver.joined(0, whole=True)  # an origin that offers nothing
-    assert starved(receiver) == [Take(0, 0)]
+    assert starved(receiver) == [ReadFreely(0, 0)]
     assert receiver.free
     assert receiver.busy(0, 0, 6.3) == []
     assert receiver.tick(6.4) == []
     assert receiver.landed(0, 0, 6.5) == []
-    assert receiver.tick(6.6) == [Take(0, 1)]
+    assert receiver.tick(6.6) == [ReadFreely(0, 1)]
 
 
 def test_it_asks_again_once_a_whole_source_has_given_a_slot() -> None:
     receiver = Receiver(4)
     receiver.joined(0, whole=True)
-    assert starved(receiver) == [Take(0, 0)]
-    assert receiver.offered(0, 2, 6.2) == [Ask(0, 2)]
+    assert starved(receiver) == [ReadFreely(0, 0)]
+    assert receiver.suggested(0, 2, 6.2) == [Request(0, 2)]
     receiver.landed(0, 2, 6.3)
     assert not receiver.free
     receiver.landed(0, 0, 6.4)
@@ -266,24 +275,24 @@ def test_chunks_that_come_keep_it_asking() -> None:
     for chunk in range(20):
         receiver.plan(float(chunk))
         receiver.landed(1, chunk, float(chunk))
-        assert not any(isinstance(each, Take) for each in receiver.tick(chunk + 0.5))
+        assert not any(isinstance(each, ReadFreely) for each in receiver.tick(chunk + 0.5))
     assert not receiver.free
 
 
 def test_what_only_one_that_never_answers_was_asked_for_is_taken_over() -> None:
     receiver = Receiver(1)
     receiver.joined(1, 1)
-    assert receiver.plan(0.0) == [Ask(1, 0)]
+    assert receiver.plan(0.0) == [Request(1, 0)]
     receiver.joined(0, whole=True)
-    assert starved(receiver) == [Cancel(1, 0), Take(0, 0)]
+    assert starved(receiver) == [Cancel(1, 0), ReadFreely(0, 0)]
 
 
 def test_a_slot_that_is_taken_back_is_asked_for_elsewhere_and_may_land_all_the_same() -> None:
     receiver = Receiver(1)
     receiver.joined(1, 1)
-    assert receiver.plan(0.0) == [Ask(1, 0)]
+    assert receiver.plan(0.0) == [Request(1, 0)]
     receiver.joined(2, 1)
-    assert receiver.busy(1, 0, 4.0) == [Ask(2, 0)]
+    assert receiver.busy(1, 0, 4.0) == [Request(2, 0)]
     assert receiver.landed(1, 0, 4.1) == [Cancel(2, 0)]
     assert receiver.left == 0
 
@@ -292,6 +301,6 @@ def test_of_several_whole_sources_a_slow_one_is_left_for_the_next() -> None:
     receiver = Receiver(1)
     receiver.joined(0, whole=True)
     receiver.joined(1, whole=True)
-    assert starved(receiver) == [Take(0, 0)]
+    assert starved(receiver) == [ReadFreely(0, 0)]
     assert receiver.tick(FREE_S + 3) == []
-    assert receiver.tick(2 * FREE_S + 1) == [Cancel(0, 0), Take(1, 0)]
+    assert receiver.tick(2 * FREE_S + 1) == [Cancel(0, 0), ReadFreely(1, 0)]

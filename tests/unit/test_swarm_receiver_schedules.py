@@ -7,8 +7,16 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.swarm import BUSY_S, END_CHUNKS, LATE_S, Receiver
-from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Pass, Take, Want
+from mx.core.swarm.commands import (
+    Cancel,
+    Command,
+    Decline,
+    Interested,
+    NotInterested,
+    ReadFreely,
+    Request,
+)
+from mx.core.swarm.receiver import BUSY_S, END_CHUNKS, LATE_S, Receiver
 
 ELSEWHERE = -1
 
@@ -23,8 +31,8 @@ class Driver:
         self.chunks = chunks
         self.now_s = 0.0
         self.have: dict[int, int] = {}  # peer -> what it told
-        self.offered: dict[int, int] = {}  # peer -> what it offered, and was not declined
-        self.asked: dict[int, set[int]] = {}  # peer -> chunks
+        self.suggested: dict[int, int] = {}  # peer -> what it offered, and was not declined
+        self.requested: dict[int, set[int]] = {}  # peer -> chunks
         self.held = 0
         self.hedged = 0
         self.free: set[tuple[int, int]] = set()  # what is read without asking
@@ -32,42 +40,42 @@ class Driver:
     def take(self, commands: list[Command]) -> list[Command]:
         for command in commands:
             match command:
-                case Ask(peer, chunk):
+                case Request(peer, chunk):
                     assert peer in self.have, "asked of one who is gone"
                     assert not self.held >> chunk & 1, "asked for what is here"
-                    there = self.have[peer] | self.offered[peer]
+                    there = self.have[peer] | self.suggested[peer]
                     assert there >> chunk & 1, "asked of one who never had it"
-                    askers = self.askers(chunk)
-                    assert peer not in askers
-                    if askers:
-                        assert len(askers) == 1
+                    requesters = self.requesters(chunk)
+                    assert peer not in requesters
+                    if requesters:
+                        assert len(requesters) == 1
                         assert self.chunks - self.held.bit_count() <= END_CHUNKS
                         self.hedged += 1
-                    self.asked[peer].add(chunk)
-                case Take(peer, chunk):
+                    self.requested[peer].add(chunk)
+                case ReadFreely(peer, chunk):
                     everything = (1 << self.chunks) - 1
                     assert peer in self.whole or self.have[peer] == everything
                     assert not self.held >> chunk & 1
-                    self.free = {each for each in self.free if each[1] in self.asked[each[0]]}
-                    assert self.askers(chunk) in ([], [peer]), "another reads it"
+                    self.free = {each for each in self.free if each[1] in self.requested[each[0]]}
+                    assert self.requesters(chunk) in ([], [peer]), "another reads it"
                     assert not self.free, "one at a time"
                     self.free.add((peer, chunk))
-                    self.asked[peer].add(chunk)
+                    self.requested[peer].add(chunk)
                 case Cancel(peer, chunk):
                     self.free.discard((peer, chunk))
-                    self.asked[peer].remove(chunk)
-                    self.offered[peer] &= ~(1 << chunk)
+                    self.requested[peer].remove(chunk)
+                    self.suggested[peer] &= ~(1 << chunk)
                 case Decline(peer, chunk):
-                    self.offered[peer] &= ~(1 << chunk)
-                case Pass(peer):
+                    self.suggested[peer] &= ~(1 << chunk)
+                case NotInterested(peer):
                     assert peer in self.have
-                case Want(peer):
-                    assert peer in self.have and not self.asked[peer]
+                case Interested(peer):
+                    assert peer in self.have and not self.requested[peer]
         self.check()
         return commands
 
-    def askers(self, chunk: int) -> list[int]:
-        return [peer for peer, asked in self.asked.items() if chunk in asked]
+    def requesters(self, chunk: int) -> list[int]:
+        return [peer for peer, requested in self.requested.items() if chunk in requested]
 
     def check(self) -> None:
         receiver = self.receiver
@@ -75,27 +83,27 @@ class Driver:
         assert receiver.left == self.chunks - self.held.bit_count()
         assert receiver.hedges == self.hedged
         assert set(receiver.peers) == set(self.have)
-        for peer, asked in self.asked.items():
+        for peer, requested in self.requested.items():
             plain = [
                 chunk
-                for chunk in asked
-                if not self.offered[peer] >> chunk & 1 and (peer, chunk) not in self.free
+                for chunk in requested
+                if not self.suggested[peer] >> chunk & 1 and (peer, chunk) not in self.free
             ]
             assert len(plain) <= 1, "one at a time, but for what it offers"
         for chunk in range(self.chunks):
-            assert sorted(receiver.asked(chunk)) == sorted(self.askers(chunk))
+            assert sorted(receiver.requested(chunk)) == sorted(self.requesters(chunk))
 
     # -- events ---------------------------------------------------------------------------------
 
     def joins(self, peer: int, have: int) -> None:
-        self.have[peer], self.offered[peer], self.asked[peer] = have, 0, set()
+        self.have[peer], self.suggested[peer], self.requested[peer] = have, 0, set()
         assert self.receiver.joined(peer, have, whole=peer in self.whole) == self.held
         self.take(self.receiver.plan(self.now_s))
 
     def goes(self, peer: int) -> None:
         self.have.pop(peer, None)
-        self.offered.pop(peer, None)
-        self.asked.pop(peer, None)
+        self.suggested.pop(peer, None)
+        self.requested.pop(peer, None)
         self.free = {each for each in self.free if each[0] != peer}
         self.take(self.receiver.gone(peer, self.now_s))
 
@@ -104,36 +112,40 @@ class Driver:
             self.have[peer] |= chunks
         self.take(self.receiver.announced(peer, chunks, self.now_s))
 
-    def offers(self, peer: int, chunk: int) -> None:
+    def suggestions(self, peer: int, chunk: int) -> None:
         if peer in self.have:
-            self.offered[peer] |= 1 << chunk
-        self.take(self.receiver.offered(peer, chunk, self.now_s))
+            self.suggested[peer] |= 1 << chunk
+        self.take(self.receiver.suggested(peer, chunk, self.now_s))
 
     def refuses(self, peer: int, chunk: int) -> None:
         if (peer, chunk) in self.free:
             assert self.take(self.receiver.busy(peer, chunk, self.now_s)) == []
             return
-        if chunk in self.asked.get(peer, ()):
-            self.asked[peer].remove(chunk)
-            self.offered[peer] &= ~(1 << chunk)
+        if chunk in self.requested.get(peer, ()):
+            self.requested[peer].remove(chunk)
+            self.suggested[peer] &= ~(1 << chunk)
         self.take(self.receiver.busy(peer, chunk, self.now_s))
 
     def has_room(self, peer: int) -> None:
-        commands = self.take(self.receiver.room(peer, self.now_s))
-        answers = [each for each in commands if isinstance(each, Ask | Pass) and each.peer == peer]
+        commands = self.take(self.receiver.unchoked(peer, self.now_s))
+        answers = [
+            each
+            for each in commands
+            if isinstance(each, Request | NotInterested) and each.peer == peer
+        ]
         assert len(answers) == (peer in self.have)
 
     def fails(self, peer: int, chunk: int) -> None:
         self.free.discard((peer, chunk))
-        if chunk in self.asked.get(peer, ()):
-            self.asked[peer].remove(chunk)
-            self.offered[peer] &= ~(1 << chunk)
+        if chunk in self.requested.get(peer, ()):
+            self.requested[peer].remove(chunk)
+            self.suggested[peer] &= ~(1 << chunk)
             self.have[peer] |= 1 << chunk  # it is asked again when nothing else is left
         self.take(self.receiver.failed(peer, chunk, self.now_s))
 
     def lands(self, peer: int, chunk: int) -> None:
-        others = [each for each in self.askers(chunk) if each != peer]
-        self.asked.get(peer, set()).discard(chunk)
+        others = [each for each in self.requesters(chunk) if each != peer]
+        self.requested.get(peer, set()).discard(chunk)
         self.free = {each for each in self.free if each[1] != chunk}
         self.held |= 1 << chunk
         commands = self.take_landed(peer, chunk)
@@ -150,13 +162,15 @@ class Driver:
         """Every neighbour answers from now on: all that anybody holds arrives, and soon."""
         reachable = self.held
         for peer, have in self.have.items():
-            reachable |= have | self.offered[peer]
+            reachable |= have | self.suggested[peer]
         for _ in range(20 * self.chunks + 20):
             if self.held & reachable == reachable:
                 break
-            asks = [(peer, chunk) for peer, asked in self.asked.items() for chunk in asked]
-            if asks:
-                self.lands(*asks[0])
+            requests = [
+                (peer, chunk) for peer, requested in self.requested.items() for chunk in requested
+            ]
+            if requests:
+                self.lands(*requests[0])
             else:
                 self.ticks(BUSY_S)
         assert self.held & reachable == reachable
@@ -172,7 +186,7 @@ def test_any_events_in_any_order(data: st.DataObject, chunks: int, width: int) -
     one = st.integers(0, chunks - 1)
     for _ in range(data.draw(st.integers(0, 60))):
         peer, chunk = data.draw(PEERS), data.draw(one)
-        outstanding = [(p, c) for p, asked in driver.asked.items() for c in asked]
+        outstanding = [(p, c) for p, requested in driver.requested.items() for c in requested]
         answers = data.draw(st.booleans())
         if outstanding and answers:  # to something that was asked
             peer, chunk = data.draw(st.sampled_from(outstanding))
@@ -184,7 +198,7 @@ def test_any_events_in_any_order(data: st.DataObject, chunks: int, width: int) -
             case 3:
                 driver.announces(peer, data.draw(some))
             case 4:
-                driver.offers(peer, chunk)
+                driver.suggestions(peer, chunk)
             case 5:
                 driver.refuses(peer, chunk)
             case 6:
@@ -205,10 +219,12 @@ def test_without_delay_no_more_is_outstanding_than_the_width(
     driver = Driver(chunks, width)
     for peer in range(4):
         driver.joins(peer, rng.getrandbits(chunks))
-    while asks := [(peer, chunk) for peer, asked in driver.asked.items() for chunk in asked]:
-        assert len(asks) <= width
-        assert len({peer for peer, _ in asks}) == len(asks)
-        driver.lands(*rng.choice(asks))
+    while requests := [
+        (peer, chunk) for peer, requested in driver.requested.items() for chunk in requested
+    ]:
+        assert len(requests) <= width
+        assert len({peer for peer, _ in requests}) == len(requests)
+        driver.lands(*rng.choice(requests))
     assert driver.hedged == 0
     driver.finish()
 
@@ -224,10 +240,15 @@ def test_who_stops_answering_holds_up_only_what_nobody_else_has(
     others = data.draw(st.integers(0, everything))
     driver.joins(1, others)
     for _ in range(20 * chunks):
-        asks = [(peer, chunk) for peer, asked in driver.asked.items() if peer for chunk in asked]
-        if asks:
+        requests = [
+            (peer, chunk)
+            for peer, requested in driver.requested.items()
+            if peer
+            for chunk in requested
+        ]
+        if requests:
             driver.now_s += 0.01
-            driver.lands(*asks[0])
+            driver.lands(*requests[0])
         else:
             driver.ticks(LATE_S)
     assert driver.held == others
@@ -243,7 +264,7 @@ def test_a_whole_source_that_refuses_everything_is_read_from_all_the_same(
     for peer in range(1, 1 + silent):
         driver.joins(peer, (1 << chunks) - 1)
     for _ in range(400):
-        for peer, chunk in [(p, c) for p, asked in driver.asked.items() for c in asked]:
+        for peer, chunk in [(p, c) for p, requested in driver.requested.items() for c in requested]:
             if (peer, chunk) in driver.free:
                 driver.lands(peer, chunk)
             elif peer == 0:

@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx.core import swarm_standing
-from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
-from mx.core.swarm_source import OFFERS, Seeder
-from mx.core.swarm_standing import (
+from mx.core.swarm import standing
+from mx.core.swarm.origin import SUGGESTIONS, Seeder
+from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
+from mx.core.swarm.standing import (
     BACKOFF_MOST_S,
     BACKOFF_S,
     LONGEST_S,
@@ -33,9 +33,9 @@ class Source:
     def __init__(self, *, seen: bool = True, width: int = 2) -> None:
         self.sent: Counter[str] = Counter()
         self.standing = Standing(MIB, lambda reader: self.sent[reader.name] if seen else None)
-        self.gate = Gate(width=width, standing=self.standing)
+        self.gate = Slots(width=width, standing=self.standing)
         self.now_s = 0.0
-        self.answers: list[Go | Room | Busy] = []
+        self.answers: list[Allow | Unchoke | Reject] = []
         for number, address in ADDRESSES.items():
             self.standing.joined(number, Reader(address, str(number)))
 
@@ -48,65 +48,65 @@ class Source:
                 self.sent[str(number)] += int(bytes_per_s * STEP_S)
             self.answers += self.gate.tick(self.now_s)
 
-    def taken_back(self) -> list[Busy]:
-        return [each for each in self.answers if isinstance(each, Busy)]
+    def taken_back(self) -> list[Reject]:
+        return [each for each in self.answers if isinstance(each, Reject)]
 
 
 def test_a_slot_without_a_byte_is_taken_back_and_given_to_another() -> None:
     source = Source()
-    assert source.gate.ask(HOG, 0) is source.gate.ask(OTHER_HOG, 1) is Answer.GO
-    assert source.gate.ask(HONEST, 0) is Answer.GO, "one address leaves a slot to another"
-    assert source.gate.ask(NEIGHBOUR, 0) is Answer.BUSY
-    assert source.gate.want(NEIGHBOUR) == []
+    assert source.gate.request(HOG, 0) is source.gate.request(OTHER_HOG, 1) is Answer.ALLOW
+    assert source.gate.request(HONEST, 0) is Answer.ALLOW, "one address leaves a slot to another"
+    assert source.gate.request(NEIGHBOUR, 0) is Answer.REJECT
+    assert source.gate.interested(NEIGHBOUR) == []
     source.passes(WINDOW_S + 1, moving={HONEST: 1e6})
-    assert source.taken_back() == [Busy(HOG, 0), Busy(OTHER_HOG, 1)]
-    assert Room(NEIGHBOUR) in source.answers
+    assert source.taken_back() == [Reject(HOG, 0), Reject(OTHER_HOG, 1)]
+    assert Unchoke(NEIGHBOUR) in source.answers
     assert source.gate.reading == 1
 
 
 def test_a_slot_that_brings_bytes_is_kept_and_one_that_trickles_is_not() -> None:
     source = Source()
-    assert source.gate.ask(HONEST, 0) is source.gate.ask(HOG, 0) is Answer.GO
+    assert source.gate.request(HONEST, 0) is source.gate.request(HOG, 0) is Answer.ALLOW
     source.passes(WINDOW_S * 3, moving={HONEST: 100_000, HOG: 1000})
-    assert source.taken_back() == [Busy(HOG, 0)]
+    assert source.taken_back() == [Reject(HOG, 0)]
 
 
 def test_one_that_reads_far_more_than_its_chunk_loses_its_slot() -> None:
     source = Source()
-    assert source.gate.ask(HOG, 0) is Answer.GO
+    assert source.gate.request(HOG, 0) is Answer.ALLOW
     source.passes(2 * MOST_READ, moving={HOG: MIB})
-    assert source.taken_back() == [Busy(HOG, 0)]
+    assert source.taken_back() == [Reject(HOG, 0)]
 
 
 def test_one_that_fetches_unseen_has_a_time_that_grows_with_the_chunk() -> None:
     source = Source(seen=False)
-    assert source.gate.ask(HOG, 0) is Answer.GO
+    assert source.gate.request(HOG, 0) is Answer.ALLOW
     source.passes(WINDOW_S + 0.5)
     assert source.taken_back() == []
     source.passes(2)
-    assert source.taken_back() == [Busy(HOG, 0)]
+    assert source.taken_back() == [Reject(HOG, 0)]
 
 
 def test_the_time_of_those_that_fetch_unseen_follows_what_such_slots_take() -> None:
     source = Source(seen=False)
     for chunk in range(5):
-        assert source.gate.ask(HONEST, chunk) is Answer.GO
+        assert source.gate.request(HONEST, chunk) is Answer.ALLOW
         source.passes(3)
         source.gate.done(HONEST, chunk)
-    assert source.gate.ask(HOG, 0) is Answer.GO
+    assert source.gate.request(HOG, 0) is Answer.ALLOW
     source.passes(10)
     assert source.taken_back() == []
     source.passes(LONGEST_S)
-    assert source.taken_back() == [Busy(HOG, 0)]
+    assert source.taken_back() == [Reject(HOG, 0)]
 
 
 def test_bytes_from_before_a_slot_do_not_count_when_they_can_be_seen_at_last() -> None:
     """A reader that fetched for itself, and goes on over a way by which it is sent to."""
     sent: list[int | None] = [None]
     standing = Standing(MIB, lambda reader: sent[0])
-    gate = Gate(standing=standing)
+    gate = Slots(standing=standing)
     standing.joined(HONEST, Reader("good", "reader"))
-    assert gate.ask(HONEST, 0) is Answer.GO
+    assert gate.request(HONEST, 0) is Answer.ALLOW
     gate.tick(0.0)
     for tenths in range(1, 20):
         sent[0] = 100 * MIB + tenths * (MIB // 20)
@@ -116,25 +116,25 @@ def test_bytes_from_before_a_slot_do_not_count_when_they_can_be_seen_at_last() -
 
 def test_who_lost_a_slot_gets_one_only_if_no_other_waits() -> None:
     source = Source()
-    source.gate.ask(HOG, 0)
+    source.gate.request(HOG, 0)
     source.passes(WINDOW_S + 0.6)
-    assert source.gate.ask(HOG, 1) is Answer.GO
+    assert source.gate.request(HOG, 1) is Answer.ALLOW
     source.gate.done(HOG, 1)
-    source.gate.ask(HONEST, 0)
-    source.gate.want(NEIGHBOUR, later=True)
+    source.gate.request(HONEST, 0)
+    source.gate.interested(NEIGHBOUR, later=True)
     source.standing.prove(NEIGHBOUR)
-    assert source.gate.ask(HOG, 2) is Answer.BUSY
-    assert source.gate.ask(HOG, 2, promised=True) is Answer.BUSY
+    assert source.gate.request(HOG, 2) is Answer.REJECT
+    assert source.gate.request(HOG, 2, suggested=True) is Answer.REJECT
 
 
 def test_the_slots_of_those_that_come_last_are_no_obstacle() -> None:
     source = Source()
-    source.gate.ask(HOG, 0)
-    source.gate.ask(OTHER_HOG, 0)
+    source.gate.request(HOG, 0)
+    source.gate.request(OTHER_HOG, 0)
     source.passes(WINDOW_S + 0.6)
-    assert source.gate.ask(HOG, 1) is source.gate.ask(OTHER_HOG, 1) is Answer.GO
+    assert source.gate.request(HOG, 1) is source.gate.request(OTHER_HOG, 1) is Answer.ALLOW
     source.standing.prove(NEIGHBOUR)
-    assert source.gate.ask(NEIGHBOUR, 0) is source.gate.ask(HONEST, 0) is Answer.GO
+    assert source.gate.request(NEIGHBOUR, 0) is source.gate.request(HONEST, 0) is Answer.ALLOW
 
 
 def test_the_back_off_doubles_up_to_a_bound_and_a_chunk_ends_it() -> None:
@@ -168,11 +168,11 @@ def test_a_new_id_at_a_bad_address_has_its_record_until_it_has_read_a_chunk() ->
 
 def test_one_that_says_it_is_done_without_a_byte_is_treated_as_one_that_stopped() -> None:
     source = Source()
-    source.gate.ask(HOG, 0)
+    source.gate.request(HOG, 0)
     source.passes(WINDOW_S - 0.5)
     source.gate.done(HOG, 0)
     assert source.standing.last(HOG)
-    source.gate.ask(HONEST, 0)
+    source.gate.request(HONEST, 0)
     source.passes(WINDOW_S - 0.5)
     source.gate.gone(HONEST)
     assert source.standing.last(HONEST)
@@ -181,28 +181,28 @@ def test_one_that_says_it_is_done_without_a_byte_is_treated_as_one_that_stopped(
 def test_one_reader_has_one_slot_while_others_wait_however_many_streams_it_has() -> None:
     source = Source()
     source.standing.joined(OTHER_HOG, Reader("bad", str(HOG)))
-    source.gate.want(HONEST, later=True)
-    assert source.gate.ask(HOG, 0) is Answer.GO
-    assert source.gate.ask(OTHER_HOG, 1) is Answer.BUSY
-    assert source.gate.ask(HOG, 2) is Answer.BUSY
+    source.gate.interested(HONEST, later=True)
+    assert source.gate.request(HOG, 0) is Answer.ALLOW
+    assert source.gate.request(OTHER_HOG, 1) is Answer.REJECT
+    assert source.gate.request(HOG, 2) is Answer.REJECT
     source.gate.gone(HONEST)
-    assert source.gate.ask(OTHER_HOG, 1) is Answer.GO, "nobody waits"
-    assert source.gate.ask(NEIGHBOUR, 0) is Answer.GO, "both are one reader's"
+    assert source.gate.request(OTHER_HOG, 1) is Answer.ALLOW, "nobody waits"
+    assert source.gate.request(NEIGHBOUR, 0) is Answer.ALLOW, "both are one reader's"
 
 
 def test_those_that_are_told_of_room_and_say_nothing_hold_up_nobody_for_long() -> None:
     source = Source(width=1)
     for number in range(10, 30):
-        source.gate.want(number, later=True)
-    source.gate.want(HONEST, later=True)
+        source.gate.interested(number, later=True)
+    source.gate.interested(HONEST, later=True)
     source.passes(10)
-    assert Room(HONEST) in source.answers
+    assert Unchoke(HONEST) in source.answers
 
 
 def test_one_that_loses_slot_after_slot_is_banned_for_a_while() -> None:
     source = Source()
     hog = Reader("bad", str(HOG))
-    for _ in range(swarm_standing.MOST_TAKEN_BACK):
+    for _ in range(standing.MOST_TAKEN_BACK):
         assert not source.standing.banned(hog)
         source.standing.took_back(HOG)
     assert source.standing.banned(hog)
@@ -217,7 +217,7 @@ def test_records_are_bounded_and_forgotten() -> None:
         source.standing.took_back(number)
         source.standing.gone(number)
     assert len(source.standing._records) == MOST_RECORDS
-    source.standing.tick(source.now_s + swarm_standing.FORGET_S + 1)
+    source.standing.tick(source.now_s + standing.FORGET_S + 1)
     assert source.standing.clean
 
 
@@ -226,14 +226,14 @@ def test_offers_go_round_one_that_accepts_them_and_its_address() -> None:
     for number, address in ADDRESSES.items():
         standing.joined(number, Reader(address, str(number)))
     seeder = Seeder(20, standing=standing)
-    offers = seeder.joined(HOG, 0, 0.0)
-    assert [offer.reader for offer in offers] == [HOG] * OFFERS
+    suggestions = seeder.joined(HOG, 0, 0.0)
+    assert [suggestion.reader for suggestion in suggestions] == [HOG] * SUGGESTIONS
     assert seeder.joined(OTHER_HOG, 0, 0.0) == seeder.joined(HONEST, 0, 0.0) == []
     given = seeder.tick(5.0)
-    assert [offer.reader for offer in given] == [HONEST] * OFFERS
+    assert [suggestion.reader for suggestion in given] == [HONEST] * SUGGESTIONS
     while given:
-        given = [new for offer in given for new in seeder.done(*offer, 5.5)]
-        assert all(offer.reader == HONEST for offer in given)
+        given = [new for suggestion in given for new in seeder.done(*suggestion, 5.5)]
+        assert all(suggestion.reader == HONEST for suggestion in given)
     assert seeder.all_out
 
 
@@ -247,7 +247,7 @@ def test_that_many_do_not_take_their_offers_does_not_make_waiting_usual() -> Non
         now_s += 0.2
         seeder.tick(now_s)
         for chunk in range(100):
-            if seeder.promised(9, chunk):
+            if seeder.suggested(9, chunk):
                 seeder.done(9, chunk, now_s)
     assert seeder.all_out
 
@@ -272,22 +272,22 @@ def test_an_honest_reader_gets_slots_whatever_the_others_do(
         for number in hogs:
             match choices[(step + number) % 20]:
                 case 0:
-                    source.gate.want(number)
+                    source.gate.interested(number)
                 case 1:
-                    source.gate.passed(number)
+                    source.gate.not_interested(number)
                 case 2:
                     source.gate.done(number, step % 7)
                 case 3:
                     source.gate.gone(number)
                     source.standing.joined(number, Reader("bad", f"{number}.{step}"))
                 case _:
-                    source.gate.ask(number, step % 7)
-        if source.gate.ask(honest, 0) is Answer.GO:
+                    source.gate.request(number, step % 7)
+        if source.gate.request(honest, 0) is Answer.ALLOW:
             source.sent[str(honest)] += MIB
             source.passes(STEP_S)
             source.gate.done(honest, 0)
             read += 1
         else:
-            source.gate.want(honest)
+            source.gate.interested(honest)
         source.passes(STEP_S)
     assert read >= 10

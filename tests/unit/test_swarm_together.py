@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from benchmarks.swarm_nodes import Swarm
 from benchmarks.swarm_setting import Setting
-from mx.core.swarm import END_CHUNKS, Receiver
-from mx.core.swarm_commands import Ask, Cancel, Command, Decline, Take, Want
-from mx.core.swarm_slots import Answer, Busy, Gate, Go, Room
-from mx.core.swarm_source import Offer, Seeder
-from mx.core.swarm_standing import Reader, Standing
+from mx.core.swarm.commands import Cancel, Command, Decline, Interested, ReadFreely, Request
+from mx.core.swarm.origin import Seeder, Suggest
+from mx.core.swarm.receiver import END_CHUNKS, Receiver
+from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
+from mx.core.swarm.standing import Reader, Standing
 
 ORIGIN = 0
 TICK_S = 0.2
@@ -39,7 +39,7 @@ class Node:
         self.sent: Counter[str] = Counter()  # chunks, to whom
         sees = rng.random() < 0.7  # else its readers fetch for themselves
         self.standing = Standing(1, lambda reader: self.sent[reader.name] if sees else None)
-        self.gate = Gate(width=self.width, standing=self.standing)
+        self.gate = Slots(width=self.width, standing=self.standing)
         self.reads: set[tuple[int, int]] = set()  # (source, chunk) under way
         self.knows: set[int] = set()
         self.pace_s = rng.choice([0.05, 0.1, 0.2, 3.0])  # for giving a chunk
@@ -68,7 +68,7 @@ class World:
         ]
         self.nodes += self.hogs
         standing = self.nodes[ORIGIN].standing
-        self.seeder = Seeder(chunks, offers=self.rng.randint(1, 4), standing=standing)
+        self.seeder = Seeder(chunks, suggestions=self.rng.randint(1, 4), standing=standing)
         self.queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.count = itertools.count()
         self.latest: dict[tuple[int, int], float] = {}
@@ -77,7 +77,7 @@ class World:
             self.after(TICK_S, self.tick, node)
         for hog in self.hogs:
             self.after(self.rng.uniform(0, 2), self.join, hog)
-            self.after(TICK_S, self.ask_for_all, hog)
+            self.after(TICK_S, self.request_all, hog)
         self.after(TICK_S, self.tick_origin)
 
     def after(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
@@ -112,12 +112,12 @@ class World:
                 here.standing.joined(there.number, Reader(there.address, str(there.number)))
             if node.hog or other.hog:
                 if other.number == ORIGIN:
-                    self.offer(self.seeder.joined(node.number, 0, self.now_s))
+                    self.suggestion(self.seeder.joined(node.number, 0, self.now_s))
                 continue
             if other.number == ORIGIN:
                 holds = self.everything if self.opened else 0
                 have = node.receiver.joined(ORIGIN, holds, whole=True)
-                self.offer(self.seeder.joined(node.number, have, self.now_s))
+                self.suggestion(self.seeder.joined(node.number, have, self.now_s))
                 continue
             held = node.receiver.joined(other.number, other.receiver.held)
             other.receiver.joined(node.number, held)
@@ -125,12 +125,12 @@ class World:
         if not node.hog:
             self.do(node, node.receiver.plan(self.now_s))
 
-    def ask_for_all(self, hog: Node) -> None:
+    def request_all(self, hog: Node) -> None:
         """Of each source that it knows."""
         for number in hog.knows:
-            self.send(hog, self.nodes[number], self.asked, self.rng.randrange(self.chunks))
+            self.send(hog, self.nodes[number], self.requested, self.rng.randrange(self.chunks))
             self.send(hog, self.nodes[number], self.wanting)
-        self.after(TICK_S, self.ask_for_all, hog)
+        self.after(TICK_S, self.request_all, hog)
 
     def die(self, node: Node, notice_s: float) -> None:
         """Unless it is the last to hold something."""
@@ -156,7 +156,7 @@ class World:
         if node.number:
             self.do(node, node.receiver.gone(dead.number, self.now_s))
         else:
-            self.offer(self.seeder.gone(dead.number, self.now_s))
+            self.suggestion(self.seeder.gone(dead.number, self.now_s))
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -164,37 +164,37 @@ class World:
         for command in commands:
             peer = self.nodes[command.peer]
             match command:
-                case Ask(_, chunk):
+                case Request(_, chunk):
                     assert not node.receiver.held >> chunk & 1
-                    askers = node.receiver.asked(chunk)
-                    assert len(askers) < 2 or node.receiver.left <= END_CHUNKS
-                    self.send(node, peer, self.asked, chunk)
+                    requesters = node.receiver.requested(chunk)
+                    assert len(requesters) < 2 or node.receiver.left <= END_CHUNKS
+                    self.send(node, peer, self.requested, chunk)
                 case Cancel(_, chunk):
                     node.reads.discard((peer.number, chunk))
                     self.send(node, peer, self.dropped, chunk)
                 case Decline(_, chunk):
                     self.send(node, peer, self.declined, chunk)
-                case Take(_, chunk):
+                case ReadFreely(_, chunk):
                     self.send(node, peer, self.taken_freely, chunk)
-                case Want():
+                case Interested():
                     self.send(node, peer, self.wanting)
                 case _:
-                    self.send(node, peer, self.passed)
+                    self.send(node, peer, self.not_interested)
         if node.receiver.announce_at_s is not None:
             for number, chunks in node.receiver.announcements():
                 self.send(node, self.nodes[number], self.announced, chunks)
 
-    def asked(self, source: Node, reader: Node, chunk: int) -> None:
+    def requested(self, source: Node, reader: Node, chunk: int) -> None:
         number = reader.number
-        answer = Answer.BUSY
+        answer = Answer.REJECT
         if source.number != ORIGIN:
-            answer = source.gate.ask(number, chunk)
-        elif self.seeder.may_ask(number, chunk):
-            promised = self.seeder.promised(number, chunk)
-            answer = source.gate.ask(number, chunk, promised=promised)
-        if answer is Answer.GO:
+            answer = source.gate.request(number, chunk)
+        elif self.seeder.may_request(number, chunk):
+            suggested = self.seeder.suggested(number, chunk)
+            answer = source.gate.request(number, chunk, suggested=suggested)
+        if answer is Answer.ALLOW:
             self.send(source, reader, self.go, chunk)
-        elif answer is Answer.BUSY:
+        elif answer is Answer.REJECT:
             self.send(source, reader, self.busy, chunk)
         assert source.gate.reading < 2 * source.width + len(self.hogs) + 1
 
@@ -207,12 +207,12 @@ class World:
 
     def wanting(self, source: Node, reader: Node) -> None:
         later = source.number == ORIGIN and not self.seeder.all_out
-        self.answer(source, source.gate.want(reader.number, later=later))
+        self.answer(source, source.gate.interested(reader.number, later=later))
 
     def go(self, node: Node, source: Node, chunk: int) -> None:
         if node.hog:
             return
-        if source.number not in node.receiver.asked(chunk):
+        if source.number not in node.receiver.requested(chunk):
             self.send(node, source, self.dropped, chunk)  # an answer to an earlier ask
             return
         node.reads.add((source.number, chunk))
@@ -236,10 +236,10 @@ class World:
             return
         self.do(node, node.receiver.busy(source.number, chunk, self.now_s))
 
-    def room(self, node: Node, source: Node) -> None:
+    def unchoked(self, node: Node, source: Node) -> None:
         if node.hog:
             return
-        self.do(node, node.receiver.room(source.number, self.now_s))
+        self.do(node, node.receiver.unchoked(source.number, self.now_s))
 
     def announced(self, node: Node, peer: Node, chunks: int) -> None:
         if node.number == ORIGIN:
@@ -249,46 +249,46 @@ class World:
 
     # -- answering ------------------------------------------------------------------------------
 
-    def answer(self, source: Node, answers: Iterable[Go | Room | Busy]) -> None:
+    def answer(self, source: Node, answers: Iterable[Allow | Unchoke | Reject]) -> None:
         for each in answers:
             reader = self.nodes[each.reader]
-            if isinstance(each, Go):
+            if isinstance(each, Allow):
                 self.send(source, reader, self.go, each.chunk)
-            elif isinstance(each, Busy):
+            elif isinstance(each, Reject):
                 self.send(source, reader, self.busy, each.chunk)
             else:
-                self.send(source, reader, self.room)
+                self.send(source, reader, self.unchoked)
 
-    def passed(self, source: Node, reader: Node) -> None:
-        self.answer(source, source.gate.passed(reader.number))
+    def not_interested(self, source: Node, reader: Node) -> None:
+        self.answer(source, source.gate.not_interested(reader.number))
 
     def taken(self, source: Node, reader: Node, chunk: int) -> None:
         if source.number == ORIGIN:
-            self.offer(self.seeder.done(reader.number, chunk, self.now_s))
+            self.suggestion(self.seeder.done(reader.number, chunk, self.now_s))
         self.answer(source, source.gate.done(reader.number, chunk))
 
     def dropped(self, source: Node, reader: Node, chunk: int) -> None:
         if source.number == ORIGIN:
-            self.offer(self.seeder.failed(reader.number, chunk, self.now_s))
+            self.suggestion(self.seeder.failed(reader.number, chunk, self.now_s))
         self.answer(source, source.gate.done(reader.number, chunk, read=False))
 
     def declined(self, source: Node, reader: Node, chunk: int) -> None:
-        self.offer(self.seeder.declined(reader.number, chunk, self.now_s))
+        self.suggestion(self.seeder.declined(reader.number, chunk, self.now_s))
 
-    def offer(self, offers: Iterable[Offer]) -> None:
+    def suggestion(self, suggestions: Iterable[Suggest]) -> None:
         origin = self.nodes[ORIGIN]
-        for each in offers:
-            self.send(origin, self.nodes[each.reader], self.offered, each.chunk)
+        for each in suggestions:
+            self.send(origin, self.nodes[each.reader], self.suggested, each.chunk)
         if origin.knows and self.seeder.all_out and not self.opened:
             self.opened = True
             for number in origin.knows:
                 self.send(origin, self.nodes[number], self.announced, self.everything)
 
-    def offered(self, node: Node, origin: Node, chunk: int) -> None:
+    def suggested(self, node: Node, origin: Node, chunk: int) -> None:
         if node.hog:
-            self.send(node, origin, self.asked, chunk)
+            self.send(node, origin, self.requested, chunk)
             return
-        self.do(node, node.receiver.offered(ORIGIN, chunk, self.now_s))
+        self.do(node, node.receiver.suggested(ORIGIN, chunk, self.now_s))
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class World:
     def tick_origin(self) -> None:
         if self.nodes[ORIGIN].alive:
             self.answer(self.nodes[ORIGIN], self.nodes[ORIGIN].gate.tick(self.now_s))
-            self.offer(self.seeder.tick(self.now_s))
+            self.suggestion(self.seeder.tick(self.now_s))
             self.after(TICK_S, self.tick_origin)
 
     def run(self) -> None:

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx import codec, discovery, registry
-from mx.api.surveying import Reach, SourceReach, TopologyReport, paths
+from mx import codec, discovery, plugins
+from mx.api.survey import Reach, SourceReach, TopologyReport, paths
 from mx.cli import topo_tables
 from mx.core.paths import Path, rails
 from mx.core.planner import plan
@@ -28,7 +28,7 @@ from mx.errors import ConfigError, PeerProtocolError
 from mx.hardware import Topology, netlink
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface
-from mx.puller.links import path_between
+from mx.target.connector import path_between
 from mx.transport import Unavailable, Viable
 from tests.places import nvlink_host, uuid
 from tests.records import make_documents, make_record
@@ -287,7 +287,7 @@ def test_names_that_would_upset_a_terminal_are_changed() -> None:
 
 # --- what reaches what
 
-TRANSPORTS = registry.transports()
+TRANSPORTS = plugins.transports()
 
 
 def device_of(host: Place, device: str) -> Place:
@@ -422,8 +422,8 @@ def test_sources_of_other_hosts_are_shown_with_their_rails(printed: Any) -> None
     assert "cpu, gpu0, gpu1" in text  # the same ways to all of them
     assert "none" in text.split("moon")[1]
     assert "it does not reach" in text
-    nobody = printed(report(near), sources=True)
-    assert nobody[-1] == "Sources: the coordinator lists none"
+    none_opened = printed(report(near), sources=True)
+    assert none_opened[-1] == "Sources: the coordinator lists none"
 
 
 def test_a_machine_with_nothing_is_shown_whole(printed: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.coordinator.watchers import Watcher, WatchLog
-from mx.core.membership import Change, ChangeKind, Membership
+from mx.core.registry import Change, ChangeKind, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import CapacityError, MxError
 from tests.records import make_documents, make_record
@@ -39,7 +39,7 @@ steps = st.lists(
 def test_a_watcher_ends_up_knowing_what_is_listed(
     events: list[tuple[str, str, int]], name: str, begins: int, slice_limit: int
 ) -> None:
-    members, log = Membership(), WatchLog()
+    members, log = Registry(), WatchLog()
     watcher: Watcher | None = None
     told: dict[str, SourceRecord] = {}
     for i, (event, source_id, number) in enumerate(events):
@@ -85,7 +85,7 @@ def hear(watcher: Watcher, told: dict[str, SourceRecord], limit: int) -> None:
 
 
 def test_a_source_that_moves_to_another_name_is_gone_for_those_that_watch_the_old_one() -> None:
-    members, log = Membership(), WatchLog()
+    members, log = Registry(), WatchLog()
     record = make_record(DOCUMENTS)
     members.register(0, record, SECRET)
     log.push(members.take_changes())
@@ -99,7 +99,7 @@ def test_a_source_that_moves_to_another_name_is_gone_for_those_that_watch_the_ol
 
 
 def test_what_is_kept_of_sources_that_are_gone_is_bounded() -> None:
-    members, log = Membership(), WatchLog(max_gone=8)
+    members, log = Registry(), WatchLog(max_gone=8)
     early, reader = Watcher(log), Watcher(log)
     record = make_record(DOCUMENTS)
     members.register(0, record, SECRET)

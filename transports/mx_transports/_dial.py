@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from mx.core.believing import own_addresses
+from mx.core.locality import own_addresses
 from mx.core.topology import Place
 from mx.errors import (
     PeerLostError,

@@ -38,38 +38,38 @@ class OpenRequest(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
-    __slots__ = ("granted", "renewed", "draining", "stale", "busy", "gated")
+    __slots__ = ("granted", "renewed", "draining", "stale", "busy", "coordinated")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
-    GATED_FIELD_NUMBER: _ClassVar[int]
+    COORDINATED_FIELD_NUMBER: _ClassVar[int]
     granted: Granted
     renewed: Renewed
     draining: Draining
     stale: Stale
     busy: Busy
-    gated: Gated
-    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., gated: _Optional[_Union[Gated, _Mapping]] = ...) -> None: ...
+    coordinated: Coordinated
+    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., coordinated: _Optional[_Union[Coordinated, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
-    __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes", "gated", "max_bytes_per_s")
+    __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes", "coordinated", "max_bytes_per_s")
     GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     REGION_NBYTES_FIELD_NUMBER: _ClassVar[int]
-    GATED_FIELD_NUMBER: _ClassVar[int]
+    COORDINATED_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     grant_id: str
     lease_s: float
     generation: int
     tickets: _containers.RepeatedCompositeFieldContainer[Ticket]
     region_nbytes: _containers.RepeatedScalarFieldContainer[int]
-    gated: bool
+    coordinated: bool
     max_bytes_per_s: float
-    def __init__(self, grant_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., region_nbytes: _Optional[_Iterable[int]] = ..., gated: bool = ..., max_bytes_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, grant_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[Ticket, _Mapping]]] = ..., region_nbytes: _Optional[_Iterable[int]] = ..., coordinated: bool = ..., max_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("transport", "ticket")
@@ -95,7 +95,7 @@ class Busy(_message.Message):
     retry_after_s: float
     def __init__(self, retry_after_s: _Optional[float] = ...) -> None: ...
 
-class Gated(_message.Message):
+class Coordinated(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -118,37 +118,38 @@ class TableRequest(_message.Message):
     def __init__(self, source_id: _Optional[str] = ...) -> None: ...
 
 class SwarmMessage(_message.Message):
-    __slots__ = ("hello", "welcome", "have", "ask", "go", "busy", "done", "drop", "room", "offer", "decline", "gated", "meet", "want")
+    __slots__ = ("hello", "welcome", "have", "request", "allow", "reject", "finished", "cancel", "unchoke", "not_interested", "suggest", "decline", "coordinated", "peers", "interested")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
-    ASK_FIELD_NUMBER: _ClassVar[int]
-    GO_FIELD_NUMBER: _ClassVar[int]
-    BUSY_FIELD_NUMBER: _ClassVar[int]
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    DROP_FIELD_NUMBER: _ClassVar[int]
-    ROOM_FIELD_NUMBER: _ClassVar[int]
-    PASS_FIELD_NUMBER: _ClassVar[int]
-    OFFER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_FIELD_NUMBER: _ClassVar[int]
+    REJECT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    UNCHOKE_FIELD_NUMBER: _ClassVar[int]
+    NOT_INTERESTED_FIELD_NUMBER: _ClassVar[int]
+    SUGGEST_FIELD_NUMBER: _ClassVar[int]
     DECLINE_FIELD_NUMBER: _ClassVar[int]
-    GATED_FIELD_NUMBER: _ClassVar[int]
-    MEET_FIELD_NUMBER: _ClassVar[int]
-    WANT_FIELD_NUMBER: _ClassVar[int]
+    COORDINATED_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    INTERESTED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     have: bytes
-    ask: int
-    go: int
-    busy: int
-    done: int
-    drop: int
-    room: bool
-    offer: int
+    request: int
+    allow: int
+    reject: int
+    finished: int
+    cancel: int
+    unchoke: bool
+    not_interested: bool
+    suggest: int
     decline: int
-    gated: bool
-    meet: Meet
-    want: bool
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., have: _Optional[bytes] = ..., ask: _Optional[int] = ..., go: _Optional[int] = ..., busy: _Optional[int] = ..., done: _Optional[int] = ..., drop: _Optional[int] = ..., room: bool = ..., offer: _Optional[int] = ..., decline: _Optional[int] = ..., gated: bool = ..., meet: _Optional[_Union[Meet, _Mapping]] = ..., want: bool = ..., **kwargs) -> None: ...
+    coordinated: bool
+    peers: Peers
+    interested: bool
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., have: _Optional[bytes] = ..., request: _Optional[int] = ..., allow: _Optional[int] = ..., reject: _Optional[int] = ..., finished: _Optional[int] = ..., cancel: _Optional[int] = ..., unchoke: bool = ..., not_interested: bool = ..., suggest: _Optional[int] = ..., decline: _Optional[int] = ..., coordinated: bool = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., interested: bool = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("source_id", "own", "have")
@@ -161,18 +162,18 @@ class Hello(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., own: _Optional[_Union[_coordinator_pb2.Source, _Mapping]] = ..., have: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("accepted", "have", "seeds", "gated")
+    __slots__ = ("accepted", "have", "seeds", "coordinated")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
     SEEDS_FIELD_NUMBER: _ClassVar[int]
-    GATED_FIELD_NUMBER: _ClassVar[int]
+    COORDINATED_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     have: bytes
     seeds: bool
-    gated: bool
-    def __init__(self, accepted: bool = ..., have: _Optional[bytes] = ..., seeds: bool = ..., gated: bool = ...) -> None: ...
+    coordinated: bool
+    def __init__(self, accepted: bool = ..., have: _Optional[bytes] = ..., seeds: bool = ..., coordinated: bool = ...) -> None: ...
 
-class Meet(_message.Message):
+class Peers(_message.Message):
     __slots__ = ("sources",)
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     sources: _containers.RepeatedCompositeFieldContainer[_coordinator_pb2.Source]

@@ -46,8 +46,8 @@ class PeerStub(object):
                 request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenEvent.FromString,
                 _registered_method=True)
-        self.Mingle = channel.stream_stream(
-                '/mx.wire.v1.Peer/Mingle',
+        self.Trade = channel.stream_stream(
+                '/mx.wire.v1.Peer/Trade',
                 request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
                 _registered_method=True)
@@ -77,10 +77,10 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Mingle(self, request_iterator, context):
-        """Between two pulls of one model, or a pull and an origin: who holds which chunks, and who reads
-        which from the other next. The dialler says hello and the other one welcome; after that both
-        say whatever they have to. The end of the stream ends their being neighbours.
+    def Trade(self, request_iterator, context):
+        """Trades chunks between two pulls of one model, or a pull and an origin: which chunks each holds,
+        and which it may read from the other next. The dialler sends hello, the other side welcome;
+        after that both send in any order. The end of the stream ends the relation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,8 +106,8 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.OpenEvent.SerializeToString,
             ),
-            'Mingle': grpc.stream_stream_rpc_method_handler(
-                    servicer.Mingle,
+            'Trade': grpc.stream_stream_rpc_method_handler(
+                    servicer.Trade,
                     request_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
             ),
@@ -183,7 +183,7 @@ class Peer(object):
             _registered_method=True)
 
     @staticmethod
-    def Mingle(request_iterator,
+    def Trade(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -196,7 +196,7 @@ class Peer(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/mx.wire.v1.Peer/Mingle',
+            '/mx.wire.v1.Peer/Trade',
             mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
             mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
             options,

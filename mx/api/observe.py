@@ -1,0 +1,82 @@
+"""Looking at what goes on: who pulls what, who serves it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from mx import config, runtime
+from mx.api.closing import Closable, Step
+from mx.api.common import tls_of
+from mx.core.progress import PullStatus
+from mx.core.reference import parse_reference
+from mx.errors import ClosedError
+from mx.wire.client import CoordinatorClient
+from mx.wire.listing import SourceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What a coordinator knew at one moment, each the oldest first."""
+
+    pulls: tuple[PullStatus, ...]
+    sources: tuple[SourceStatus, ...]
+
+
+class Observer(Closable):
+    """One connection to a coordinator, to look again and again. Close it, or use it as a context
+    manager; blocking."""
+
+    def __init__(
+        self, *, coordinator: str | None = None, settings: config.Settings | None = None
+    ) -> None:
+        """Raises ConfigError."""
+        settings = settings or config.load()
+        loop = runtime.acquire()
+        self._client: CoordinatorClient | None = None
+        try:
+            self._client = loop.run(self._dial(coordinator or settings.coordinator, settings))
+        except BaseException:
+            runtime.release(loop)
+            raise
+        super().__init__(loop)
+
+    @staticmethod
+    async def _dial(address: str, settings: config.Settings) -> CoordinatorClient:
+        return CoordinatorClient(
+            address,
+            tls=tls_of(settings),
+            insecure=settings.insecure,
+            timeout_s=settings.connect_timeout_s,
+        )
+
+    def look(self, model: str = "") -> Overview:
+        """Everything, or what concerns one model (NAME, NAME:REVISION or NAME@PIN).
+
+        Raises CoordinatorError, ConfigError, ClosedError.
+        """
+        if self._client is None:
+            raise ClosedError("the observer was closed")
+        return self._loop.run(self._look(self._client, model))
+
+    @staticmethod
+    async def _look(client: CoordinatorClient, model: str) -> Overview:
+        wanted = parse_reference(model)
+        any_pin = replace(wanted, pin="")  # a pull does not tell its identity
+        pulls, sources = await asyncio.gather(
+            client.list_pulls(wanted.name), client.list_sources(wanted.name)
+        )
+        return Overview(
+            tuple(each for each in pulls if any_pin.fits(each.model, b"")),
+            tuple(
+                each for each in sources if wanted.fits(each.record.model, each.record.ref.identity)
+            ),
+        )
+
+    def _closing_steps(self) -> list[Step]:
+        return [self._awaiting(self._disconnect)]
+
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()

@@ -1,0 +1,114 @@
+"""Pulls that tell how far they are: what `mx top` shows. Pure; `now` is an argument.
+
+Nothing depends on it: what is not told again in time is forgotten, and so is what has ended, a
+little later, so that a short pull can be seen at all.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+from mx.core.types import ModelKey
+from mx.errors import CapacityError, NotAllowedError
+
+#: A pull tells at most once a second; who was not heard of for so long is forgotten.
+EXPIRE_S = 5.0
+#: How long a pull that has ended can still be seen.
+ENDED_S = 3.0
+MAX_PULLS = 4096
+_LEAST_INTERVAL_S = 0.2
+
+
+class PullPhase(enum.Enum):
+    RUNNING = "running"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PullStatus:
+    """How far a pull is. `ready` is a bit set: bit i is layer i. `sources` are the HOST:PORT that
+    it reads from now, `seconds` since it began, `gb_per_s` its rate lately."""
+
+    pull_id: str
+    model: ModelKey
+    host: str
+    pid: int
+    phase: PullPhase
+    layers: int
+    ready: int
+    nbytes: int
+    done_bytes: int
+    seconds: float
+    sources: tuple[str, ...] = ()
+    retries: int = 0
+    gb_per_s: float = 0.0
+
+    @property
+    def layers_ready(self) -> int:
+        return self.ready.bit_count()
+
+
+@dataclass(slots=True)
+class _Report:
+    reporter: object
+    status: PullStatus
+    until_s: float
+
+
+class ProgressBoard:
+    """The pulls there are. A `teller` tells of one pull: others can't, as long as it does."""
+
+    def __init__(self, limit: int = MAX_PULLS) -> None:
+        self._limit = limit
+        self._reports: dict[str, _Report] = {}
+        self._reports_of: dict[object, str] = {}
+        self._due_s = math.inf
+
+    def report(self, now: float, reporter: object, status: PullStatus) -> None:
+        """Raises NotAllowedError where somebody else tells of that pull, or this teller of another
+        one, CapacityError where there are too many."""
+        self.tick(now)
+        if self._reports_of.get(reporter, status.pull_id) != status.pull_id:
+            raise NotAllowedError(f"this stream tells of another pull than {status.pull_id}")
+        known = self._reports.get(status.pull_id)
+        if known is not None and known.reporter is not reporter:
+            raise NotAllowedError(f"somebody else tells of pull {status.pull_id}")
+        if known is None and len(self._reports) >= self._limit:
+            raise CapacityError(f"the coordinator shows {self._limit} pulls, its limit")
+        until_s = now + EXPIRE_S
+        self._reports[status.pull_id] = _Report(reporter, status, until_s)
+        self._reports_of[reporter] = status.pull_id
+        self._due_s = min(self._due_s, until_s)
+
+    def end(self, now: float, reporter: object) -> None:
+        """Nothing more comes from this one; what had not ended, failed."""
+        reported = self._reports.get(self._reports_of.pop(reporter, ""))
+        if reported is None or reported.reporter is not reporter:
+            return
+        if reported.status.phase is PullPhase.RUNNING:
+            reported.status = replace(reported.status, phase=PullPhase.FAILED)
+        reported.until_s = now + ENDED_S
+        self._due_s = min(self._due_s, reported.until_s)
+
+    def tick(self, now: float) -> None:
+        """Forget what is due. Cheap while nothing is."""
+        if now < self._due_s:
+            return
+        self._reports = {
+            i: reported for i, reported in self._reports.items() if reported.until_s > now
+        }
+        next_s = min((reported.until_s for reported in self._reports.values()), default=math.inf)
+        # Many that end one after the other are looked through a few times a second, not for each.
+        self._due_s = max(next_s, now + _LEAST_INTERVAL_S)
+
+    def pulls(self, now: float, name: str = "") -> list[PullStatus]:
+        """All, or those of one model name, the oldest first."""
+        self.tick(now)
+        return [
+            reported.status
+            for reported in self._reports.values()
+            if reported.until_s > now and name in ("", reported.status.model.name)
+        ]

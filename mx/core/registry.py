@@ -1,0 +1,379 @@
+"""Who holds what: the coordinator's state machine. Events in, changes out; `now` is an argument.
+
+Every event first lets time pass (`tick`). What changed for watchers is kept until `take_changes`,
+also when the event itself is refused. Names are bound by `mx.core.bindings`; sources are listed
+while their leases last. A source id belongs to the secret that registered it, and its generation
+never goes back; both hold for `binding_grace_s` beyond its end. Other weights under one source id
+need a higher generation.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from blake3 import blake3
+
+from mx.core.bindings import Binding, Bindings
+from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState
+from mx.errors import CapacityError, NotAllowedError, StaleGenerationError, UnknownSourceError
+
+
+class ChangeKind(enum.Enum):
+    UP = "up"
+    CHANGED = "changed"
+    LAYERS = "layers"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One source's step. `before` is its record until now (None: it was not listed), `record`
+    the one from now on; both are the last one where it is GONE, and `reason` says why.
+    `row_count` is that of the record's table, whose rows are not kept."""
+
+    kind: ChangeKind
+    record: SourceRecord
+    before: SourceRecord | None = None
+    reason: str = ""
+    row_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Beyond these a registration is refused with CapacityError. One address may take a part of
+    what there is: enough for a thousand sources behind it."""
+
+    models: int = 4096
+    sources: int = 10_000
+    models_per_address: int = 1024
+    sources_per_address: int = 4096
+
+
+@dataclass(slots=True)
+class Listed:
+    """A listed source. To be read only; it changes with the machine's next event."""
+
+    record: SourceRecord
+    secret_digest: bytes = field(repr=False)
+    lease_until_s: float
+    row_count: int = 0
+    address: str = ""
+    readers: int = 0
+    gb_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """An answer: the manifest to pull and the sources that serve it, origins first."""
+
+    model: ModelKey
+    ref: ManifestRef
+    sources: tuple[Listed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """`nbytes` and `layers` as the origins' tables have them; 0 where only relays are left."""
+
+    model: ModelKey
+    ref: ManifestRef
+    nbytes: int
+    layers: int
+    sources: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tombstone:
+    secret_digest: bytes
+    generation: int
+    until_s: float
+
+
+class Registry:
+    """The machine. Not thread-safe. A `now` that goes back counts as the latest one seen."""
+
+    def __init__(
+        self,
+        *,
+        lease_s: float = 5.0,
+        first_lease_s: float | None = None,
+        binding_grace_s: float = 60.0,
+        limits: Limits | None = None,
+    ) -> None:
+        """`first_lease_s` is how long a source stays listed before its first heartbeat, at least
+        `lease_s`, which is the default."""
+        self.lease_s = lease_s
+        self.first_lease_s = max(lease_s, first_lease_s or lease_s)
+        self.binding_grace_s = binding_grace_s
+        self.limits = limits or Limits()
+        self._now = -math.inf
+        self._sources: dict[str, Listed] = {}
+        self._from: Counter[str] = Counter()  # sources by address
+        # Source ids in the order in which their leases end: of those that have yet to send a
+        # heartbeat, and of the others; and those that are gone in the order they are forgotten.
+        self._first_leases: OrderedDict[str, None] = OrderedDict()
+        self._leases: OrderedDict[str, None] = OrderedDict()
+        self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
+        self._bindings = Bindings(
+            grace_s=binding_grace_s,
+            limit=self.limits.models,
+            limit_per_address=self.limits.models_per_address,
+        )
+        self._changes: list[Change] = []
+
+    def take_changes(self) -> list[Change]:
+        """What has changed since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def register(
+        self,
+        now: float,
+        record: SourceRecord,
+        secret: bytes,
+        *,
+        replaces_revision: bool = False,
+        row_count: int = 0,
+        address: str = "",
+    ) -> SourceRecord:
+        """List a source, or renew one. Returns its record as listed: its revision is a new one
+        after `replaces_revision` with other weights. `address` is where it registers from.
+
+        Raises BindingError, NotAllowedError, StaleGenerationError or CapacityError.
+        """
+        self.tick(now)
+        digest = _digest(secret)
+        known = self._sources.get(record.source_id)
+        self._check_owner(record, digest, known)
+        if known is None and len(self._sources) >= self.limits.sources:
+            raise CapacityError(f"the coordinator lists {len(self._sources)} sources, its limit")
+        if known is None and self._from[address] >= self.limits.sources_per_address:
+            raise CapacityError(
+                f"the coordinator lists {self._from[address]} sources from {address}, its limit "
+                "for one address"
+            )
+        owner = b"" if record.role is SourceRole.RELAY else digest
+        key = self._bindings.admit(
+            record.model,
+            record.ref,
+            owner,
+            replaces_revision=replaces_revision,
+            address=address,
+        )
+        # From here on nothing fails.
+        base = record.model.revision
+        record = replace(record, model=key)
+        self._bindings.bind(key, record.ref, owner, record.source_id, base=base, address=address)
+        before = known.record if known else None
+        if before is not None and before.model != key:
+            self._bindings.leave(self._now, before.model, record.source_id, by=digest)
+        listed = Listed(record, digest, self._now, row_count, address)
+        if known is not None:
+            listed.readers, listed.gb_per_s = known.readers, known.gb_per_s
+            self._left(known.address)
+        self._from[address] += 1
+        self._sources[record.source_id] = listed
+        self._renew(listed, first=True)
+        self._tombstones.pop(record.source_id, None)
+        if before is None:
+            self._changes.append(Change(ChangeKind.UP, record, row_count=row_count))
+        elif before != record:
+            change = Change(ChangeKind.CHANGED, record, before, row_count=row_count)
+            self._changes.append(change)
+        return record
+
+    def heartbeat(
+        self,
+        now: float,
+        source_id: str,
+        secret: bytes,
+        state: SourceState,
+        *,
+        readers: int = 0,
+        gb_per_s: float = 0.0,
+    ) -> None:
+        """Renew a lease. Raises UnknownSourceError, NotAllowedError."""
+        self.tick(now)
+        listed = self._owned(source_id, secret)
+        self._renew(listed)
+        listed.readers, listed.gb_per_s = readers, gb_per_s
+        self._update(listed, replace(listed.record, state=state))
+
+    def advertise(
+        self,
+        now: float,
+        source_id: str,
+        secret: bytes,
+        generation: int,
+        held: Sequence[tuple[int, int]],
+    ) -> None:
+        """A source now holds exactly these layers. Does not renew its lease.
+
+        Raises UnknownSourceError, NotAllowedError, and StaleGenerationError for a message that
+        a newer generation has overtaken.
+        """
+        self.tick(now)
+        listed = self._owned(source_id, secret)
+        self._check_generation(generation, listed.record.generation)
+        table = replace(listed.record.table, held=tuple(held))
+        self._update(listed, replace(listed.record, generation=generation, table=table))
+
+    def deregister(self, now: float, source_id: str, secret: bytes) -> None:
+        """Take a source off the list; nothing happens if it is not on it (any more)."""
+        self.tick(now)
+        if source_id in self._sources:
+            self._owned(source_id, secret)
+            self._drop(source_id, "deregistered")
+
+    def tick(self, now: float) -> None:
+        """Let time pass: leases, bindings and tombstones end. Cheap while nothing is due, and
+        else in proportion to what ends."""
+        self._now = max(self._now, now)
+        now = self._now
+        for leases in (self._first_leases, self._leases):
+            while leases:
+                source_id = next(iter(leases))
+                if self._sources[source_id].lease_until_s > now:
+                    break
+                self._drop(source_id, "lease expired")
+        while self._tombstones:
+            source_id = next(iter(self._tombstones))
+            if self._tombstones[source_id].until_s > now:
+                break
+            del self._tombstones[source_id]
+        self._bindings.lapse(now)
+
+    # -- questions (call `tick` first) ------------------------------------------------------------
+
+    def source(self, source_id: str) -> Listed:
+        """Raises UnknownSourceError."""
+        listed = self._sources.get(source_id)
+        if listed is None:
+            raise UnknownSourceError(f"source {source_id} is not registered here")
+        return listed
+
+    def sources(self, name: str = "") -> list[Listed]:
+        """All, or those of one model name, in order of registration."""
+        return [s for s in self._sources.values() if name in ("", s.record.model.name)]
+
+    def models(self) -> list[ModelSummary]:
+        """Every bound variant, sources or not."""
+        found = []
+        for binding in self._bindings:
+            listed = self._listed(binding)
+            origins = [s.record for s in listed if s.record.role is SourceRole.ORIGIN]
+            found.append(
+                ModelSummary(
+                    binding.key,
+                    _served_ref(binding, listed),
+                    max((sum(r.nbytes for r in o.table.regions) for o in origins), default=0),
+                    max((o.table.held[-1][1] for o in origins if o.table.held), default=0),
+                    len(listed),
+                )
+            )
+        return found
+
+    def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolved:
+        """Which manifest NAME (its newest revision, unless one is named) or NAME@IDENTITY means,
+        and who serves it now (draining sources are left out, so there may be none).
+
+        Raises UnknownModelError, and ConfigError for a pin that is none or is ambiguous.
+        """
+        # The newest first, or the same weights under several revisions: prefer one that is served.
+        answers = [self._answer(b) for b in self._bindings.find(name, revision, variant)]
+        return max(answers, key=lambda answer: bool(answer.sources))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _answer(self, binding: Binding) -> Resolved:
+        listed = self._listed(binding)
+        serving = [s for s in listed if s.record.state is SourceState.SERVING]
+        serving.sort(key=lambda s: s.record.role is not SourceRole.ORIGIN)
+        return Resolved(binding.key, _served_ref(binding, serving or listed), tuple(serving))
+
+    def _listed(self, binding: Binding) -> list[Listed]:
+        return [self._sources[source_id] for source_id in binding.sources]
+
+    def _check_owner(self, record: SourceRecord, digest: bytes, known: Listed | None) -> None:
+        if known is not None:
+            owner, generation = known.secret_digest, known.record.generation
+        elif record.source_id in self._tombstones:
+            tombstone = self._tombstones[record.source_id]
+            owner, generation = tombstone.secret_digest, tombstone.generation
+        else:
+            return
+        if not hmac.compare_digest(owner, digest):
+            raise NotAllowedError(
+                f"source id {record.source_id} is somebody else's", hint="choose a new UUID"
+            )
+        self._check_generation(record.generation, generation)
+        changed = known is not None and known.record.ref.identity != record.ref.identity
+        if changed and record.generation == generation:
+            raise StaleGenerationError(
+                f"source {record.source_id} has other weights under the same generation",
+                hint="raise the generation whenever memory changes",
+            )
+
+    @staticmethod
+    def _check_generation(generation: int, current: int) -> None:
+        if generation < current:
+            raise StaleGenerationError(f"generation {generation} is past: it is {current} by now")
+
+    def _owned(self, source_id: str, secret: bytes) -> Listed:
+        listed = self.source(source_id)
+        if not hmac.compare_digest(listed.secret_digest, _digest(secret)):
+            raise NotAllowedError(f"source id {source_id} is somebody else's")
+        return listed
+
+    def _update(self, listed: Listed, record: SourceRecord) -> None:
+        before = listed.record
+        if record == before:
+            return
+        listed.record = record
+        only_layers = replace(record, table=before.table) == before
+        kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
+        self._changes.append(Change(kind, record, before, row_count=listed.row_count))
+
+    def _renew(self, listed: Listed, *, first: bool = False) -> None:
+        source_id = listed.record.source_id
+        listed.lease_until_s = self._now + (self.first_lease_s if first else self.lease_s)
+        self._first_leases.pop(source_id, None)
+        self._leases.pop(source_id, None)
+        (self._first_leases if first else self._leases)[source_id] = None
+
+    def _left(self, address: str) -> None:
+        self._from[address] -= 1
+        if not self._from[address]:
+            del self._from[address]
+
+    def _drop(self, source_id: str, reason: str) -> None:
+        listed = self._sources.pop(source_id)
+        self._first_leases.pop(source_id, None)
+        self._leases.pop(source_id, None)
+        self._left(listed.address)
+        record = listed.record
+        by = listed.secret_digest if reason == "deregistered" else b""
+        self._bindings.leave(self._now, record.model, source_id, by=by)
+        while len(self._tombstones) >= self.limits.sources:
+            self._tombstones.popitem(last=False)
+        until_s = self._now + self.binding_grace_s
+        self._tombstones[source_id] = _Tombstone(listed.secret_digest, record.generation, until_s)
+        self._changes.append(Change(ChangeKind.GONE, record, record, reason))
+
+
+def _digest(secret: bytes) -> bytes:
+    return blake3(secret).digest()
+
+
+def _served_ref(binding: Binding, listed: Sequence[Listed]) -> ManifestRef:
+    """The first registered manifest as long as a source has it, else that of the oldest source:
+    its documents are the ones that are held."""
+    refs = [s.record.ref for s in listed]
+    return binding.ref if not refs or binding.ref in refs else refs[0]

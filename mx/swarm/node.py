@@ -1,0 +1,416 @@
+"""One pull's part in a swarm: talks with neighbours and origins, reads from them what it may, and
+says who may read from it. The deciding is done in `mx.core.swarm.receiver` and its neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mx import codec
+from mx.core.swarm.commands import (
+    Cancel,
+    Command,
+    Decline,
+    Interested,
+    NotInterested,
+    ReadFreely,
+    Request,
+)
+from mx.core.swarm.free import free_after_s
+from mx.core.swarm.receiver import Receiver
+from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
+from mx.core.swarm.standing import Reader, Standing
+from mx.core.types import SourceRecord
+from mx.errors import PeerProtocolError
+from mx.swarm.peers import Peers
+from mx.swarm.stream import PeerStream, from_bytes, to_bytes
+from mx.wire.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.2
+#: Chunks asked for at a time: one is read while the next is asked for.
+WIDTH = 2
+#: Who has had nobody to ask for so long reads without asking.
+ALONE_S = 2.0
+#: Neighbours that hold nothing that is missing may be about to: for so long, from when last
+#: anything came, here or to one of them.
+HOPE_S = 5.0
+#: Those that hold something are hoped for so long.
+PATIENCE_S = 30.0
+
+
+class Reads(Protocol):
+    """What a member wants of the pull."""
+
+    def gate(self) -> None:
+        """From now on read only what is permitted."""
+
+    def read_freely(self) -> None:
+        """There is nobody to ask: read from whom you can."""
+
+    def allow(self, source_id: str, chunk: int) -> bool:
+        """The chunk may be read from this source. False: it is there."""
+
+    def withdraw(self, source_id: str, chunk: int) -> None:
+        """It is to come from another."""
+
+    def reaches(self, source: SourceRecord) -> bool:
+        """Is there any way to read from it?"""
+
+    def connect(self, source: SourceRecord) -> None:
+        """Open ways to read from a neighbour."""
+
+    def disconnect(self, source_id: str) -> None:
+        """Close them."""
+
+
+@dataclass
+class _Peer:
+    record: SourceRecord
+    stream: PeerStream
+    seeds: bool
+    readable: bool  # else it may read here, but is asked for nothing
+    connected: bool = False
+
+
+class Node:
+    """One pull's, on the loop. Until `gated` it only tells what it holds; from then on it decides
+    what is read from whom.
+
+    `own` is how others find this pull (None before it can be found); `dial` opens a talk.
+    """
+
+    def __init__(
+        self,
+        own_id: str,
+        chunk_count: int,
+        chunk_nbytes: int,
+        reads: Reads,
+        own: Callable[[], SourceRecord | None],
+        dial: Callable[[SourceRecord], Awaitable[PeerStream]],
+    ) -> None:
+        self.coordinated = False
+        self.peers = Peers(own_id, self, own, dial)
+        self._chunk_count = chunk_count
+        self._reads = reads
+        self._loop = asyncio.get_running_loop()
+        self._receiver = Receiver(chunk_count, width=0, free_s=free_after_s(chunk_nbytes))
+        self._sent: Callable[[str, str], int | None] = lambda name, address: None
+        # By the id alone: of those that were dialled it is not known where they read from.
+        self._standing = Standing(chunk_nbytes, lambda reader: self._sent(reader.name, ""))
+        self._slots = Slots(standing=self._standing)
+        self._peers: dict[int, _Peer] = {}
+        self._numbers: dict[str, int] = {}
+        self._count = 0
+        self._reading: dict[int, int] = {}  # chunk -> the peer that it is read from
+        self._readers: dict[str, int] = {}  # reader id -> leases
+        self._announcing: asyncio.TimerHandle | None = None
+        self._alone_since_s: float | None = None
+        self._news_at_s = time.monotonic()
+        self._lost: set[str] = set()  # sources that were, since anything came
+        self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
+
+    @property
+    def complete(self) -> bool:
+        return not self._receiver.left
+
+    @property
+    def hopeful(self) -> bool:
+        """Is there anybody who can give something, or are there news of late?"""
+        if not self.coordinated:
+            return False
+        seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
+        quiet_s = time.monotonic() - self._news_at_s
+        given = seeded or self._receiver.can_be_given
+        return quiet_s < (PATIENCE_S if given else HOPE_S)
+
+    @property
+    def held(self) -> int:
+        """The chunks that are here, as a bit set."""
+        return self._receiver.held
+
+    @property
+    def crowded(self) -> bool:
+        """Must those that read here ask before?"""
+        return len(self._readers) > 1 or not self.complete
+
+    # -- the pull's own events; from any thread ---------------------------------------------------
+
+    def chunk_landed(self, chunk: int) -> None:
+        self._loop.call_soon_threadsafe(self._landed, chunk)
+
+    def chunk_failed(self, chunk: int, source: str) -> None:
+        self._loop.call_soon_threadsafe(self._failed, chunk, source)
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def began_with(self, chunks: Iterable[int]) -> None:
+        """These landed before this heard of any."""
+        for chunk in chunks:
+            self._receiver.landed(-1, chunk, time.monotonic())
+        self._plan_announcement()
+
+    def _landed(self, chunk: int) -> None:
+        self._news_at_s = time.monotonic()
+        self._lost.clear()
+        number = self._reading.pop(chunk, -1)
+        if number in self._peers:
+            self._peers[number].stream.say(finished=chunk)
+        self._do(self._receiver.landed(number, chunk, time.monotonic()))
+        self._plan_announcement()
+
+    def _failed(self, chunk: int, source: str) -> None:
+        number = self._numbers.get(source, -1)
+        if self._reading.get(chunk) == number:
+            del self._reading[chunk]
+        if number in self._peers:
+            self._peers[number].stream.say(cancel=chunk)
+        self._do(self._receiver.failed(number, chunk, time.monotonic()))
+
+    def coordinate(self) -> None:
+        """Others pull from the same origin: from now on ask before reading."""
+        if self.coordinated:
+            return
+        self.coordinated = True
+        self._alone_since_s = None
+        self._reads.gate()
+        self._receiver.width = WIDTH
+        for peer in self._peers.values():
+            peer.connected = False
+            if peer.seeds and peer.readable:
+                peer.stream.say(coordinated=True)
+        self._do(self._receiver.plan(time.monotonic()))
+
+    def read_freely(self) -> None:
+        """There is nobody to ask."""
+        if self.coordinated:
+            self.coordinated = False
+            self._receiver.width = 0
+            self._reads.read_freely()
+
+    def lost(self, source_id: str, *, for_good: bool) -> None:
+        """No way is left to read from it; `for_good`: nor will there be one."""
+        self._lost.add(source_id)
+        if for_good:
+            self.peers.ban(source_id)
+        else:
+            self.peers.leave(source_id)
+
+    def reaches(self, record: SourceRecord) -> bool:
+        """Could it be read from?"""
+        return self._reads.reaches(record)
+
+    # -- talks ------------------------------------------------------------------------------------
+
+    def joined(self, record: SourceRecord, stream: PeerStream, have: bytes, *, seeds: bool) -> int:
+        held = from_bytes(have, self._chunk_count)
+        readable = self._reads.reaches(record)
+        self._count += 1
+        number = self._count
+        self._peers[number] = _Peer(record, stream, seeds, readable)
+        self._numbers[record.source_id] = number
+        self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
+        self._standing.joined(number, Reader(stream.address, record.source_id))
+        if readable:
+            self._alone_since_s = None
+        if readable and record.source_id not in self._lost:  # or it could come and go for ever
+            self._news_at_s = time.monotonic()
+        if self.coordinated and seeds and readable and not self.complete:
+            stream.say(
+                coordinated=True
+            )  # it does not know, where it has been read from by one alone
+        self._do(self._receiver.plan(time.monotonic()))
+        return number
+
+    def parted(self, number: int) -> None:
+        source_id = self._peers.pop(number).record.source_id
+        del self._numbers[source_id]
+        for chunk in [c for c, n in self._reading.items() if n == number]:
+            del self._reading[chunk]
+        self._answers(self._slots.gone(number))
+        self._standing.gone(number)
+        self._reads.disconnect(source_id)
+        self._do(self._receiver.gone(number, time.monotonic()))
+
+    async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
+        """Another has greeted: talk until the end."""
+        if self._standing.waits(Reader(stream.address, record.source_id)):  # its place is another's
+            await stream.refuse()
+            return
+        await self.peers.trade(record, have, stream)
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
+        kind = message.WhichOneof("message")
+        peer, now_s = self._peers[number], time.monotonic()
+        match kind:
+            case "have":
+                chunks = from_bytes(message.have, self._chunk_count)
+                if peer.readable:
+                    self._news_at_s = now_s
+                    self._do(self._receiver.announced(number, chunks, now_s))
+            case "unchoke":
+                self._do(self._receiver.unchoked(number, now_s))
+            case "not_interested":
+                self._answers(self._slots.not_interested(number))
+            case "interested":
+                self._answers(self._slots.interested(number))
+            case "coordinated":
+                self.coordinate()
+            case "peers":
+                self.peers.told_of(
+                    [codec.source_from_wire(source) for source in message.peers.sources]
+                )
+            case "request" | "allow" | "reject" | "finished" | "cancel" | "suggest" if (
+                getattr(message, kind) < self._chunk_count
+            ):
+                self._heard_of(number, peer, kind, getattr(message, kind), now_s)
+            case _:
+                raise PeerProtocolError(f"{peer.stream.peer} said {kind} out of place")
+
+    def _heard_of(self, number: int, peer: _Peer, kind: str, chunk: int, now_s: float) -> None:
+        """A message about one chunk."""
+        match kind:
+            case "request":
+                held = self._receiver.held >> chunk & 1
+                answer = self._slots.request(number, chunk) if held else Answer.REJECT
+                peer.stream.say(**{"allow" if answer is Answer.ALLOW else "reject": chunk})
+            case "allow":
+                requested = number in self._receiver.requested(chunk)
+                if requested and self._reads.allow(peer.record.source_id, chunk):
+                    self._take_over(chunk, number)
+                else:
+                    peer.stream.say(cancel=chunk)
+            case "reject":
+                self._do(self._receiver.busy(number, chunk, now_s))
+            case "suggest":
+                if peer.readable:
+                    self._do(self._receiver.suggested(number, chunk, now_s))
+            case _:
+                self._answers(self._slots.done(number, chunk, read=kind == "finished"))
+
+    def _take_over(self, chunk: int, number: int) -> None:
+        """Who reads it so far is late, and was hedged: two can't write to one place."""
+        late = self._reading.get(chunk)
+        self._reading[chunk] = number
+        if late is not None and late != number:
+            peer = self._peers[late]
+            peer.stream.say(cancel=chunk)
+            self._reads.withdraw(peer.record.source_id, chunk)
+
+    def _do(self, commands: Iterable[Command]) -> None:
+        for each in commands:
+            peer = self._peers[each.peer]
+            match each:
+                case Request(_, chunk):
+                    peer.stream.say(request=chunk)
+                    self._connect(peer)
+                case Cancel(_, chunk):
+                    if self._reading.get(chunk) == each.peer:
+                        del self._reading[chunk]
+                        self._reads.withdraw(peer.record.source_id, chunk)
+                    peer.stream.say(cancel=chunk)
+                case ReadFreely(_, chunk):
+                    self._connect(peer)
+                    if self._reads.allow(peer.record.source_id, chunk):
+                        self._take_over(chunk, each.peer)
+                case Decline(_, chunk):
+                    peer.stream.say(decline=chunk)
+                case NotInterested():
+                    peer.stream.say(not_interested=True)
+                case Interested():
+                    peer.stream.say(interested=True)
+
+    def _connect(self, peer: _Peer) -> None:
+        """Not sooner: to connect all to all at once would take a second of a core."""
+        if not peer.connected:
+            peer.connected = True
+            self._reads.connect(peer.record)
+
+    def _answers(self, answers: Iterable[Allow | Unchoke | Reject]) -> None:
+        for each in answers:
+            peer = self._peers.get(each.reader)
+            if peer is None:
+                continue
+            if isinstance(each, Allow):
+                peer.stream.say(allow=each.chunk)
+            elif isinstance(each, Reject):
+                log.info(
+                    "%s does not read chunk %d: its slot is free", peer.stream.peer, each.chunk
+                )
+                peer.stream.say(reject=each.chunk)
+            else:
+                peer.stream.say(unchoked=True)
+
+    # -- what others are told ---------------------------------------------------------------------
+
+    def _plan_announcement(self) -> None:
+        at_s = self._receiver.announce_at_s
+        if at_s is not None and self._announcing is None:
+            delay_s = max(0.0, at_s - time.monotonic())
+            self._announcing = self._loop.call_later(delay_s, self._announce)
+
+    def _announce(self) -> None:
+        self._announcing = None
+        for number, chunks in self._receiver.announcements():
+            self._peers[number].stream.say(have=to_bytes(chunks))
+
+    # -- those that read here, for the server -----------------------------------------------------
+
+    def watch(
+        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
+    ) -> None:
+        self._sent, self.peers.trades = sent, trades
+
+    def opened(self, reader_id: str) -> bool:
+        """A pull was granted reads here. Must it ask first?"""
+        self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
+        if len(self._readers) == 2 and self.complete:
+            for peer in self._peers.values():
+                peer.stream.say(coordinated=True)
+        return self.crowded
+
+    def closed(self, reader_id: str) -> None:
+        self._readers[reader_id] -= 1
+        if not self._readers[reader_id]:
+            del self._readers[reader_id]
+
+    # -- time -------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self._answers(self._slots.tick(now_s))
+            for peer in self._peers.values():
+                if self._standing.banned(Reader(peer.stream.address, peer.record.source_id)):
+                    peer.stream.close()
+            if not self.coordinated or self.complete:
+                continue
+            free = self._receiver.free
+            self._do(self._receiver.tick(now_s))
+            if self._receiver.free and not free:
+                log.info("no source gives a slot: reading without asking")
+            if any(peer.readable for peer in self._peers.values()):
+                continue
+            self._alone_since_s = self._alone_since_s or now_s
+            if now_s - self._alone_since_s > ALONE_S:
+                self.read_freely()
+
+    def end(self) -> None:
+        """End every talk."""
+        self.peers.end()
+
+    async def close(self) -> None:
+        """End every talk, and wait for that."""
+        if self._announcing is not None:
+            self._announcing.cancel()
+        await self.peers.close()
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)

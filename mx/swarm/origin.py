@@ -1,0 +1,236 @@
+"""An origin's part in a swarm: hands out each chunk once before any twice, and makes those that
+pull from it known to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mx import codec
+from mx.core.swarm.origin import Seeder, Suggest
+from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
+from mx.core.swarm.standing import Reader, Standing
+from mx.core.types import SourceRecord
+from mx.errors import PeerProtocolError
+from mx.swarm.stream import PeerStream, from_bytes, to_bytes
+from mx.wire.v1 import peer_pb2
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.2
+#: How many of its neighbours-to-be a newcomer is told of.
+MOST_INTRODUCED = 64
+#: Swarm streams that a source keeps open at a time.
+MOST_STREAMS = 1024
+#: ... from one address ...
+MOST_OF_ADDRESS = 256
+#: ... and from one reader: one that has lost its connection may be back before that is known.
+MOST_OF_READER = 2
+
+
+@dataclass
+class _Peer:
+    record: SourceRecord
+    stream: PeerStream
+    have: int
+    reader: Reader
+
+
+class Origin:
+    """One origin's, on the loop. As long as one pull alone reads from it, that reads what it
+    likes; from the second on, all ask."""
+
+    def __init__(self, chunk_count: int, chunk_nbytes: int) -> None:
+        self._chunk_count = chunk_count
+        self._sent: Callable[[str, str], int | None] = lambda name, address: None
+        self._standing = Standing(chunk_nbytes, lambda r: self._sent(r.name, r.address))
+        self._all = (1 << chunk_count) - 1
+        self._peers: dict[int, _Peer] = {}
+        self._readers: dict[str, int] = {}  # reader id -> leases
+        self._numbers = 0
+        self._coordinated = False
+        self._opened = False  # was it said that everything may be asked for?
+        self._seeder = Seeder(chunk_count, standing=self._standing)
+        self._slots = Slots(standing=self._standing)
+        self._ticking: asyncio.Task[None] | None = None
+
+    def watch(
+        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
+    ) -> None:
+        del trades  # an origin dials no reader
+        self._sent = sent
+
+    # -- readers' leases ------------------------------------------------------------------------
+
+    def opened(self, reader_id: str) -> bool:
+        """A pull that can be part of a swarm has been granted reads. Must it ask first?"""
+        self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
+        if len(self._readers) > 1:
+            self._start()
+        return self._coordinated
+
+    def closed(self, reader_id: str) -> None:
+        """A lease of it has ended."""
+        self._readers[reader_id] -= 1
+        if not self._readers[reader_id]:
+            del self._readers[reader_id]
+            self._rest()
+
+    # -- members --------------------------------------------------------------------------------
+
+    async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
+        """Until the talk ends."""
+        held = from_bytes(have, self._chunk_count)
+        reader = Reader(stream.address, record.source_id)
+        if not self._admits(reader):
+            await stream.refuse()
+            return
+        self._numbers += 1
+        number = self._numbers
+        node = self._peers[number] = _Peer(record, stream, held, reader)
+        self._standing.joined(number, reader)
+        welcome = peer_pb2.Welcome(accepted=True, seeds=True, coordinated=self._coordinated)
+        if self._opened:
+            welcome.have = to_bytes(self._all)
+        stream.say(welcome=welcome)
+        self._introduce(number)
+        if self._coordinated:
+            self._suggest(self._seeder.joined(number, held, time.monotonic()))
+        try:
+            error = await stream.listen(lambda message: self._heard(number, node, message))
+            if error is not None:
+                log.warning("%s was left: %s", stream.peer, str(error))
+        finally:
+            del self._peers[number]
+            self._answers(self._slots.gone(number))
+            self._suggest(self._seeder.gone(number, time.monotonic()))
+            self._standing.gone(number)
+            self._rest()
+
+    def _admits(self, reader: Reader) -> bool:
+        """Is there a place for another stream of this reader?"""
+        there = [node.reader for node in self._peers.values()]
+        return (
+            len(there) < MOST_STREAMS
+            and sum(each.address == reader.address for each in there) < MOST_OF_ADDRESS
+            and there.count(reader) < MOST_OF_READER
+            and not self._standing.banned(reader)
+        )
+
+    def _introduce(self, newcomer: int) -> None:
+        others = [
+            node.record
+            for number, node in self._peers.items()
+            if number != newcomer and not self._standing.last(number)
+        ]
+        if others:
+            known = random.sample(others, min(len(others), MOST_INTRODUCED))
+            meet = peer_pb2.Peers(sources=[codec.source_to_wire(record) for record in known])
+            self._peers[newcomer].stream.say(peers=meet)
+
+    def _heard(self, number: int, node: _Peer, message: peer_pb2.SwarmMessage) -> None:
+        kind = message.WhichOneof("message")
+        now_s = time.monotonic()
+        if kind == "have":
+            chunks = from_bytes(message.have, self._chunk_count)
+            node.have |= chunks
+            self._seeder.announced(number, chunks)
+            self._suggest(())
+            return
+        if kind in ("unchoke", "not_interested"):
+            self._answers(self._slots.not_interested(number))
+            return
+        if kind == "interested":
+            self._answers(self._slots.interested(number, later=not self._seeder.all_out))
+            return
+        if kind == "coordinated":  # it asks before it reads, so it is to be offered something
+            self._start()
+            return
+        if kind not in ("request", "finished", "cancel", "decline"):
+            raise PeerProtocolError(f"{node.stream.peer} said {kind} to an origin")
+        chunk = getattr(message, kind)
+        if chunk >= self._chunk_count:
+            raise PeerProtocolError(f"{node.stream.peer} named chunk {chunk}, which does not exist")
+        if kind == "request":
+            self._requested(number, node, chunk)
+        elif kind == "decline":
+            self._suggest(self._seeder.declined(number, chunk, now_s))
+        else:
+            ended = self._seeder.done if kind == "finished" else self._seeder.failed
+            self._suggest(ended(number, chunk, now_s))
+            self._answers(self._slots.done(number, chunk, read=kind == "finished"))
+
+    def _requested(self, number: int, node: _Peer, chunk: int) -> None:
+        answer = Answer.REJECT
+        if self._seeder.may_request(number, chunk):
+            suggested = self._seeder.suggested(number, chunk)
+            answer = self._slots.request(number, chunk, suggested=suggested)
+        if answer is Answer.ALLOW:
+            node.stream.say(allow=chunk)
+        elif answer is Answer.REJECT:
+            node.stream.say(reject=chunk)
+
+    # -- what it says ---------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Several pulls read: from now on all ask."""
+        if self._coordinated:
+            return
+        self._coordinated = True
+        self._ticking = asyncio.create_task(self._tick(), name="mx-seeding")
+        now_s = time.monotonic()
+        for number, node in self._peers.items():
+            node.stream.say(coordinated=True)
+            self._suggest(self._seeder.joined(number, node.have, now_s))
+
+    def _rest(self) -> None:
+        """Once nobody is left, the next one alone may read as it likes."""
+        if self._peers or self._readers or not self._coordinated:
+            return
+        self._coordinated = self._opened = False
+        self._seeder = Seeder(self._chunk_count, standing=self._standing)
+        self._slots = Slots(standing=self._standing)
+        self.end()
+
+    def _suggest(self, suggestions: Iterable[Suggest]) -> None:
+        for each in suggestions:
+            self._peers[each.reader].stream.say(suggestion=each.chunk)
+        if self._coordinated and self._seeder.all_out and not self._opened:
+            self._opened = True
+            for node in self._peers.values():
+                node.stream.say(have=to_bytes(self._all))
+
+    def _answers(self, answers: Iterable[Allow | Unchoke | Reject]) -> None:
+        for each in answers:
+            node = self._peers.get(each.reader)
+            if node is None:
+                continue
+            if isinstance(each, Allow):
+                node.stream.say(allow=each.chunk)
+            elif isinstance(each, Reject):
+                log.info("%s does not read chunk %d: its slot is free", node.reader, each.chunk)
+                node.stream.say(reject=each.chunk)
+            else:
+                node.stream.say(unchoked=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self._answers(self._slots.tick(now_s))
+            self._suggest(self._seeder.tick(now_s))
+            for node in self._peers.values():
+                if self._standing.banned(node.reader):
+                    node.stream.close()
+
+    def end(self) -> None:
+        """End every talk."""
+        for node in self._peers.values():
+            node.stream.close()
+        if self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None

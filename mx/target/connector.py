@@ -1,0 +1,304 @@
+"""The connections of one pull: the ways there are, a lease per source and transport, a session
+per way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import grpc.aio
+
+from mx import trace
+from mx.core.locality import with_verified_place
+from mx.core.planner import Plan, SourcePath, plan
+from mx.core.topology import Place
+from mx.core.types import SourceRecord
+from mx.cuda.device import Device
+from mx.cuda.driver import load
+from mx.errors import MxError, PeerProtocolError, SourceError
+from mx.runtime import in_thread, uncut
+from mx.target.lease import Granted, Lease
+from mx.target.options import PullOptions
+from mx.target.pacing import PacedSession
+from mx.target.reads import Connection
+from mx.target.staged import StagedSession
+from mx.transport import Grant, Path, Session, Span, Transport, Unavailable
+from mx.wire.address import resolve
+from mx.wire.channel import dial
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenPath:
+    """An open session and the lease that it stands on. Both are the `Links`' that opened it."""
+
+    path: SourcePath
+    lease: Lease
+    session: Session
+
+    def connection(self, now_s: float) -> Connection:
+        """What an engine reads through, from `now_s` (monotonic) on."""
+        connection = Connection(
+            self.path.transport,
+            self.path.source.endpoint,
+            self.session,
+            self.lease,
+            now_s,
+            rail=str(self.path.rail or ""),
+            source=self.path.source.source_id,
+            bytes_per_s=self.path.gb_per_s * 1e9,
+        )
+        self.lease.connections.append(connection)
+        return connection
+
+
+def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
+    """The transport's path; for a GPU that it can't reach, that to this host's memory, from which
+    mx copies on."""
+    path = transport.reach(here, there)
+    if path is None and here.device != "cpu":
+        path = transport.reach(replace(here, device="cpu"), there)
+        if path is not None:
+            detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))
+            path = replace(path, attach=False, staged=True, detail=detail)
+    return path
+
+
+def path_or_reason(
+    transport: Transport, here: Place, there: Place, *, trusted_fabric: bool
+) -> Path | str:
+    """The path that a pull may use, or why there is none."""
+    path = path_between(transport, here, there)
+    if path is None:
+        return "it does not reach from here to there"
+    if path.trusting and not trusted_fabric:
+        return "it enforces no bounds: say `trusted_fabric` if that network can be trusted"
+    return path
+
+
+def plan_paths(
+    options: PullOptions,
+    place: Place,
+    transports: Mapping[str, Transport],
+    sources: Sequence[SourceRecord],
+) -> Plan:
+    """What the transports say of each source, ranked and chosen from. Places are believed as far
+    as they are verified."""
+
+    def reach(name: str, there: Place) -> Path | str:
+        viable = transports[name].probe()
+        if isinstance(viable, Unavailable):
+            return viable.reason
+        trusted = options.trusted_fabric
+        return path_or_reason(transports[name], place, there, trusted_fabric=trusted)
+
+    return plan(
+        place,
+        [with_verified_place(source, place) for source in sources],
+        sorted(transports),
+        reach,
+        forced=options.transport,
+        attach=options.attach and not options.hold and options.into is None,
+    )
+
+
+class Connector:
+    """Opens links on the loop, and closes whatever was opened. The ways to one source by one
+    transport share a lease."""
+
+    def __init__(
+        self,
+        options: PullOptions,
+        place: Place,
+        transports: Mapping[str, Transport],
+        on_lease_lost: Callable[[MxError], None],
+        reader_id: str = "",
+    ) -> None:
+        self._reader_id = reader_id
+        self._options = options
+        self._place = place
+        self._transports = transports
+        self._on_lease_lost = on_lease_lost
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._leases: list[Lease] = []
+        self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
+        self._sessions: list[Session] = []
+        self._lock = threading.Lock()
+        self._device: Device | None = None
+        self._users: Counter[Lease] = Counter()  # sessions, open or being opened
+        self._begun: dict[SourcePath, asyncio.Task[tuple[OpenPath, int]]] = {}
+
+    def begin(self, paths: Sequence[SourcePath]) -> None:
+        """Start connecting ahead of `open`, while the manifest is still on its way."""
+        for path in paths:
+            if path in self._begun:
+                continue
+            self._begun[path] = asyncio.create_task(self._traced(path), name="mx-link")
+
+    async def open(self, path: SourcePath, need_nbytes: int) -> OpenPath:
+        """A grant from the way's source, and a session on it. `need_nbytes` is what its region
+        must hold. Raises SourceError, or LocalError where this side can't."""
+        begun = self._begun.pop(path, None)
+        opened, offered_nbytes = await (begun if begun is not None else self._traced(path))
+        if begun is not None and opened.lease.check() is not None:
+            # Much was done since it was begun, and the source has ended what was not used.
+            await self.give_back(opened)
+            opened, offered_nbytes = await self._traced(path)
+        if offered_nbytes < need_nbytes:
+            peer = opened.lease.peer
+            await self.give_back(opened)
+            raise PeerProtocolError(
+                f"{peer} offers {offered_nbytes} bytes for a model that takes {need_nbytes}",
+                peer=peer,
+            )
+        return opened
+
+    async def _traced(self, path: SourcePath) -> tuple[OpenPath, int]:
+        with trace.span("pull.connect", source=path.source.endpoint, transport=path.label):
+            return await self._connect(path)
+
+    async def _connect(self, path: SourcePath) -> tuple[OpenPath, int]:
+        """The link, and how many bytes its region holds."""
+        lease, granted = await self._grant_for(path)
+        self._users[lease] += 1
+        try:
+            session = await self._session(path, granted)
+            opened = OpenPath(path, lease, session)
+        except BaseException:
+            await self._leave(lease)
+            raise
+        return opened, granted.region_nbytes[0] if granted.region_nbytes else 0
+
+    async def _grant_for(self, path: SourcePath) -> tuple[Lease, Granted]:
+        key = (path.source.source_id, path.transport)
+        task = self._granted.get(key)
+        if task is None or (task.done() and (task.exception() or task.result()[0].check())):
+            task = asyncio.create_task(self._lease(path), name="mx-grant")
+            self._granted[key] = task
+        return await asyncio.shield(task)
+
+    async def _lease(self, path: SourcePath) -> tuple[Lease, Granted]:
+        lease = Lease(
+            self._channel(path.source.endpoint),
+            path.source,
+            self._on_lease_lost,
+            self._reader_id,
+            self._options.tls,
+        )
+        self._leases.append(lease)
+        granted = await lease.open(self._place, [path.transport], self._options.connect_timeout_s)
+        return lease, granted
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        if endpoint not in self._channels:
+            self._channels[endpoint] = dial(
+                endpoint, tls=self._options.tls, insecure=self._options.insecure
+            )
+        return self._channels[endpoint]
+
+    async def _session(self, path: SourcePath, granted: Granted) -> Session:
+        transport = self._transports[path.transport]
+        grant = self._grant(path, granted)
+
+        def connect() -> Session:
+            addresses = resolve(path.source.endpoint)
+            session = transport.open(replace(grant, peer_addresses=addresses))
+            if granted.pacer is not None:
+                session = PacedSession(session, granted.pacer, path.source.endpoint)
+            if path.staged:
+                session = self._stage(session)
+            self._sessions.append(session)
+            return session
+
+        # It blocks, so it has a thread; a cancelled pull waits for it, to close what it opens.
+        return await uncut(in_thread(connect))
+
+    def _stage(self, inner: Session) -> Session:
+        """A session that fills the target's GPU through `inner`, which it owns. Blocks."""
+        try:
+            return StagedSession(inner, self._open_device())
+        except BaseException:
+            inner.close()
+            inner.join(2 * self._options.stall_timeout_s)
+            raise
+
+    def _open_device(self) -> Device:
+        """The target's, for as long as there are sessions that stage into it."""
+        with self._lock:
+            if self._device is None:
+                self._device = Device.open(load(), self._options.device)
+            return self._device
+
+    def _grant(self, path: SourcePath, granted: Granted) -> Grant:
+        peer = path.source.endpoint
+        ticket = granted.tickets.get(path.transport)
+        if ticket is None:
+            raise PeerProtocolError(f"{peer} gave no ticket for {path.transport}", peer=peer)
+        if granted.generation != path.source.generation:
+            raise PeerProtocolError(f"{peer} granted another generation than asked", peer=peer)
+        return Grant(
+            grant_id=granted.grant_id,
+            ticket=ticket,
+            generation=granted.generation,
+            region_nbytes=granted.region_nbytes,
+            peer=peer,
+            tls=self._options.data_tls,
+            stall_timeout_s=self._options.stall_timeout_s,
+            streams=self._options.streams,
+            rail=path.rail,
+            # A staged session's own destinations are in host memory.
+            place=replace(self._place, device="cpu") if path.staged else self._place,
+            trusted_fabric=self._options.trusted_fabric,
+        )
+
+    async def give_back(self, opened: OpenPath) -> None:
+        """Close a link's session, and the lease if no other stands on it. Once per link."""
+        opened.session.close()
+        await self._leave(opened.lease)
+
+    async def _leave(self, lease: Lease) -> None:
+        self._users[lease] -= 1
+        if self._users[lease] <= 0:
+            lease.end()  # now: a source that drains would wait for it
+
+    async def attach(self, opened: OpenPath, nbytes: int) -> Span:
+        """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
+        with the link still good, where it can only be copied; SourceError; LocalError."""
+        try:
+            view = await uncut(in_thread(opened.session.attach, 0))
+            if len(view) < nbytes:
+                raise PeerProtocolError(
+                    f"{opened.lease.peer} holds {len(view)} bytes of a model that takes {nbytes}",
+                    peer=opened.lease.peer,
+                )
+        except SourceError:
+            await self.give_back(opened)
+            raise
+        return view[:nbytes]
+
+    async def close(self) -> None:
+        """Close every session and wait for its end, then end the leases they stood on."""
+        begun = [*self._begun.values(), *self._granted.values()]
+        self._begun.clear()
+        self._granted.clear()
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        sessions, self._sessions = self._sessions, []
+        for session in sessions:
+            session.close()
+        for session in sessions:
+            if not await in_thread(session.join, 2 * self._options.stall_timeout_s):
+                log.warning("a session has not ended: %r", session)
+        if self._device is not None:
+            self._device.close()
+        leases, self._leases = self._leases, []
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(lease.close() for lease in leases))
+        for channel in channels.values():
+            await channel.close(None)

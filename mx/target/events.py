@@ -1,0 +1,262 @@
+"""Where a pull stands, told to every waiter: blocking, asyncio, callback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mx.core.types import Manifest
+from mx.errors import MxError, another
+from mx.target.report import (
+    LayerEvent,
+    PathReport,
+    PullReport,
+    TensorsOf,
+    VerifiedBy,
+    no_tensors,
+)
+
+T = TypeVar("T")
+Callback = Callable[[LayerEvent], None]
+
+
+@dataclass(slots=True)
+class _Subscriber:
+    """A callback and what it has not been told yet."""
+
+    callback: Callback
+    queue: deque[LayerEvent] = field(default_factory=deque)
+    busy: bool = False
+
+
+class EventLog:
+    """Thread-safe. Events come in the order in which layers become ready; `event(i)` is the
+    i-th layer's. `started_s` (monotonic) is when the pull was called for."""
+
+    def __init__(self, started_s: float, tensors_of: TensorsOf = no_tensors) -> None:
+        """`tensors_of` gives the tensors of a layer that is ready; events hand it on."""
+        self.started_s = started_s
+        self.tensors_of = tensors_of
+        self.first_read_s = 0.0
+        self._condition = threading.Condition()
+        self._events: dict[int, LayerEvent] = {}
+        self._n_layers: int | None = None
+        self._subscribers: list[_Subscriber] = []
+        self._failure_watchers: list[Callable[[MxError], None]] = []
+        self._wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._error: MxError | None = None
+        self._report: PullReport | None = None
+
+    # -- told ---------------------------------------------------------------------------------
+
+    def planned(self, n_layers: int) -> None:
+        with self._condition:
+            self._n_layers = n_layers
+            self._wake()
+
+    def layer_ready(self, event: LayerEvent) -> bool:
+        """Record and announce. True if it was the last one. Raises what a callback raises."""
+        with self._condition:
+            if event.index in self._events:
+                return False
+            self._events[event.index] = event
+            for subscriber in self._subscribers:
+                subscriber.queue.append(event)
+            subscribers = list(self._subscribers)
+            last = len(self._events) == self._n_layers
+            self._wake()
+        for subscriber in subscribers:
+            self._tell(subscriber)
+        return last
+
+    def finished(self, report: PullReport) -> None:
+        with self._condition:
+            if self._error is None:
+                self._report = report
+            self._wake()
+
+    def failing(self, error: MxError) -> None:
+        """It will be `failed`, and its memory goes before: nothing may wait on the device for
+        this pull any more, since freeing waits for the device."""
+        with self._condition:
+            watchers, self._failure_watchers = self._failure_watchers, []
+        for watcher in watchers:
+            watcher(error)
+
+    def failed(self, error: MxError) -> None:
+        if self._report is None:
+            self.failing(error)
+        with self._condition:
+            if self._error is None and self._report is None:
+                self._error = error
+            self._wake()
+
+    def report_of(
+        self,
+        model: str,
+        manifest: Manifest,
+        paths: list[PathReport],
+        by: VerifiedBy,
+        retries: int,
+    ) -> PullReport:
+        """What is to be reported of a pull whose layers are ready."""
+        return PullReport(
+            model=model,
+            manifest=manifest.ref.identity.hex(),
+            bytes=manifest.layout.payload_nbytes,
+            seconds=self.last_layer_s(),
+            first_layer_s=self.first_layer_s(),
+            layers=len(manifest.layout.layers),
+            verified=by.value,
+            paths=paths,
+            retries=retries,
+            control_s=max(0.0, self.first_read_s - self.started_s),
+        )
+
+    # -- asked --------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> MxError | None:
+        return self._error
+
+    @property
+    def report(self) -> PullReport | None:
+        return self._report
+
+    @property
+    def ended(self) -> bool:
+        return self._error is not None or self._report is not None
+
+    @property
+    def layers_ready(self) -> int:
+        return len(self._events)
+
+    def is_ready(self, layer: int) -> bool:
+        return layer in self._events
+
+    def first_layer_s(self) -> float:
+        """When layer 0 was ready, since the start; 0.0 without layers."""
+        event = self._events.get(0)
+        return 0.0 if event is None else event.at_s
+
+    def last_layer_s(self) -> float:
+        return max((event.at_s for event in self._events.values()), default=0.0)
+
+    def on_layer(self, callback: Callback) -> None:
+        """Call `callback` for each layer in the order of readiness, those that are ready already
+        at once, on this thread; then on the threads that verify, one call at a time: keep it
+        short. What it raises there fails the pull."""
+        subscriber = _Subscriber(callback)
+        with self._condition:
+            subscriber.queue.extend(self._events.values())
+            self._subscribers.append(subscriber)
+        self._tell(subscriber)
+
+    def on_failure(self, callback: Callable[[MxError], None]) -> None:
+        """Call `callback` with the pull's error when it fails, before its memory is freed; now, if
+        it has failed. It must not raise."""
+        with self._condition:
+            if self._error is None:
+                self._failure_watchers.append(callback)
+                return
+        callback(self._error)
+
+    def _tell(self, subscriber: _Subscriber) -> None:
+        while True:
+            with self._condition:
+                # A thread that is at it sees to what has come meanwhile.
+                if subscriber.busy or not subscriber.queue:
+                    return
+                subscriber.busy = True
+                event = subscriber.queue.popleft()
+            try:
+                subscriber.callback(event)
+            finally:
+                with self._condition:
+                    subscriber.busy = False
+
+    def _layer(self, index: int) -> LayerEvent | None:
+        """The event, or None at the end; raises LookupError while neither is known."""
+        if index in self._events:
+            return self._events[index]
+        if self._error is not None:
+            raise another(self._error)
+        if self._n_layers is not None and index >= self._n_layers:
+            return None
+        raise LookupError
+
+    def _end(self) -> PullReport:
+        if self._error is not None:
+            raise another(self._error)
+        if self._report is None:
+            raise LookupError
+        return self._report
+
+    def wait_layer(self, index: int, timeout_s: float | None = None) -> LayerEvent | None:
+        """Block until layer `index` is ready; None if there is no such layer.
+
+        Raises the pull's error if it failed, TimeoutError.
+        """
+        return self._block(lambda: self._layer(index), timeout_s)
+
+    def wait_planned(self, timeout_s: float | None = None) -> int:
+        """How many layers there are, as soon as it is known. Raises the pull's error."""
+        return self._block(self._planned, timeout_s)
+
+    def _planned(self) -> int:
+        if self._error is not None:
+            raise another(self._error)
+        if self._n_layers is None:
+            raise LookupError
+        return self._n_layers
+
+    def wait_end(self, timeout_s: float | None = None) -> PullReport:
+        return self._block(self._end, timeout_s)
+
+    def _block(self, look: Callable[[], T], timeout_s: float | None) -> T:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._condition:
+            while True:
+                try:
+                    return look()
+                except LookupError:
+                    pass
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise TimeoutError("the pull is still running")
+                self._condition.wait(left_s)
+
+    async def wait_layer_async(self, index: int) -> LayerEvent | None:
+        return await self._await(lambda: self._layer(index))
+
+    async def wait_end_async(self) -> PullReport:
+        return await self._await(self._end)
+
+    async def _await(self, look: Callable[[], T]) -> T:
+        waker = (asyncio.get_running_loop(), asyncio.Event())
+        with self._condition:
+            self._wakers.add(waker)
+        try:
+            while True:
+                waker[1].clear()
+                with self._condition:
+                    try:
+                        return look()
+                    except LookupError:
+                        pass
+                await waker[1].wait()
+        finally:
+            with self._condition:
+                self._wakers.discard(waker)
+
+    def _wake(self) -> None:
+        self._condition.notify_all()
+        for loop, event in self._wakers:
+            with contextlib.suppress(RuntimeError):  # its loop was closed while it waited
+                loop.call_soon_threadsafe(event.set)

@@ -1,0 +1,64 @@
+"""What one pull wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mx.core.bindings import MAIN
+from mx.core.types import CHUNK_BYTES, ModelKey
+from mx.target.prefill import Held
+from mx.target.relay import MakeRelay
+from mx.transport import TlsFiles
+
+
+@dataclass(frozen=True)
+class PullOptions:
+    """Made by the API from its arguments and the settings.
+
+    `name` may be NAME@IDENTITY; without a `revision` it means "main", or the newest update of it.
+    One of `coordinator`, `peer` and `disk` says where to look;
+    `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
+    "cpu" or "cuda:UUID", `into` the caller's memory, `reuse` what
+    this process holds (emptied once it was looked through). With `relay` others may read what has
+    come; `alone_because` says why it is None where that may surprise.
+    """
+
+    name: str
+    revision: str = ""
+    variant: str = "checkpoint"
+    coordinator: str | None = None
+    peer: str | None = None
+    disk: Path | None = None
+    fall_back_to_disk: bool = False
+    out: Path | None = None
+    resume: bool = True
+    device: str = "cpu"
+    hold: bool = False
+    into: memoryview | None = None
+    reuse: list[Held] = field(default_factory=list)
+    transport: str | None = None
+    strong: bool = False
+    attach: bool = True
+    tls: TlsFiles | None = None
+    data_tls: TlsFiles | None = None
+    insecure: bool = False
+    streams: int = 2
+    stall_timeout_s: float = 4.0
+    connect_timeout_s: float = 3.0
+    wait_s: float = 0.0
+    chunk_nbytes: int = CHUNK_BYTES
+    trusted_fabric: bool = False
+    nics: tuple[str, ...] = ()
+    relay: MakeRelay | None = None
+    alone_because: str = ""
+
+    @property
+    def key(self) -> ModelKey:
+        """What is asked for, as far as that is known before anybody was."""
+        return ModelKey(self.name.partition("@")[0], self.revision or MAIN, self.variant)
+
+    @property
+    def patience_s(self) -> float:
+        """For how long a pull asks again where all have as many readers as they admit."""
+        return self.wait_s or self.stall_timeout_s

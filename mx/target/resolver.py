@@ -1,0 +1,237 @@
+"""Looks for holders of what is pulled: until there is one, beside those that are being read, and
+when none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from mx import trace
+from mx.core import manifest as manifests
+from mx.core.planner import Plan
+from mx.core.types import Manifest, SourceRecord
+from mx.errors import (
+    CoordinatorError,
+    MxError,
+    NoSourceError,
+    PeerLostError,
+    PeerTimeoutError,
+    UnknownModelError,
+)
+from mx.runtime import in_thread
+from mx.target.connections import ConnectionPool
+from mx.target.locator import Located, Locator
+from mx.units import format_seconds
+from mx.wire.documents import WritePage
+
+T = TypeVar("T")
+
+#: Beside those that are being read, others are looked for this often,
+ORDINARY_S = 1.0
+#: but less often where many are listed: each of them that still pulls asks for them all.
+SOURCES_PER_S = 50.0
+#: With nobody to read from, the first look is after this, and each further one after twice that,
+FIRST_S = 0.2
+#: up to this.
+LONGEST_S = 2.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model to be read, and whom from. `ways` may be empty where only parts of it are held."""
+
+    located: Located
+    manifest: Manifest
+    paths: Plan
+
+
+async def find(
+    locator: Locator,
+    plan: Callable[[Sequence[SourceRecord]], Plan],
+    begin: Callable[[Located, Plan], None],
+    *,
+    relays_do: bool,
+    side_files: bool,
+) -> Found:
+    """One look. `begin` hears of the ways while the manifest is still on its way; `relays_do`
+    says whether sources that hold a part are better than nothing, `side_files` whether those are
+    wanted in memory, too.
+
+    Raises UnknownModelError, CoordinatorError, SourceError, ManifestError.
+    """
+    with trace.span("pull.locate", model=locator.name) as span:
+        located = await locator.locate()
+        span.set(sources=len(located.sources))
+    paths = plan([source for source in located.sources if source.whole])
+    begin(located, paths)
+    with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
+        documents = await locator.documents(located)
+        # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
+        manifest = await in_thread(manifests.decode, located.ref, documents)
+    parts = relays_do and plan([source for source in located.sources if not source.whole]).paths
+    if not paths.paths and not parts:
+        raise NoSourceError(
+            f"no source of {located.key} can be reached from here: "
+            + ("; ".join(paths.explain()) or "none is registered"),
+            hint="start one with mx serve, or name one with `peer=HOST:PORT`",
+        )
+    if side_files:  # who reads here later may write them
+        sides = await locator.side_files(manifest, located)
+        manifest = replace(manifest, documents=manifest.documents | sides)
+    return Found(located, manifest, paths)
+
+
+class SideFiles:
+    """Fetches the side files of what was found, to `write`: from the sources that were found, and
+    after a failure from those that there are then."""
+
+    def __init__(self, locator: Locator, found: Found, write: WritePage) -> None:
+        self._locator = locator
+        self._found = found
+        self._write = write
+        self._sources: Sequence[SourceRecord] | None = found.located.sources
+
+    async def fetch(self) -> None:
+        """One attempt. Raises as `find`, and what `write` raises."""
+        if self._in_memory():
+            return await in_thread(write_side_files, self._found.manifest, self._write)
+        sources, self._sources = self._sources, None
+        if sources is None:
+            sources = await self._locator.again(self._found.located)
+        await self._locator.write_side_files(self._found.manifest, sources, self._write)
+
+    def _in_memory(self) -> bool:
+        manifest = self._found.manifest
+        return all(side.digest in manifest.documents for side in manifest.packaging.side_files)
+
+
+def write_side_files(manifest: Manifest, write: WritePage) -> None:
+    """Give the side files that a manifest has among its documents to `write`. Blocks."""
+    for digest in {side.digest for side in manifest.packaging.side_files}:
+        write(digest, 0, manifest.documents[digest])
+
+
+async def patiently(
+    attempt: Callable[[], Awaitable[T]], wait_s: float, on_wait: Callable[[], None]
+) -> T:
+    """What `attempt` gives, tried again for up to `wait_s` while it fails only because nobody is
+    there yet; `on_wait` is called before each pause. Raises its last error."""
+    until_s = time.monotonic() + wait_s
+    pause_s = FIRST_S
+    while True:
+        try:
+            return await attempt()
+        except MxError as error:
+            left_s = until_s - time.monotonic()
+            if not _may_pass(error):
+                raise
+            if left_s <= 0:
+                if wait_s > 0:
+                    error.message += f" (waited {format_seconds(wait_s)})"
+                raise
+        on_wait()
+        await asyncio.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, LONGEST_S)
+
+
+def _may_pass(error: MxError) -> bool:
+    """Is it only that nobody is there?"""
+    none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
+    return isinstance(error, none_opened) or type(error) is CoordinatorError
+
+
+class Resolver:
+    """One pull's, on the loop, from when it is known what is pulled. Gives its crew the holders
+    that come up; says, when the crew has none left, whether one is waited for. `close` it."""
+
+    def __init__(
+        self,
+        locator: Locator,
+        located: Located,
+        pool: ConnectionPool,
+        plan: Callable[[Sequence[SourceRecord]], Plan],
+        *,
+        wait_s: float,
+        on_sources: Callable[[Sequence[SourceRecord]], None],
+        on_wait: Callable[[], None],
+        came: Callable[[], int],
+        causes: list[MxError],
+    ) -> None:
+        """`plan` finds the ways to read from sources. `on_sources` hears of all that hold the same
+        manifest, or parts of it, each time they were asked for. `on_wait` is called when a wait
+        begins; `came` says how many bytes have come; `causes` is added to when a wait was in
+        vain."""
+        self._locator = locator
+        self._located = located
+        self._pool = pool
+        self._plan = plan
+        self._wait_s = wait_s
+        self._on_sources = on_sources
+        self._on_wait = on_wait
+        self._came = came
+        self._causes = causes
+        self._until_s = 0.0
+        self._came_then = -1  # bytes, when the present wait began
+        self._listed = 0
+        self._hurry = asyncio.Event()
+        pool.hoping = self.hope
+        self._task = asyncio.create_task(self._run(), name="mx-seek")
+
+    def hope(self) -> bool:
+        """Nobody is left: is a new holder still waited for? A wait begins when this is first
+        asked, and anew if bytes have come since it did."""
+        if self._wait_s <= 0:
+            return False
+        now_s, came = time.monotonic(), self._came()
+        if came > self._came_then:
+            self._came_then = came
+            self._until_s = now_s + self._wait_s
+            self._hurry.set()
+            self._on_wait()
+        if now_s < self._until_s:
+            return True
+        waited = format_seconds(self._wait_s)
+        self._causes.append(NoSourceError(f"nobody else came within {waited}"))
+        return False
+
+    async def _run(self) -> None:
+        pause_s = ORDINARY_S
+        while True:
+            hurried = await self._hurried(pause_s)
+            idle = self._pool.idle
+            # One that was named, and is being read from, has nobody else to tell of.
+            if idle or self._locator.asks_coordinator:
+                await self._ask()
+            if not idle:
+                pause_s = max(ORDINARY_S, self._listed / SOURCES_PER_S)
+            elif hurried:
+                pause_s = FIRST_S
+            else:
+                pause_s = min(2 * pause_s, LONGEST_S)
+
+    async def _hurried(self, seconds: float) -> bool:
+        """Pause so long, or until a wait begins: did one?"""
+        try:
+            await asyncio.wait_for(self._hurry.wait(), seconds)
+        except TimeoutError:
+            return False
+        self._hurry.clear()
+        return True
+
+    async def _ask(self) -> None:
+        try:
+            sources = await self._locator.again(self._located)
+        except MxError:  # it is asked again, and nothing that runs depends on it
+            return
+        self._listed = len(sources)
+        new = [each for each in sources if each.whole and self._pool.wants(each.source_id)]
+        if new:
+            self._pool.add_candidates(self._plan(new).paths)
+        self._on_sources(sources)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)

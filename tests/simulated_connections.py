@@ -1,0 +1,208 @@
+"""Lanes without a network: a discrete-event simulation around the pull machine.
+
+A lane carries its parts in order, `streams` at a time, which share its speed. Speeds change at
+given times; a lane may die, and is given up when it stalls. Time is the simulation's own, so that
+a pull of minutes takes milliseconds. The machine's commands are carried out and checked as they
+come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mx.core.striping import Part
+from mx.core.transfer import TransferMachine
+from mx.core.transfer_commands import (
+    Assign,
+    Check,
+    Command,
+    Complete,
+    DropConnection,
+    Fail,
+    LayerReady,
+)
+from mx.core.types import BLOCK_BYTES, ChunkGrid, Layer, Layout
+from mx.errors import ClosedError, MxError, PeerLostError
+from mx.units import MIB, align_up
+
+TICK_S = 0.25
+#: A transport gives a lane up from which nothing has come for so long.
+STALL_S = 4.0
+#: What is less than this is rounding.
+_EPSILON_NBYTES = 1e-3
+
+
+def grid_of(layer_mib: Sequence[int], chunk_mib: int = 16) -> ChunkGrid:
+    """Layers of so many MiB each."""
+    layers, base = [], 0
+    for index, mib in enumerate(layer_mib):
+        nbytes = mib * MIB
+        layers.append(Layer(index, f"layer.{index}", nbytes, base, ((0, nbytes),) if mib else ()))
+        base += align_up(nbytes, 4096)
+    return ChunkGrid(Layout(layers, []), chunk_mib * MIB)
+
+
+@dataclass
+class SimulatedConnection:
+    """`speeds` are (from when, bytes per second), in order, from 0 on; `estimate` is what the plan
+    expects of it; it is lost at `dies_at_s`."""
+
+    speeds: Sequence[tuple[float, float]]
+    estimate: float = 1.25e9
+    streams: int = 2
+    dies_at_s: float = math.inf
+    source: str = "s"
+
+    queue: list[Part] = field(default_factory=list)
+    left: dict[Part, float] = field(default_factory=dict)  # bytes yet to come
+    nbytes: int = 0  # of parts that landed
+    wasted_nbytes: float = 0.0  # came, but of parts that did not end well
+    last_s: float = 0.0
+    stalled_s: float = 0.0
+    gone: bool = False
+
+    @property
+    def depth(self) -> int:
+        return 2 * self.streams
+
+    def speed(self, now_s: float) -> float:
+        return [rate for since_s, rate in self.speeds if since_s <= now_s][-1]
+
+    def under_way(self) -> list[Part]:
+        return self.queue[: self.streams]
+
+    def next_event_s(self, now_s: float) -> float:
+        """When a part will be complete or the speed changes."""
+        found = [since_s for since_s, _ in self.speeds if since_s > now_s]
+        found += [self.dies_at_s] if not self.gone else []
+        speed, parts = self.speed(now_s), self.under_way()
+        if not speed and parts:
+            found.append(now_s + STALL_S - self.stalled_s)
+        elif parts:
+            found.append(now_s + min(self.left[p] for p in parts) * len(parts) / speed)
+        return min(found, default=math.inf)
+
+    def advance(self, now_s: float, until_s: float) -> None:
+        parts = self.under_way()
+        stalls = bool(parts) and not self.speed(now_s)
+        self.stalled_s = self.stalled_s + until_s - now_s if stalls else 0.0
+        for part in parts:
+            self.left[part] -= self.speed(now_s) * (until_s - now_s) / len(parts)
+
+
+class Simulation:
+    """One pull of `grid` over `lanes`. `run` it; then look at it and at the lanes."""
+
+    def __init__(self, grid: ChunkGrid, connections: Sequence[SimulatedConnection]) -> None:
+        self.grid = grid
+        self.connections = list(connections)
+        self.machine = TransferMachine(grid, several_connections=len(connections) > 1)
+        self.now_s = 0.0
+        self.verified: set[int] = set()
+        self.ready_s: dict[int, float] = {}
+        self.dropped: dict[int, float] = {}
+        self.completed = False
+        self.failure: Fail | None = None
+        self._blocks: dict[int, set[int]] = {}  # chunk -> blocks asked for or landed
+        self._closing: list[tuple[int, MxError]] = []
+
+    def nbytes(self, part: Part) -> int:
+        end = min(part.end * BLOCK_BYTES, self.grid[part.chunk].nbytes)
+        return end - part.begin * BLOCK_BYTES
+
+    def run(self, limit_s: float = 1e6) -> Simulation:
+        self._do(self.machine.start())
+        for number, connection in enumerate(self.connections):
+            added = self.machine.add_connection(
+                number,
+                connection.depth,
+                0.0,
+                source=connection.source,
+                bytes_per_s=connection.estimate,
+            )
+            self._do(added)
+        self._do(self.machine.no_more_connections())
+        tick_s = TICK_S
+        while not self.completed and self.failure is None:
+            at_s = min(
+                tick_s, *(connection.next_event_s(self.now_s) for connection in self.connections)
+            )
+            assert at_s < limit_s, "it does not end"
+            for connection in self.connections:
+                connection.advance(self.now_s, at_s)
+            self.now_s = at_s
+            if at_s == tick_s:
+                tick_s += TICK_S
+                self._tick()
+            for number in range(len(self.connections)):
+                self._events(number)
+        return self
+
+    def _tick(self) -> None:
+        landed = {
+            part: int(self.nbytes(part) - left)
+            for connection in self.connections
+            for part, left in connection.left.items()
+        }
+        self._do(self.machine.tick(self.now_s, landed))
+
+    def _events(self, number: int) -> None:
+        connection = self.connections[number]
+        stalled = connection.stalled_s > STALL_S - 1e-6
+        if (connection.dies_at_s <= self.now_s or stalled) and not connection.gone:
+            error = PeerLostError("gone", peer=connection.source)
+            self._do(self.machine.connection_lost(number, error, self.now_s))
+            self._end_connection(number, error)
+            return
+        for part in [p for p in connection.under_way() if connection.left[p] <= _EPSILON_NBYTES]:
+            connection.queue.remove(part)
+            del connection.left[part]
+            connection.nbytes += self.nbytes(part)
+            connection.last_s = self.now_s
+            self._do(self.machine.landed(number, part, self.now_s))
+
+    def _end_connection(self, number: int, error: MxError) -> None:
+        """Its session is closed: every read that it had fails."""
+        connection = self.connections[number]
+        connection.gone = True
+        while connection.queue:
+            part = connection.queue.pop(0)
+            connection.wasted_nbytes += self.nbytes(part) - connection.left.pop(part)
+            self._blocks[part.chunk] -= set(range(part.begin, part.end))
+            self._do(self.machine.failed(number, part, error, self.now_s))
+
+    def _do(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Assign(number, parts):
+                    assert not self.connections[number].gone, "asked of a lane that is lost"
+                    for part in parts:
+                        self._ask(self.connections[number], part)
+                case Check(chunk):
+                    assert len(self._blocks[chunk]) == -(-self.grid[chunk].nbytes // BLOCK_BYTES)
+                    assert chunk not in self.verified, "verified twice"
+                    self.verified.add(chunk)
+                    self._do(self.machine.verified(chunk))
+                case LayerReady(layer):
+                    assert layer not in self.ready_s
+                    self.ready_s[layer] = self.now_s
+                case Complete():
+                    assert len(self.verified) == len(self.grid)
+                    self.completed = True
+                case DropConnection(number, reason):
+                    self.dropped[number] = self.now_s
+                    self._end_connection(number, ClosedError(str(reason)))
+                case Fail():
+                    self.failure = command
+
+    def _ask(self, connection: SimulatedConnection, part: Part) -> None:
+        blocks = set(range(part.begin, part.end))
+        asked = self._blocks.setdefault(part.chunk, set())
+        assert blocks, "nothing was asked for"
+        assert not blocks & asked, "asked for twice"
+        assert len(connection.queue) < connection.depth
+        asked |= blocks
+        connection.queue.append(part)
+        connection.left[part] = float(self.nbytes(part))

@@ -1,0 +1,89 @@
+"""Documents by content: counted, bounded, dropped a while after nobody names them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.core.documents import DocumentStore
+from mx.errors import CapacityError
+
+GRACE_S = 10.0
+
+
+def store(limit_bytes: int = 100) -> DocumentStore:
+    return DocumentStore(limit_bytes=limit_bytes, grace_s=GRACE_S)
+
+
+def test_a_held_document_outlives_any_time_and_a_released_one_its_grace() -> None:
+    documents = store()
+    documents.put(0, b"k", b"data")
+    documents.hold([b"k"])
+    documents.hold([b"k"])
+    documents.sweep(1000)
+    documents.release(1000, [b"k"])
+    documents.sweep(2000)
+    assert documents.get(b"k") == b"data"
+    documents.release(2000, [b"k"])
+    documents.sweep(2000 + GRACE_S - 1)
+    assert documents.get(b"k") == b"data"
+    documents.sweep(2000 + GRACE_S)
+    assert documents.get(b"k") is None and documents.used_bytes == 0
+
+
+def test_asking_for_it_keeps_it() -> None:
+    documents = store()
+    documents.put(0, b"k", b"data")
+    assert documents.keep(9, b"k") and not documents.keep(9, b"other")
+    documents.sweep(18)
+    assert documents.get(b"k") == b"data"
+
+
+def test_the_limit_counts_what_is_on_its_way() -> None:
+    documents = store(10)
+    documents.reserve(6)
+    with pytest.raises(CapacityError):
+        documents.put(0, b"k", b"12345")
+    documents.unreserve(6)
+    documents.put(0, b"k", b"12345")
+    documents.put(0, b"k", b"12345")
+    assert documents.used_bytes == 5
+    documents.discard([b"k", b"unknown"])
+    assert documents.used_bytes == 0 and len(documents) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "hold", "release", "sweep"]),
+            st.sampled_from([b"a", b"bb", b"ccc"]),
+            st.integers(0, 12),
+        )
+    )
+)
+def test_bytes_add_up_and_nothing_held_is_dropped(
+    steps: list[tuple[str, bytes, int]],
+) -> None:
+    documents = store()
+    now, holders = 0, dict.fromkeys([b"a", b"bb", b"ccc"], 0)
+    for step, key, seconds in steps:
+        now += seconds
+        if step == "put":
+            documents.put(now, key, key)
+        elif step == "hold" and documents.get(key):
+            documents.hold([key])
+            holders[key] += 1
+        elif step == "release" and holders[key]:
+            documents.release(now, [key])
+            holders[key] -= 1
+        elif step == "sweep":
+            documents.sweep(now)
+        kept = [k for k in holders if documents.get(k)]
+        assert all(k in kept for k, count in holders.items() if count)
+        assert documents.used_bytes == sum(map(len, kept))
+    for key, count in holders.items():
+        for _ in range(count):
+            documents.release(now, [key])
+    documents.sweep(now + GRACE_S)
+    assert len(documents) == 0

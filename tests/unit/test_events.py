@@ -1,0 +1,132 @@
+"""Where a pull stands, as each kind of waiter hears it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Callable
+
+import pytest
+
+from mx.errors import ClosedError, PeerBusyError
+from mx.target.events import EventLog
+from mx.target.report import LayerEvent, PullReport
+
+
+def event(index: int) -> LayerEvent:
+    return LayerEvent(index, f"layer.{index}", 1, "digest", 0.0)
+
+
+def report() -> PullReport:
+    return PullReport("m", "00", 1, 1.0, 1.0, 1, "digest")
+
+
+def test_a_callback_hears_each_layer_once_in_order_never_twice_at_a_time() -> None:
+    state = EventLog(0.0)
+    state.planned(4)
+    state.layer_ready(event(2))
+    heard: list[int] = []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow(told: LayerEvent) -> None:
+        if told.index == 0:
+            entered.set()
+            assert go_on.wait(10)
+        heard.append(told.index)
+
+    state.on_layer(slow)
+    assert heard == [2]
+    first = threading.Thread(target=state.layer_ready, args=(event(0),))
+    first.start()
+    assert entered.wait(10)
+    # While one thread is in the callback, others leave their events to it.
+    assert not state.layer_ready(event(3))
+    assert state.layer_ready(event(1))
+    assert heard == [2]
+    go_on.set()
+    first.join()
+    assert heard == [2, 0, 3, 1]
+    assert not state.layer_ready(event(1))
+    assert heard == [2, 0, 3, 1]
+
+
+def test_what_a_callback_raises_reaches_who_announces_and_who_registers() -> None:
+    state = EventLog(0.0)
+    state.planned(2)
+
+    def refuse(told: LayerEvent) -> None:
+        raise RuntimeError(told.name)
+
+    state.on_layer(refuse)
+    with pytest.raises(RuntimeError, match=r"layer\.0"):
+        state.layer_ready(event(0))
+    assert state.is_ready(0)
+    with pytest.raises(RuntimeError, match=r"layer\.0"):
+        state.on_layer(refuse)
+    with pytest.raises(RuntimeError, match=r"layer\.1"):  # it was not left busy
+        state.layer_ready(event(1))
+
+
+def test_the_first_outcome_counts() -> None:
+    state = EventLog(0.0)
+    state.failed(ClosedError("first"))
+    state.finished(report())
+    state.failed(ClosedError("second"))
+    assert state.report is None
+    with pytest.raises(ClosedError, match="first"):
+        state.wait_end(0)
+    state = EventLog(0.0)
+    state.finished(report())
+    state.failed(ClosedError("late"))
+    assert state.error is None
+    assert state.wait_end(0).model == "m"
+
+
+def test_a_waiter_whose_loop_was_closed_hinders_nobody() -> None:
+    state = EventLog(0.0)
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(state.wait_end_async())
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting.get_coro().close()  # as if it had been dropped
+    loop.close()
+    state._wakers.add((loop, asyncio.Event()))
+    state.finished(report())
+    assert state.ended
+
+
+def test_each_waiter_gets_an_error_of_its_own_and_its_traceback_does_not_grow() -> None:
+    state = EventLog(0.0)
+    cause = OSError("the cable")
+    try:
+        raise PeerBusyError("busy", peer="1.2.3.4:5", hint="later", retry_after_s=7.0) from cause
+    except PeerBusyError as error:
+        failure = error
+    state.failed(failure)
+
+    def caught(wait: Callable[[], object]) -> PeerBusyError:
+        try:
+            wait()
+        except PeerBusyError as raised:
+            return raised
+        raise AssertionError("it did not fail")
+
+    waits: list[Callable[[], object]] = [
+        state.wait_end,
+        state.wait_planned,
+        lambda: state.wait_layer(0),
+        lambda: asyncio.run(state.wait_end_async()),
+        lambda: asyncio.run(state.wait_layer_async(0)),
+    ]
+    before = len(traceback.extract_tb(failure.__traceback__))
+    errors = [caught(wait) for wait in waits]
+    for wait, first in zip(waits, errors, strict=True):
+        again = caught(wait)
+        assert again is not first
+        lengths = [len(traceback.extract_tb(each.__traceback__)) for each in (first, again)]
+        assert lengths[0] == lengths[1]
+        assert (str(again), again.peer, again.hint) == (str(failure), "1.2.3.4:5", "later")
+        assert again.retry_after_s == 7.0
+        assert again.__cause__ is cause
+    assert len(set(map(id, [failure, *errors]))) == len(waits) + 1
+    assert len(traceback.extract_tb(failure.__traceback__)) == before

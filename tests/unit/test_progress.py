@@ -1,0 +1,122 @@
+"""The board of pulls: what is told, by whom, for how long; and its spelling on the wire."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.codec import MAX_TOTAL_BYTES
+from mx.core.progress import ENDED_S, EXPIRE_S, ProgressBoard, PullPhase, PullStatus
+from mx.core.types import ModelKey
+from mx.errors import CapacityError, NotAllowedError, PeerProtocolError
+from mx.wire.progress import MAX_LAYERS, MAX_SOURCES, pull_from_wire, pull_to_wire
+from mx.wire.v1 import coordinator_pb2 as pb
+
+STATUS = PullStatus(
+    pull_id=str(uuid.UUID(int=1)),
+    model=ModelKey("llama", "main", "checkpoint"),
+    host="host-1",
+    pid=7,
+    phase=PullPhase.RUNNING,
+    layers=10,
+    ready=0b1000000001,
+    nbytes=1000,
+    done_bytes=400,
+    seconds=1.5,
+    sources=("127.0.0.1:7700", "[::1]:7701"),
+    retries=2,
+    gb_per_s=0.25,
+)
+
+
+def test_a_pull_is_shown_until_it_is_not_told_of_any_more() -> None:
+    board, reporter = ProgressBoard(), object()
+    board.report(0.0, reporter, STATUS)
+    board.report(1.0, reporter, replace(STATUS, done_bytes=900))
+    assert [pull.done_bytes for pull in board.pulls(1.0)] == [900]
+    assert board.pulls(EXPIRE_S + 0.9, "llama") and not board.pulls(EXPIRE_S + 0.9, "other")
+    assert not board.pulls(EXPIRE_S + 1.0)
+
+
+def test_what_ended_is_seen_a_little_longer_and_failed_unless_it_said_otherwise() -> None:
+    board, one, two = ProgressBoard(), object(), object()
+    board.report(0.0, one, STATUS)
+    board.report(0.0, two, replace(STATUS, pull_id=str(uuid.UUID(int=2)), phase=PullPhase.COMPLETE))
+    board.end(1.0, one)
+    board.end(1.0, two)
+    assert [pull.phase for pull in board.pulls(1.5)] == [PullPhase.FAILED, PullPhase.COMPLETE]
+    assert not board.pulls(1.0 + ENDED_S)
+
+
+def test_only_one_tells_of_a_pull_and_only_so_many_are_told_of() -> None:
+    board, reporter = ProgressBoard(limit=2), object()
+    board.report(0.0, reporter, STATUS)
+    with pytest.raises(NotAllowedError):
+        board.report(1.0, object(), STATUS)
+    with pytest.raises(NotAllowedError, match="another pull"):
+        board.report(1.0, reporter, replace(STATUS, pull_id=str(uuid.UUID(int=2))))
+    board.report(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=2))))
+    with pytest.raises(CapacityError):
+        board.report(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=3))))
+    board.report(EXPIRE_S, object(), STATUS)  # forgotten by then, so anybody's
+    assert len(board.pulls(EXPIRE_S)) == 2
+
+
+@given(
+    layers=st.integers(0, 300),
+    data=st.data(),
+    phase=st.sampled_from(PullPhase),
+    nbytes=st.integers(0, MAX_TOTAL_BYTES),
+    seconds=st.floats(0, 1e9),
+)
+def test_a_status_survives_the_wire(
+    layers: int, data: st.DataObject, phase: PullPhase, nbytes: int, seconds: float
+) -> None:
+    ready = data.draw(st.integers(0, (1 << layers) - 1))
+    done = data.draw(st.integers(0, nbytes))
+    status = replace(
+        STATUS,
+        layers=layers,
+        ready=ready,
+        phase=phase,
+        nbytes=nbytes,
+        done_bytes=done,
+        seconds=seconds,
+    )
+    message = pb.PullProgress.FromString(pull_to_wire(status).SerializeToString())
+    assert pull_from_wire(message) == status
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pull_id": "me"},
+        {"phase": 0},
+        {"phase": 99},
+        {"layers": 9},  # of which the tenth is ready
+        {"layers": MAX_LAYERS + 1},
+        {"ready": bytes(MAX_LAYERS // 8 + 1)},
+        {"done_bytes": 1001},
+        {"nbytes": 2**64 - 1},
+        {"seconds": 1e300},
+        {"seconds": float("nan")},
+        {"gb_per_s": float("inf")},
+        {"host": "a\x1b[2J"},
+        {"host": "h" * 300},
+        {"sources": ["no address"]},
+        {"sources": ["127.0.0.1:1"] * (MAX_SOURCES + 1)},
+        {"model": {"name": ""}},
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+    message = pull_to_wire(STATUS)
+    for name, value in change.items():
+        message.ClearField(name)
+        message.MergeFrom(pb.PullProgress(**{name: value}))
+    with pytest.raises(PeerProtocolError):
+        pull_from_wire(message)

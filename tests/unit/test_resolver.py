@@ -1,0 +1,186 @@
+"""Looking for holders: how long, whom for, and what is made of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from mx.core.paths import Medium
+from mx.core.planner import Plan, SourcePath
+from mx.core.types import SourceRecord
+from mx.errors import (
+    BindingError,
+    ConfigError,
+    CoordinatorError,
+    MxError,
+    NoSourceError,
+    NotAllowedError,
+    PeerLostError,
+    PeerRefusedError,
+    UnknownModelError,
+)
+from mx.target import resolver
+from mx.target.connections import ConnectionPool
+from mx.target.locator import Located, Locator
+from mx.target.resolver import Resolver, patiently
+from tests.unit.test_planner import source
+
+A, B = source("a"), source("b")
+
+
+def attempts(*outcomes: MxError | str) -> Any:
+    """Something to attempt, that ends so, one time after the other."""
+    left = list(outcomes)
+
+    async def attempt() -> str:
+        outcome = left.pop(0)
+        if isinstance(outcome, MxError):
+            raise outcome
+        return outcome
+
+    return attempt
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ORDINARY_S", "FIRST_S", "LONGEST_S"):
+        monkeypatch.setattr(resolver, name, 0.001)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnknownModelError("?"), NoSourceError("?"), PeerLostError("?"), CoordinatorError("?")],
+)
+async def test_what_may_pass_is_tried_again(error: MxError) -> None:
+    waits: list[int] = []
+    found = await patiently(attempts(error, error, "there"), 60, lambda: waits.append(1))
+    assert found == "there"
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NotAllowedError("?"), BindingError("?"), ConfigError("?"), PeerRefusedError("?")],
+)
+async def test_what_will_not_pass_is_raised_at_once(error: MxError) -> None:
+    with pytest.raises(type(error)) as caught:
+        await patiently(attempts(error, "there"), 60, lambda: None)
+    assert caught.value.message == "?"
+
+
+async def test_without_waiting_there_is_one_attempt() -> None:
+    with pytest.raises(NoSourceError) as caught:
+        await patiently(attempts(NoSourceError("?"), "there"), 0, lambda: None)
+    assert caught.value.message == "?"
+
+
+async def test_a_wait_in_vain_ends_with_the_last_error() -> None:
+    errors = [NoSourceError("first"), *(PeerLostError("?") for _ in range(1000))]
+    with pytest.raises(PeerLostError, match="waited"):
+        await patiently(attempts(*errors), 0.02, lambda: None)
+
+
+class FakeLocator:
+    """Answers with whatever `sources` are just now."""
+
+    asks_coordinator = True
+
+    def __init__(self) -> None:
+        self.sources: Sequence[SourceRecord] | MxError = ()
+        self.asked = 0
+
+    async def again(self, located: Located) -> list[SourceRecord]:
+        self.asked += 1
+        if isinstance(self.sources, MxError):
+            raise self.sources
+        return list(self.sources)
+
+
+class FakePool:
+    def __init__(self) -> None:
+        self.idle = False
+        self.unwanted: set[str] = set()
+        self.added: list[str] = []
+        self.hoping: Any = None
+
+    def wants(self, source_id: str) -> bool:
+        return source_id not in self.unwanted
+
+    def add_candidates(self, paths: Sequence[SourcePath]) -> None:
+        self.added += [path.source.source_id for path in paths]
+        self.unwanted.update(path.source.source_id for path in paths)
+
+
+class Stage:
+    def __init__(self, wait_s: float) -> None:
+        self.locator, self.pool = FakeLocator(), FakePool()
+        self.heard: list[list[str]] = []
+        self.waits = self.came = 0
+        self.causes: list[MxError] = []
+        self.resolver = Resolver(
+            cast(Locator, self.locator),
+            cast(Located, None),
+            cast(ConnectionPool, self.pool),
+            self.plan,
+            wait_s=wait_s,
+            on_sources=lambda sources: self.heard.append([s.source_id for s in sources]),
+            on_wait=self.wait,
+            came=lambda: self.came,
+            causes=self.causes,
+        )
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def plan(self, sources: Sequence[SourceRecord]) -> Plan:
+        paths = [SourcePath(each, "tcp", 1.0, False, "", Medium.NETWORK, None) for each in sources]
+        return Plan(tuple(paths), (), ())
+
+    async def until_asked(self, more: int) -> None:
+        enough = self.locator.asked + more
+        while self.locator.asked < enough:
+            await asyncio.sleep(0.001)
+
+
+async def test_new_sources_are_found_beside_those_in_use() -> None:
+    stage = Stage(0)
+    stage.locator.sources = CoordinatorError("it is gone for a while")
+    await stage.until_asked(2)
+    stage.locator.sources = [A, B]
+    stage.pool.unwanted = {A.source_id}
+    await stage.until_asked(3)
+    await stage.resolver.close()
+    assert stage.pool.added == [B.source_id]
+    assert [A.source_id, B.source_id] in stage.heard
+    assert not stage.pool.hoping()
+    assert stage.causes == []
+
+
+async def test_a_named_peer_is_left_alone_while_it_is_read_from() -> None:
+    stage = Stage(60)
+    stage.locator.asks_coordinator = False
+    await asyncio.sleep(0.05)
+    assert stage.locator.asked == 0
+    stage.pool.idle = True
+    assert stage.pool.hoping()
+    await stage.until_asked(2)
+    await stage.resolver.close()
+
+
+async def test_a_wait_lasts_so_long_and_anew_after_progress() -> None:
+    stage = Stage(0.5)
+    stage.pool.idle = True
+    assert stage.pool.hoping()
+    assert stage.pool.hoping()
+    assert stage.waits == 1
+    await asyncio.sleep(0.6)
+    assert not stage.pool.hoping()
+    assert [type(cause) for cause in stage.causes] == [NoSourceError]
+    assert not stage.pool.hoping()
+    stage.came = 10
+    assert stage.pool.hoping()
+    assert stage.waits == 2
+    await stage.resolver.close()

@@ -1,0 +1,166 @@
+"""One pull's part in a swarm: what it says to neighbours of different use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mx.core.swarm.neighbours import MOST
+from mx.core.types import SourceRecord, SourceRole
+from mx.swarm.node import Node
+from mx.swarm.stream import PeerStream, to_bytes
+from mx.units import MIB
+from mx.wire.v1 import peer_pb2
+from tests.records import make_documents, make_record
+
+CHUNKS = 3
+ALL = to_bytes(0b111)
+
+
+class Heard:
+    """A neighbour's end: everything that it was told."""
+
+    def __init__(self, source_id: str) -> None:
+        self.record = make_record(make_documents("w"), source_id=source_id)
+        self.unchoked: list[str] = []
+        self.stream = PeerStream(source_id, self._read, self._write)
+
+    async def _read(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def _write(self, message: peer_pb2.SwarmMessage) -> None:
+        kind = message.WhichOneof("message")
+        self.unchoked.append(f"{kind} {getattr(message, str(kind))}")
+
+
+class Reads:
+    """Of a pull that reaches only those that are named."""
+
+    def __init__(self, reached: Sequence[str]) -> None:
+        self.reached = reached
+        self.connected: list[str] = []
+
+    def gate(self) -> None: ...
+
+    def read_freely(self) -> None: ...
+
+    def allow(self, source_id: str, chunk: int) -> bool:
+        return True
+
+    def withdraw(self, source_id: str, chunk: int) -> None: ...
+
+    def reaches(self, source: SourceRecord) -> bool:
+        return source.source_id in self.reached
+
+    def connect(self, source: SourceRecord) -> None:
+        self.connected.append(source.source_id)
+
+    def disconnect(self, source_id: str) -> None: ...
+
+
+async def _never(record: SourceRecord) -> PeerStream:
+    raise AssertionError(f"{record.endpoint} was dialled")
+
+
+async def unchoked(neighbours: Sequence[Heard], reads: Reads, coordinated_first: bool) -> None:
+    """What a pull says at first to these, which hold everything; and, asked for a chunk that it
+    has not got, to each of them."""
+
+    node = Node("own", CHUNKS, MIB, reads, lambda: None, _never)
+    listening = []
+    try:
+        if coordinated_first:
+            node.coordinate()
+        for each in neighbours:
+            number = node.joined(each.record, each.stream, ALL, seeds=False)
+            listening.append(asyncio.create_task(each.stream.listen(lambda message: None)))
+            node.heard(number, peer_pb2.SwarmMessage(have=ALL))
+            node.heard(number, peer_pb2.SwarmMessage(request=0))
+        if not coordinated_first:
+            node.coordinate()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+    finally:
+        for each in neighbours:
+            each.stream.close()
+        await asyncio.gather(*listening)
+        await node.close()
+
+
+def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() -> None:
+    for coordinated_first in (True, False):
+        near, far = Heard("near"), Heard("far")
+        reads = Reads(["near"])
+        asyncio.run(unchoked([far, near], reads, coordinated_first))
+        assert reads.connected == ["near"]
+        assert far.unchoked == ["reject 0"]
+        assert sorted(near.unchoked) == ["ask 0", "reject 0"]
+
+
+def test_the_server_hears_of_neighbours_that_were_dialled() -> None:
+    """Those that greet tell the server themselves; whether a grant may rest depends on it."""
+    traded: list[tuple[str, int]] = []
+
+    async def run() -> None:
+        neighbour = Heard("near")
+        record = replace(neighbour.record, role=SourceRole.RELAY)
+        welcome = [peer_pb2.SwarmMessage(welcome=peer_pb2.Welcome(accepted=True))]
+
+        async def read() -> Any:
+            if welcome:
+                return welcome.pop()
+            return await asyncio.Event().wait()
+
+        async def dial(record: SourceRecord) -> PeerStream:
+            return PeerStream(record.endpoint, read, neighbour._write)
+
+        node = Node("own", CHUNKS, MIB, Reads(["near"]), lambda: record, dial)
+        node.watch(lambda name, address: None, lambda name, change: traded.append((name, change)))
+        try:
+            node.peers.met([record])
+            async with asyncio.timeout(60):
+                while not traded:
+                    await asyncio.sleep(0.01)
+            assert traded == [("near", +1)]
+            node.peers.leave("near")
+            async with asyncio.timeout(60):
+                while len(traded) < 2:
+                    await asyncio.sleep(0.01)
+        finally:
+            await node.close()
+
+    asyncio.run(run())
+    assert traded == [("near", +1), ("near", -1)]
+
+
+def test_sources_that_a_peer_names_are_not_dialled() -> None:
+    """It tells of pulls, of which few are dialled at a time."""
+    dialled: list[str] = []
+
+    async def dial(record: SourceRecord) -> PeerStream:
+        dialled.append(record.source_id)
+        heard = Heard(record.source_id)
+        return heard.stream
+
+    async def run() -> None:
+        records = [make_record(make_documents("w"), source_id=name(i)) for i in range(200)]
+        relays = [replace(each, role=SourceRole.RELAY) for each in records[100:]]
+        reads = Reads([each.source_id for each in records])
+        node = Node("own", CHUNKS, MIB, reads, lambda: records[0], dial)
+        try:
+            node.peers.told_of([*records[:100], *relays])
+            await asyncio.sleep(0.01)
+            assert {each.source_id for each in relays}.issuperset(dialled)
+            assert 0 < len(dialled) <= MOST
+            node.peers.met(records[:1])
+            await asyncio.sleep(0.01)
+            assert records[0].source_id in dialled, "a coordinator lists it"
+        finally:
+            await node.close()
+
+    def name(number: int) -> str:
+        return f"00000000-0000-4000-8000-{number:012}"
+
+    asyncio.run(run())

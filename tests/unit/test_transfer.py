@@ -1,0 +1,280 @@
+"""The engine against sessions that end their reads when the test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from mx.core import manifest as manifests
+from mx.core.digest import chunk_digest
+from mx.core.types import ChunkGrid, Chunking, Manifest, Packaging
+from mx.errors import ClosedError, DigestError, LocalError, MxError, PeerLostError
+from mx.target.reads import Connection
+from mx.target.transfer import Transfer
+from mx.transport import Read, Span, host_view
+from mx.units import MIB
+
+BYTES = bytes(range(256)) * (3 * MIB // 256)
+
+
+def manifest_of_three_chunks() -> Manifest:
+    layout = manifests.plan_layout([manifests.TensorSpec("model.weight", "U8", (len(BYTES),))])
+    grid = ChunkGrid(layout, MIB)
+    digests = b"".join(
+        chunk_digest(
+            segments, [memoryview(BYTES)[s.offset : s.offset + s.nbytes] for s in segments]
+        )
+        for segments in map(grid.segments, grid)
+    )
+    return manifests.encode(
+        layout, Chunking(MIB, digests), Packaging(), {"model.weight": bytes(32)}
+    )
+
+
+class HeldSession:
+    """Keeps what it is asked until the test ends it; after `close`, refuses more."""
+
+    depth = 6
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.closed = False
+
+    def read(self, reads: Sequence[Read]) -> None:
+        if self.closed:
+            raise ClosedError("closed")
+        self.reads += reads
+
+    def land(self) -> None:
+        """Complete the first read with the right bytes."""
+        read = self.reads.pop(0)
+        for piece in read.pieces:
+            host_view(piece.view)[:] = BYTES[
+                piece.region_offset : piece.region_offset + len(piece.view)
+            ]
+        read.sink.landed(read.nbytes)
+        read.sink.done()
+
+    def fail(self, error: MxError) -> None:
+        self.reads.pop(0).sink.failed(error)
+
+    def adopt(self, arena: Span) -> None:
+        pass
+
+    def attach(self, region: int) -> memoryview:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed = True
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        return not self.reads
+
+
+class Lease:
+    error: MxError | None = None
+
+    def check(self) -> MxError | None:
+        return self.error
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.ready: list[int] = []
+        self.lost: list[int] = []
+        self.causes: Sequence[MxError] = ()
+        self.broke: MxError | None = None
+        self.completed = 0
+        self.raises: BaseException | None = None
+
+    def layer_ready(self, layer: int) -> None:
+        self.ready.append(layer)
+        if self.raises is not None:
+            raise self.raises
+
+    def connection_lost(self, connection: int, error: MxError) -> None:
+        self.lost.append(connection)
+
+    def complete(self) -> None:
+        self.completed += 1
+
+    def failed(self, causes: Sequence[MxError]) -> None:
+        self.causes = causes
+
+    def broken(self, error: MxError) -> None:
+        self.broke = error
+
+
+class Setting:
+    def __init__(self) -> None:
+        self.manifest = manifest_of_three_chunks()
+        self.arena = bytearray(self.manifest.layout.arena_nbytes)
+        self.listener = Listener()
+        self.transfer = Transfer(self.manifest, memoryview(self.arena), self.listener)
+        self.transfer.start()
+
+    def connection(self, lease: Lease | None = None) -> HeldSession:
+        session = HeldSession()
+        self.transfer.add_connection(Connection("held", "peer", session, lease or Lease(), 0.0))
+        return session
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+def test_a_chunk_is_read_by_one_session_at_a_time(setting: Setting) -> None:
+    """A session that was given up may still write: nobody else's bytes may lie there then."""
+    first = setting.connection()
+    assert len(first.reads) == 3
+    second = setting.connection()
+    setting.transfer.connection_lost(0, PeerLostError("gone"))
+    assert first.closed
+    assert second.reads == []
+    first.land()  # what it had read by then is as good as any
+    assert second.reads == []
+    first.fail(ClosedError("closed"))
+    assert [read.tag for read in second.reads] == ["chunk 1"]
+    first.fail(ClosedError("closed"))
+    assert [read.tag for read in second.reads] == ["chunk 1", "chunk 2"]
+    second.land()
+    second.land()
+    assert setting.listener.completed == 1
+    assert setting.listener.lost == [0]
+    assert setting.arena[: len(BYTES)] == BYTES
+    assert setting.transfer.progress() == (len(BYTES), [len(BYTES)])
+
+
+def test_a_session_that_refuses_reads_is_lost_and_holds_on_to_nothing(setting: Setting) -> None:
+    refusing = HeldSession()
+    refusing.closed = True
+    setting.transfer.add_connection(Connection("held", "peer", refusing, Lease(), 0.0))
+    assert setting.listener.lost == [0]
+    good = setting.connection()
+    for _ in range(3):
+        good.land()
+    assert setting.listener.completed == 1
+    setting.transfer.close()
+    assert setting.transfer.join(1)
+    setting.arena.extend(b"nobody exports it")  # BufferError if a view is left
+
+
+def test_bytes_past_a_lease_are_not_believed_whatever_the_source_says(setting: Setting) -> None:
+    lease = Lease()
+    session = setting.connection(lease)
+    lease.error = DigestError("a source may claim this too")
+    session.land()
+    assert setting.listener.lost == [0]
+    assert setting.listener.ready == []
+    assert session.closed
+
+
+def test_what_nobody_foresaw_ends_the_pull(setting: Setting) -> None:
+    setting.listener.raises = KeyError("unforeseen")
+    session = setting.connection()
+    for _ in range(3):
+        session.land()
+    assert isinstance(setting.listener.broke, LocalError)
+    assert "unforeseen" in str(setting.listener.broke)
+    assert setting.listener.broke.__cause__ is setting.listener.raises
+
+
+def test_a_closed_engine_tells_no_outcome(setting: Setting) -> None:
+    session = setting.connection()
+    setting.transfer.no_more_connections()
+    setting.transfer.close()
+    for _ in range(3):
+        session.fail(ClosedError("closed"))
+    assert setting.listener.causes == ()
+    assert setting.transfer.join(1)
+
+
+class Chunks:
+    """A listener of single chunks."""
+
+    def __init__(self) -> None:
+        self.landed: list[int] = []
+
+    def chunk_landed(self, chunk: int) -> None:
+        self.landed.append(chunk)
+
+    def chunk_failed(self, chunk: int, source: str) -> None:
+        raise AssertionError("no chunk is wrong")
+
+
+def test_what_is_there_already_is_asked_of_nobody(setting: Setting) -> None:
+    transfer, chunks = setting.transfer, Chunks()
+    assert transfer.subscribe(chunks) == []
+    setting.arena[: 2 * MIB] = BYTES[: 2 * MIB]
+    assert transfer.prefill("resume", "/some/folder", [0, 1], 0.5) == 2 * MIB
+    assert transfer.prefill("reuse", "another model", [1, 0]) == 0
+    assert transfer.progress() == (2 * MIB, [2 * MIB])
+    session = setting.connection()
+    assert [read.tag for read in session.reads] == ["chunk 2"]
+    assert transfer.prefill("reuse", "another model", [2]) == 0  # a lane may write there now
+    session.land()
+    assert setting.listener.completed == 1
+    assert setting.listener.ready == [0]
+    assert chunks.landed == [0, 1, 2]
+    assert setting.arena[: len(BYTES)] == BYTES
+    assert [(p.transport, p.source, p.bytes) for p in transfer.paths()] == [
+        ("held", "peer", MIB),
+        ("resume", "/some/folder", 2 * MIB),
+    ]
+
+
+def test_a_subscriber_knows_of_every_chunk_whenever_it_comes(setting: Setting) -> None:
+    """What was there before, and read before, is in its snapshot; the rest it is told."""
+    transfer, chunks = setting.transfer, Chunks()
+    setting.arena[:MIB] = BYTES[:MIB]
+    transfer.prefill("resume", "/some/folder", [0])
+    session = setting.connection()
+    session.land()
+    assert transfer.subscribe(chunks) == [0, 1]
+    assert chunks.landed == []
+    session.land()
+    assert chunks.landed == [2]
+    assert transfer.subscribe(Chunks()) == [0, 1, 2]
+
+
+def test_a_chunk_that_lands_while_somebody_subscribes_is_known_once() -> None:
+    for _ in range(200):
+        setting, chunks = Setting(), Chunks()
+        session = setting.connection()
+        begin = threading.Barrier(2)
+
+        def land(session: HeldSession = session, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            for _ in range(3):
+                session.land()
+
+        landing = threading.Thread(target=land)
+        landing.start()
+        begin.wait()
+        found = setting.transfer.subscribe(chunks)
+        landing.join()
+        assert sorted(found + chunks.landed) == [0, 1, 2]
+
+
+def test_the_last_chunk_is_told_before_the_end(setting: Setting) -> None:
+    """Whoever is told that a pull is complete finds all of it with those that read from it."""
+    chunks = Chunks()
+    setting.transfer.subscribe(chunks)
+    told_at_end: list[list[int]] = []
+    setting.listener.layer_ready = lambda layer: told_at_end.append(  # type: ignore[method-assign]
+        list(chunks.landed)
+    )
+    session = setting.connection()
+    for _ in range(3):
+        session.land()
+    assert told_at_end == [[0, 1, 2]]
+
+
+def test_a_model_that_is_all_there_needs_no_lane(setting: Setting) -> None:
+    assert setting.transfer.prefill("resume", "/some/folder", [2, 1, 0, 2]) == len(BYTES)
+    assert setting.listener.completed == 1
+    assert setting.listener.ready == [0]
+    assert setting.transfer.chunks_left == 0

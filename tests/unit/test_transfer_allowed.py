@@ -1,0 +1,130 @@
+"""A gated pull reads chunks only where they are permitted."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.core.transfer import TransferMachine
+from mx.errors import ClosedError, DigestError, PeerLostError
+from tests.unit.test_transfer_machine import Driver, grid_of
+
+SOURCES = ("a", "b", "c")
+
+
+def coordinated(layers: int = 6) -> tuple[TransferMachine, Driver]:
+    """A lane for each source; the lane's number is the source's place in SOURCES."""
+    grid = grid_of([1] * layers)
+    machine = TransferMachine(grid)
+    driver = Driver(machine, grid)
+    driver.take(machine.start())
+    machine.gate()
+    for number, source in enumerate(SOURCES):
+        driver.take(machine.add_connection(number, 4, source=source))
+    return machine, driver
+
+
+def allow(machine: TransferMachine, driver: Driver, source: str, chunk: int) -> bool:
+    commands = machine.allow(source, chunk)
+    driver.take(commands or [])
+    return commands is not None
+
+
+def test_nothing_is_read_that_nobody_has_permitted() -> None:
+    machine, driver = coordinated()
+    assert not driver.in_flight
+    assert allow(machine, driver, "b", 3)
+    ((part, connection),) = driver.in_flight.items()
+    assert (part.chunk, connection) == (3, 1)
+
+
+def test_a_permit_for_a_source_without_a_lane_waits_for_one() -> None:
+    machine, driver = coordinated()
+    assert allow(machine, driver, "d", 2)
+    assert not driver.in_flight
+    driver.take(machine.add_connection(9, 4, source="d"))
+    assert [(part.chunk, connection) for part, connection in driver.in_flight.items()] == [(2, 9)]
+
+
+def test_what_has_landed_needs_no_permit() -> None:
+    machine, driver = coordinated()
+    allow(machine, driver, "a", 0)
+    (part,) = driver.in_flight
+    driver.landed(part)
+    driver.check()
+    assert not allow(machine, driver, "b", 0)
+
+
+def test_another_takes_over_once_the_late_ones_read_has_ended() -> None:
+    machine, driver = coordinated()
+    allow(machine, driver, "a", 0)
+    (part,) = driver.in_flight
+    allow(machine, driver, "b", 0)
+    assert list(driver.in_flight.values()) == [0]  # two can't write to one place
+    assert machine.withdraw("a", 0) == [0]
+    driver.lost.add(0)
+    driver.take(machine.connection_lost(0, PeerLostError("slow", peer="a")))
+    driver.failed(part, ClosedError("closed"))
+    assert [(part.chunk, connection) for part, connection in driver.in_flight.items()] == [(0, 1)]
+
+
+def test_wrong_bytes_take_the_permit_back() -> None:
+    machine, driver = coordinated()
+    allow(machine, driver, "a", 0)
+    (part,) = driver.in_flight
+    driver.landed(part)
+    driver.check(right=False)
+    assert not driver.in_flight
+    assert allow(machine, driver, "b", 0)
+    assert list(driver.in_flight.values()) == [1]
+
+
+def test_without_a_gate_all_is_read_by_whoever_has_it() -> None:
+    machine, driver = coordinated(3)
+    driver.take(machine.read_freely())
+    assert {part.chunk for part in driver.in_flight} == {0, 1, 2}
+
+
+def test_a_gated_pull_fails_when_nobody_will_permit_what_is_missing() -> None:
+    machine, driver = coordinated()
+    allow(machine, driver, "a", 0)
+    driver.take(machine.no_more_connections())
+    assert driver.failure is None  # something is on its way
+    (part,) = driver.in_flight
+    driver.landed(part)
+    driver.check()
+    assert driver.failure is not None
+
+
+@given(st.integers(0, 1 << 32))
+def test_any_order_of_permits_and_losses_ends_with_every_chunk_once(seed: int) -> None:
+    rng = random.Random(seed)
+    machine, driver = coordinated(rng.randrange(1, 8))
+    connections = 3
+    for _ in range(2000):
+        if driver.completed:
+            break
+        choice = rng.random()
+        if choice < 0.4:
+            allow(machine, driver, rng.choice(SOURCES), rng.randrange(len(driver.grid)))
+        elif choice < 0.8 and driver.in_flight:
+            driver.landed(rng.choice(list(driver.in_flight)))
+        elif choice < 0.9 and driver.to_check:
+            driver.check(right=rng.random() < 0.9)
+        elif choice < 0.93 and driver.in_flight:
+            driver.failed(rng.choice(list(driver.in_flight)), DigestError("short"))
+        elif choice < 0.96:
+            source = rng.choice(SOURCES)
+            for connection in machine.withdraw(source, rng.randrange(len(driver.grid))):
+                driver.lost.add(connection)
+                driver.take(machine.connection_lost(connection, PeerLostError("late", peer=source)))
+                driver.take(machine.add_connection(connections, 4, source=source))
+                connections += 1
+        for number in set(driver.dropped):  # a liar comes back under another number
+            driver.dropped.remove(number)
+            driver.take(machine.add_connection(connections, 4, source=rng.choice(SOURCES)))
+            connections += 1
+    assert driver.completed == 1
+    assert driver.failure is None
