@@ -96,7 +96,7 @@ def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() ->
         asyncio.run(unchoked([far, near], reads, coordinated_first))
         assert reads.connected == ["near"]
         assert far.unchoked == ["reject 0"]
-        assert sorted(near.unchoked) == ["ask 0", "reject 0"]
+        assert sorted(near.unchoked) == ["request 0", "reject 0"]
 
 
 def test_the_server_hears_of_neighbours_that_were_dialled() -> None:
