@@ -323,7 +323,7 @@ def format_version(version: int) -> str:
 
 @contextlib.contextmanager
 def installed(driver: Driver) -> Iterator[None]:
-    """Have `load` give `driver` meanwhile: how tests run everything over `mx.testing.fake_cuda`."""
+    """Have `load` return `driver` meanwhile, as tests do with `tests.support.fake_cuda`."""
     global _driver
     with _lock:
         before, _driver = _driver, driver

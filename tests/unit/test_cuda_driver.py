@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,9 +25,9 @@ from mx.cuda.device import (
 from mx.cuda.errors import CudaError, CudaMemoryError, CudaUnavailableError, cuda_error
 from mx.cuda.vmm import VmmMemory, export_mapped
 from mx.errors import CapacityError, ClosedError, ConfigError, LocalError
-from mx.testing.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 from mx.transport import Unavailable, Viable
 from mx.units import MIB
+from tests.support.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 
 
 @pytest.fixture
@@ -309,7 +310,7 @@ class TestIpc:
         script = """
 import ctypes, sys
 from mx.cuda.device import Device, IpcMemory
-from mx.testing.fake_cuda import FakeDriver
+from tests.support.fake_cuda import FakeDriver
 with Device(FakeDriver(), 0) as device, IpcMemory(device, bytes.fromhex(sys.argv[1])) as memory:
     print(ctypes.string_at(memory.address, 4).decode())
     ctypes.memmove(memory.address, b"back", 4)
@@ -323,6 +324,7 @@ with Device(FakeDriver(), 0) as device, IpcMemory(device, bytes.fromhex(sys.argv
                 capture_output=True,
                 text=True,
                 check=True,
+                cwd=Path(__file__).parents[2],
             )
             assert done.stdout.strip() == "sent"
             assert get(memory.address, 4) == b"back"

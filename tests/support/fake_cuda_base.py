@@ -14,10 +14,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mx.cuda.driver import DeviceAttribute
 from mx.cuda.errors import cuda_error
-from mx.testing import fake_cuda_memory as memory
-from mx.testing.fake_cuda_memory import Ranges
-from mx.testing.fake_cuda_streams import FakeEvent, FakeStream, Step
 from mx.units import GIB
+from tests.support import fake_cuda_memory as memory
+from tests.support.fake_cuda_memory import Ranges
+from tests.support.fake_cuda_streams import FakeEvent, FakeStream, Step
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def driver_call(
 
 
 class FakeBase:
-    """State and devices; `mx.testing.fake_cuda.FakeDriver` says what the arguments are."""
+    """State and devices; `tests.support.fake_cuda.FakeDriver` says what the arguments are."""
 
     def __init__(
         self,

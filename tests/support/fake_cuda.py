@@ -2,7 +2,7 @@
 
 It has several GPUs with fixed UUIDs, whose memory is memfds, so that descriptors and IPC handles
 work between real processes of one user. It is strict where CUDA is undefined or merely slow:
-work is done no earlier than somebody waits for it (see `mx.testing.fake_cuda_streams`), fresh
+work is done no earlier than somebody waits for it (see `tests.support.fake_cuda_streams`), fresh
 memory is garbage, and addresses that a device may not touch break the context for good, as an
 illegal address does. `live()` names whatever was not given back, `fail()` makes calls fail.
 
@@ -15,10 +15,10 @@ import ctypes
 from collections.abc import Sequence
 
 from mx.cuda.errors import FATAL_CODES, cuda_error
-from mx.testing.fake_cuda_alloc import GRANULARITY_BYTES, FakeAllocator
-from mx.testing.fake_cuda_base import driver_call, fake_uuid
-from mx.testing.fake_cuda_streams import FakeEvent, FakeStream
-from mx.testing.fake_kernels import KERNELS
+from tests.support.fake_cuda_alloc import GRANULARITY_BYTES, FakeAllocator
+from tests.support.fake_cuda_base import driver_call, fake_uuid
+from tests.support.fake_cuda_streams import FakeEvent, FakeStream
+from tests.support.fake_kernels import KERNELS
 
 __all__ = ["GRANULARITY_BYTES", "FakeDriver", "fake_uuid"]
 

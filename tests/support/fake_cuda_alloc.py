@@ -7,10 +7,10 @@ import struct
 
 from mx.cuda.driver import IPC_HANDLE_BYTES, PointerInfo
 from mx.cuda.errors import cuda_error
-from mx.testing import fake_cuda_memory as memory
-from mx.testing.fake_cuda_base import FakeBase, driver_call, fake_uuid
-from mx.testing.fake_cuda_memory import Range
 from mx.units import MIB
+from tests.support import fake_cuda_memory as memory
+from tests.support.fake_cuda_base import FakeBase, driver_call, fake_uuid
+from tests.support.fake_cuda_memory import Range
 
 GRANULARITY_BYTES = 2 * MIB
 #: id of the driver, its process, its descriptor, the memfd's inode, the bytes, the GPU.
