@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
+from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.commands import (
     Cancel,
     Command,
@@ -45,16 +46,23 @@ PATIENCE_S = 30.0
 
 
 class Reads(Protocol):
-    """What a member wants of the pull."""
+    """What a node needs of its pull."""
 
-    def gate(self) -> None:
-        """From now on read only what is permitted."""
+    @property
+    def holdings(self) -> Holdings:
+        """The chunks that are verified."""
+
+    def subscribe(self, listener: HoldingsListener) -> int:
+        """Report every later change of `holdings`. Returns those that are verified now."""
+
+    def coordinate(self) -> None:
+        """From now on read only what is allowed."""
 
     def read_freely(self) -> None:
-        """There is nobody to ask: read from whom you can."""
+        """From now on read from any source."""
 
     def allow(self, source_id: str, chunk: int) -> bool:
-        """The chunk may be read from this source. False: it is there."""
+        """The chunk may be read from this source. Returns False if it is verified already."""
 
     def withdraw(self, source_id: str, chunk: int) -> None:
         """It is to come from another."""
@@ -99,7 +107,11 @@ class Node:
         self._chunk_count = chunk_count
         self._reads = reads
         self._loop = asyncio.get_running_loop()
-        self._receiver = Receiver(chunk_count, width=0, free_s=free_after_s(chunk_nbytes))
+        self.holdings = reads.holdings
+        reads.subscribe(self)  # before the receiver looks at what is held
+        self._receiver = Receiver(
+            chunk_count, self.holdings, width=0, free_s=free_after_s(chunk_nbytes)
+        )
         self._sent: Callable[[str, str], int | None] = lambda name, address: None
         # By the id alone: of those that were dialled it is not known where they read from.
         self._standing = Standing(chunk_nbytes, lambda reader: self._sent(reader.name, ""))
@@ -117,7 +129,7 @@ class Node:
 
     @property
     def complete(self) -> bool:
-        return not self._receiver.left
+        return self.holdings.whole
 
     @property
     def hopeful(self) -> bool:
@@ -132,28 +144,22 @@ class Node:
     @property
     def held(self) -> int:
         """The chunks that are here, as a bit set."""
-        return self._receiver.held
+        return self.holdings.bits
 
     @property
     def crowded(self) -> bool:
         """Must those that read here ask before?"""
         return len(self._readers) > 1 or not self.complete
 
-    # -- the pull's own events; from any thread ---------------------------------------------------
+    # -- mx.core.holdings.HoldingsListener; from any thread ----------------------------------------
 
-    def chunk_landed(self, chunk: int) -> None:
+    def chunk_verified(self, chunk: int) -> None:
         self._loop.call_soon_threadsafe(self._landed, chunk)
 
-    def chunk_failed(self, chunk: int, source: str) -> None:
+    def chunk_corrupt(self, chunk: int, source: str) -> None:
         self._loop.call_soon_threadsafe(self._failed, chunk, source)
 
     # -- on the loop ------------------------------------------------------------------------------
-
-    def began_with(self, chunks: Iterable[int]) -> None:
-        """These landed before this heard of any."""
-        for chunk in chunks:
-            self._receiver.landed(-1, chunk, time.monotonic())
-        self._plan_announcement()
 
     def _landed(self, chunk: int) -> None:
         self._news_at_s = time.monotonic()
@@ -178,7 +184,7 @@ class Node:
             return
         self.coordinated = True
         self._alone_since_s = None
-        self._reads.gate()
+        self._reads.coordinate()
         self._receiver.width = WIDTH
         for peer in self._peers.values():
             peer.connected = False
@@ -278,7 +284,7 @@ class Node:
         """A message about one chunk."""
         match kind:
             case "request":
-                held = self._receiver.held >> chunk & 1
+                held = self.holdings.has(chunk)
                 answer = self._slots.request(number, chunk) if held else Answer.REJECT
                 peer.stream.say(**{"allow" if answer is Answer.ALLOW else "reject": chunk})
             case "allow":
