@@ -29,7 +29,7 @@ from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.swarm.peers import Peers
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
-from mx.wire.v1 import peer_pb2
+from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Node:
         self._lost.clear()
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
-            self._peers[number].stream.say(finished=chunk)
+            self._peers[number].stream.send(SwarmMessage(finished=chunk))
         self._do(self._receiver.landed(number, chunk, time.monotonic()))
         self._plan_announcement()
 
@@ -175,7 +175,7 @@ class Node:
         if self._reading.get(chunk) == number:
             del self._reading[chunk]
         if number in self._peers:
-            self._peers[number].stream.say(cancel=chunk)
+            self._peers[number].stream.send(SwarmMessage(cancel=chunk))
         self._do(self._receiver.failed(number, chunk, time.monotonic()))
 
     def coordinate(self) -> None:
@@ -189,7 +189,7 @@ class Node:
         for peer in self._peers.values():
             peer.connected = False
             if peer.seeds and peer.readable:
-                peer.stream.say(coordinated=True)
+                peer.stream.send(SwarmMessage(coordinated=True))
         self._do(self._receiver.plan(time.monotonic()))
 
     def read_freely(self) -> None:
@@ -227,8 +227,8 @@ class Node:
         if readable and record.source_id not in self._lost:  # or it could come and go for ever
             self._news_at_s = time.monotonic()
         if self.coordinated and seeds and readable and not self.complete:
-            stream.say(
-                coordinated=True
+            stream.send(
+                SwarmMessage(coordinated=True)
             )  # it does not know, where it has been read from by one alone
         self._do(self._receiver.plan(time.monotonic()))
         return number
@@ -252,7 +252,7 @@ class Node:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
+    def heard(self, number: int, message: SwarmMessage) -> None:
         kind = message.WhichOneof("message")
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
@@ -286,13 +286,17 @@ class Node:
             case "request":
                 held = self.holdings.has(chunk)
                 answer = self._slots.request(number, chunk) if held else Answer.REJECT
-                peer.stream.say(**{"allow" if answer is Answer.ALLOW else "reject": chunk})
+                peer.stream.send(
+                    SwarmMessage(allow=chunk)
+                    if answer is Answer.ALLOW
+                    else SwarmMessage(reject=chunk)
+                )
             case "allow":
                 requested = number in self._receiver.requested(chunk)
                 if requested and self._reads.allow(peer.record.source_id, chunk):
                     self._take_over(chunk, number)
                 else:
-                    peer.stream.say(cancel=chunk)
+                    peer.stream.send(SwarmMessage(cancel=chunk))
             case "reject":
                 self._do(self._receiver.busy(number, chunk, now_s))
             case "suggest":
@@ -307,7 +311,7 @@ class Node:
         self._reading[chunk] = number
         if late is not None and late != number:
             peer = self._peers[late]
-            peer.stream.say(cancel=chunk)
+            peer.stream.send(SwarmMessage(cancel=chunk))
             self._reads.withdraw(peer.record.source_id, chunk)
 
     def _do(self, commands: Iterable[Command]) -> None:
@@ -315,23 +319,23 @@ class Node:
             peer = self._peers[each.peer]
             match each:
                 case Request(_, chunk):
-                    peer.stream.say(request=chunk)
+                    peer.stream.send(SwarmMessage(request=chunk))
                     self._connect(peer)
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
                         self._reads.withdraw(peer.record.source_id, chunk)
-                    peer.stream.say(cancel=chunk)
+                    peer.stream.send(SwarmMessage(cancel=chunk))
                 case ReadFreely(_, chunk):
                     self._connect(peer)
                     if self._reads.allow(peer.record.source_id, chunk):
                         self._take_over(chunk, each.peer)
                 case Decline(_, chunk):
-                    peer.stream.say(decline=chunk)
+                    peer.stream.send(SwarmMessage(decline=chunk))
                 case NotInterested():
-                    peer.stream.say(not_interested=True)
+                    peer.stream.send(SwarmMessage(not_interested=True))
                 case Interested():
-                    peer.stream.say(interested=True)
+                    peer.stream.send(SwarmMessage(interested=True))
 
     def _connect(self, peer: _Peer) -> None:
         """Not sooner: to connect all to all at once would take a second of a core."""
@@ -345,14 +349,14 @@ class Node:
             if peer is None:
                 continue
             if isinstance(each, Allow):
-                peer.stream.say(allow=each.chunk)
+                peer.stream.send(SwarmMessage(allow=each.chunk))
             elif isinstance(each, Reject):
                 log.info(
                     "%s does not read chunk %d: its slot is free", peer.stream.peer, each.chunk
                 )
-                peer.stream.say(reject=each.chunk)
+                peer.stream.send(SwarmMessage(reject=each.chunk))
             else:
-                peer.stream.say(unchoked=True)
+                peer.stream.send(SwarmMessage(unchoke=True))
 
     # -- what others are told ---------------------------------------------------------------------
 
@@ -365,7 +369,7 @@ class Node:
     def _announce(self) -> None:
         self._announcing = None
         for number, chunks in self._receiver.announcements():
-            self._peers[number].stream.say(have=to_bytes(chunks))
+            self._peers[number].stream.send(SwarmMessage(have=to_bytes(chunks)))
 
     # -- those that read here, for the server -----------------------------------------------------
 
@@ -379,7 +383,7 @@ class Node:
         self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
         if len(self._readers) == 2 and self.complete:
             for peer in self._peers.values():
-                peer.stream.say(coordinated=True)
+                peer.stream.send(SwarmMessage(coordinated=True))
         return self.crowded
 
     def closed(self, reader_id: str) -> None:
