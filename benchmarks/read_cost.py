@@ -67,8 +67,6 @@ class _Listener:
 
     def connection_lost(self, connection: int, error: MxError) -> None: ...
 
-    def complete(self) -> None: ...
-
     def failed(self, causes: Sequence[MxError]) -> None:
         self.error = causes
 

@@ -14,7 +14,7 @@ from mx.core.swarm.receiver import Receiver
 from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
 
 from .swarm_net import Link, Network, Transfer
-from .swarm_setting import Outcome, RarestFirst, Setting
+from .swarm_setting import Outcome, RarestFirst, Setting, SimulatedReceiver
 
 ORIGIN = 0
 TICK_S = 0.2
@@ -72,7 +72,7 @@ class Swarm:
             if number == setting.n:
                 speed *= setting.slow
         rate = setting.chunks_per_s * speed
-        receiver = Receiver(setting.k, width=self._width(speed))
+        receiver = SimulatedReceiver(setting.k, width=self._width(speed))
         if setting.policy == "rarest":
             receiver = RarestFirst(setting.k, width=self._width(speed))
             receiver.rng = random.Random(setting.seed * 1000 + number)

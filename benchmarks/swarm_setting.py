@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mx.core.swarm.commands import members
+from mx.core.holdings import members
+from mx.core.swarm.commands import Command
 from mx.core.swarm.receiver import WIDTH, Receiver
 
 #: Who asks whom for what. star: all the origin; chain: each the one before; tree: a binomial tree;
@@ -96,7 +97,25 @@ class Row:
         return Row(setting, data["seeds"], outcome, data["worst"])
 
 
-class RarestFirst(Receiver):
+class Verified:
+    """The chunks that are verified, as a bit set."""
+
+    bits = 0
+
+
+class SimulatedReceiver(Receiver):
+    """Keeps its own set of verified chunks, in place of a pull."""
+
+    def __init__(self, chunks: int, *, width: int) -> None:
+        self.verified = Verified()
+        super().__init__(chunks, self.verified, width=width)
+
+    def landed(self, peer: int, chunk: int, now_s: float) -> list[Command]:
+        self.verified.bits |= 1 << chunk
+        return super().landed(peer, chunk, now_s)
+
+
+class RarestFirst(SimulatedReceiver):
     """Asks for the chunk that the fewest neighbours hold, any of those."""
 
     rng: random.Random

@@ -1,16 +1,17 @@
-"""What of a pull nobody was asked for yet: chunks, and pieces of chunks in whole blocks. Pure."""
+"""What of a pull is not being read yet: chunks, and pieces of chunks in whole blocks. Pure."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
 
+from mx.core.holdings import members
 from mx.core.striping import Part
 from mx.core.types import BLOCK_BYTES, ChunkGrid
 
 
 class Missing:
-    """Iterates over the chunks of which something is missing, the lowest first."""
+    """The chunks of which something is missing, in ascending order."""
 
     def __init__(self, grid: ChunkGrid) -> None:
         self._sizes = grid.sizes
@@ -18,8 +19,22 @@ class Missing:
         self._pieces: dict[int, list[Part]] = {}  # what of a chunk is missing, if not all
         self.nbytes = sum(grid.sizes)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._chunks)
+    def chunks(self, among: int | None = None) -> Iterator[int]:
+        """Yield the chunks of which something is missing, the lowest first; with `among`, a bit
+        set, only those."""
+        if among is None:
+            return iter(self._chunks)
+        return (chunk for chunk in members(among) if chunk in self)
+
+    def nbytes_in(self, among: int | None) -> int:
+        """Return the bytes that are missing; with `among`, a bit set, those of these chunks."""
+        if among is None:
+            return self.nbytes
+        return sum(self._nbytes_of_chunk(chunk) for chunk in self.chunks(among))
+
+    def _nbytes_of_chunk(self, chunk: int) -> int:
+        pieces = self._pieces.get(chunk)
+        return self._sizes[chunk] if pieces is None else sum(map(self.nbytes_of, pieces))
 
     def __bool__(self) -> bool:
         return bool(self._chunks)
@@ -34,18 +49,18 @@ class Missing:
         return self._chunks[0]
 
     def untouched(self, chunk: int) -> bool:
-        """Is all of it missing, and nobody asked for any?"""
+        """Return True if all of it is missing, and no part of it is being read."""
         return chunk in self and chunk not in self._pieces
 
     def blocks(self, chunk: int) -> int:
-        """How many blocks it has."""
+        """Return how many blocks the chunk has."""
         return -(-self._sizes[chunk] // BLOCK_BYTES)
 
     def nbytes_of(self, part: Part) -> int:
         return min(part.end * BLOCK_BYTES, self._sizes[part.chunk]) - part.begin * BLOCK_BYTES
 
     def remove(self, chunk: int) -> None:
-        """All of a chunk of which everything is missing."""
+        """Take out a chunk of which everything is missing."""
         self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
         self.nbytes -= self._sizes[chunk]
 

@@ -45,101 +45,101 @@ class Part:
 
 
 @dataclass(slots=True)
-class Connection:
-    """One session over one path, and what it is busy with."""
+class ConnectionLoad:
+    """What one connection is busy with, what came through it, and how fast."""
 
     source: str
     depth: int
     pace: Pace
-    holds: Callable[[int], bool] | None = None
-    #: Part -> when it was asked for, the oldest first.
+    peer: str = ""
+    #: Part -> when its read was issued, the oldest first.
     in_flight: dict[Part, float] = field(default_factory=dict)
     nbytes: int = 0  # of those
+    verified_nbytes: int = 0  # payload that came through it and was right
+    verified_at_s: float = 0.0  # the last of it
 
 
-def has_room(connection: Connection, chunk_nbytes: int) -> bool:
+def wants_more(load: ConnectionLoad, chunk_nbytes: int) -> bool:
     """Should the lane be asked for more? Beyond half its depth only if it was seen to be fast:
     what a slow one holds is missing elsewhere."""
-    asked = len(connection.in_flight)
-    if asked < -(-connection.depth // 2):
+    asked = len(load.in_flight)
+    if asked < -(-load.depth // 2):
         return True
-    if asked >= connection.depth or not connection.pace.measured_nbytes:
+    if asked >= load.depth or not load.pace.measured_nbytes:
         return False
-    return connection.nbytes + chunk_nbytes <= connection.pace.bytes_per_s() * AHEAD_S
+    return load.nbytes + chunk_nbytes <= load.pace.bytes_per_s() * AHEAD_S
 
 
-def part_nbytes(connection: Connection, chunk_nbytes: int) -> int:
+def part_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:
     """The most that a lane is asked for at once, by what was seen of it."""
-    if not connection.pace.measured_nbytes:
+    if not load.pace.measured_nbytes:
         return chunk_nbytes
-    return min(max(int(connection.pace.bytes_per_s() * PART_S), BLOCK_BYTES), chunk_nbytes)
+    return min(max(int(load.pace.bytes_per_s() * PART_S), BLOCK_BYTES), chunk_nbytes)
 
 
-def piece_nbytes(connection: Connection, chunk_nbytes: int) -> int:
+def piece_nbytes(load: ConnectionLoad, chunk_nbytes: int) -> int:
     """The smallest piece that is worth a read of its own on this lane."""
-    blocks = int(connection.pace.bytes_per_s() * PIECE_S) // BLOCK_BYTES
+    blocks = int(load.pace.bytes_per_s() * PIECE_S) // BLOCK_BYTES
     return min(max(1, blocks) * BLOCK_BYTES, chunk_nbytes)
 
 
-def through_s(connection: Connection, chunk_nbytes: int) -> float:
+def through_s(load: ConnectionLoad, chunk_nbytes: int) -> float:
     """When the lane would be through with one more piece, counted from now."""
-    return (
-        connection.nbytes + piece_nbytes(connection, chunk_nbytes)
-    ) / connection.pace.bytes_per_s()
+    return (load.nbytes + piece_nbytes(load, chunk_nbytes)) / load.pace.bytes_per_s()
 
 
 def is_first(
-    connection: Connection, connections: Collection[Connection], chunk_nbytes: int
+    load: ConnectionLoad, connections: Collection[ConnectionLoad], chunk_nbytes: int
 ) -> bool:
     """Would no other lane, busy or not, be through with a piece sooner?"""
-    own_s = through_s(connection, chunk_nbytes)
+    own_s = through_s(load, chunk_nbytes)
     return all(through_s(other, chunk_nbytes) >= own_s for other in connections)
 
 
-def budget(connection: Connection, connections: Collection[Connection], left_nbytes: int) -> float:
+def budget(
+    load: ConnectionLoad, connections: Collection[ConnectionLoad], left_nbytes: int
+) -> float:
     """How many bytes more the lane may take for all to end together."""
     total = sum(each.pace.bytes_per_s() for each in connections)
     work = left_nbytes + sum(each.nbytes for each in connections)
-    return work * connection.pace.bytes_per_s() / total - connection.nbytes
+    return work * load.pace.bytes_per_s() / total - load.nbytes
 
 
-def rank(connection: Connection, connections: Collection[Connection], chunk_nbytes: int) -> int:
+def rank(load: ConnectionLoad, connections: Collection[ConnectionLoad], chunk_nbytes: int) -> int:
     """How many chunks the other lanes will have taken by the time this one is through with its
     next."""
-    own_s = (connection.nbytes + chunk_nbytes) / connection.pace.bytes_per_s()
+    own_s = (load.nbytes + chunk_nbytes) / load.pace.bytes_per_s()
     found = 0
     for other in connections:
-        if other is not connection:
+        if other is not load:
             chunks = (other.pace.bytes_per_s() * own_s - other.nbytes) / chunk_nbytes
             found += max(0, -int(-chunks // 1) - 1)
     return found
 
 
 def is_late(
-    connection: Connection,
-    others: Sequence[Connection],
+    load: ConnectionLoad,
+    others: Sequence[ConnectionLoad],
     left_nbytes: int,
     now_s: float,
-    landed_nbytes: Callable[[Connection], int],
+    landed_nbytes: Callable[[ConnectionLoad], int],
 ) -> bool:
     """Could the others, who may read what it reads, do its work `LATE_FACTOR` times before it is
     through, after all else that is left, or, if it has slowed down, before that? Then early layers
     wait for it. `landed_nbytes` says how much of what a lane was asked for has landed."""
-    oldest = next(iter(connection.in_flight.values()), now_s)
+    oldest = next(iter(load.in_flight.values()), now_s)
     if not others or now_s - oldest < LATE_S:
         return False
 
-    def rate(each: Connection) -> float:
+    def rate(each: ConnectionLoad) -> float:
         if not each.in_flight:
             return each.pace.bytes_per_s()
         return max(each.pace.now_bytes_per_s(now_s, landed_nbytes(each)), 1.0)
 
-    work = (
-        left_nbytes + connection.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
-    )
-    own_rate = rate(connection)
-    if connection.pace.measured_nbytes and own_rate < SLOWED * connection.pace.bytes_per_s():
-        work = connection.nbytes
+    work = left_nbytes + load.nbytes + sum(each.nbytes - landed_nbytes(each) for each in others)
+    own_rate = rate(load)
+    if load.pace.measured_nbytes and own_rate < SLOWED * load.pace.bytes_per_s():
+        work = load.nbytes
     # A block at least: the last bytes of one that has stopped would else seem near for ever.
-    own_s = max(connection.nbytes - landed_nbytes(connection), BLOCK_BYTES) / own_rate
+    own_s = max(load.nbytes - landed_nbytes(load), BLOCK_BYTES) / own_rate
     return own_s > LATE_FACTOR * work / sum(map(rate, others))

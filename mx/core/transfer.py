@@ -1,22 +1,23 @@
-"""The machine behind a pull: events in, commands out, no IO, no clock.
+"""What is read next over which connection, and which chunks are verified: events in, commands out.
 
-It knows which chunks are missing, in flight, landed; which lanes (one session over one path)
-there are and how fast each is; and decides what is read next, over which, and when a layer, or
-everything, is ready. Its caller executes the commands and reports what came of them, in any
-order.
+The machine does no IO and has no clock. It owns the set of verified chunks (`holdings`), knows
+which chunks are missing or in flight, which connections there are and how fast each is, and
+decides what each reads next and when a layer is ready. Its caller executes the commands and reports
+what came of them, in any order.
 
 What is read is a *part*: a chunk, or near the end a piece of one in whole blocks. How much a
-lane takes, and from how far ahead, is in `mx.core.striping`.
+connection takes, and from how far ahead, is in `mx.core.striping`. The block digests that come
+with the last part of a chunk decide whether the chunk is right.
 
-A part that fails goes back and is tried elsewhere if there is an elsewhere. So does one whose
-lane is lost, but not before its read has ended: until then that lane's transport may still write
-where the part lies, and would do so beneath the next one's verified bytes. A lane that will be
-through so late that the others could do its work twice over is dropped (`tick`). A chunk whose
-digest is wrong is not asked of the same source again while another holds it; a source that sends
-wrong bytes `MAX_CORRUPT` times is out. In coordinated reading a chunk is read only from the source
-that allows it (`allow`), and which peer it is requested from is up to `mx.core.swarm.receiver`. The
-pull fails when chunks are missing, no connection is left that may read them, and the caller has
-said that no further one will come.
+A part that fails goes back and is read elsewhere if possible. So does a part whose connection is
+lost, but not before its read has ended: until then that transport may still write where the part
+lies, and would do so beneath the next one's verified bytes. A connection that is so late that the
+others could do its work twice over is dropped (`tick`). A chunk with a wrong digest is not read
+from the same source again while another may give it; a source that sends wrong bytes `MAX_CORRUPT`
+times is dropped. A chunk is read only from a source that allows it (`allow`): each source allows
+everything by default, and nothing by default once reading is coordinated (`coordinate`). The
+pull fails when chunks are missing, no open connection may read them, and the caller has said that
+no further one will come.
 """
 
 from __future__ import annotations
@@ -24,18 +25,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from mx.core import striping
+from mx.core.digest import digest_of_blocks
+from mx.core.holdings import Holdings
 from mx.core.missing import Missing
 from mx.core.pace import Pace
-from mx.core.striping import Connection, Part
-from mx.core.transfer_commands import (
-    Assign,
-    Check,
-    Command,
-    Complete,
-    DropConnection,
-    Fail,
-    LayerReady,
-)
+from mx.core.striping import ConnectionLoad, Part
+from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
 from mx.core.types import BLOCK_BYTES, ChunkGrid
 from mx.errors import DigestError, MxError, PathSlowError
 
@@ -47,60 +42,70 @@ class TransferMachine:
     """One pull. Not thread-safe; every method returns the commands that follow, in order.
     `now_s` are readings of one monotonic clock."""
 
-    def __init__(self, grid: ChunkGrid, *, several_connections: bool = False) -> None:
-        """`several_lanes`: the first one is to be joined by others at once."""
+    def __init__(
+        self,
+        grid: ChunkGrid,
+        digest_of: Callable[[int], bytes],
+        *,
+        several_connections: bool = False,
+    ) -> None:
+        """
+        Args:
+            grid: How the model is cut into chunks.
+            digest_of: Gives the digest that a chunk must have.
+            several_connections: The first connection is to be joined by others at once.
+        """
+        self.holdings = Holdings(grid)
+        self.retries = 0
         self._grid = grid
+        self._digest_of = digest_of
         self._several_connections = several_connections
-        self._missing = Missing(grid)  # what nobody was asked for
-        self._connections: dict[int, Connection] = {}
-        self._lost: dict[int, Connection] = {}  # those of which reads are yet to end
-        self._pending: dict[int, int] = {}  # chunk -> blocks yet to land
-        self._senders: dict[int, set[str]] = {}  # chunk -> sources of what has landed of it
+        self._missing = Missing(grid)  # what is not requested from any source
+        self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
+        self._open: dict[int, ConnectionLoad] = {}
+        self._unverified: dict[int, dict[Part, tuple[ConnectionLoad, bytes]]] = {}
         self._refused: dict[int, set[str]] = {}  # chunk -> sources that sent it wrong
         self._corrupt: dict[str, int] = {}  # source -> how often
-        self._whole: set[int] = set()  # chunks to be asked of one source, to know whose fault
+        self._whole: set[int] = set()  # chunks to read from one source, to know whose fault it is
         self._attempts: dict[int, int] = {}
-        self._landed = bytearray(len(grid))
-        self._left_in_layer = [len(grid.of_layer(i)) for i in range(len(grid.layout.layers))]
-        self._left = len(grid)
+        self._landed_in_layer = [0] * len(grid.layout.layers)
         self._causes: list[MxError] = []
         self._ended = False
         self._expecting = True
-        self._allowed: dict[str, set[int]] | None = None  # source -> chunks; None: all of all
-        self.retries = 0
+        self._default_allowed = self._all = (1 << len(grid)) - 1
+        self._allowed: dict[str, int] = {}  # source -> chunks, where it is not the default
 
     @property
     def ended(self) -> bool:
         return self._ended
 
-    @property
-    def chunks_left(self) -> int:
-        return self._left
-
-    def landed_chunk(self, chunk: int) -> bool:
-        return bool(self._landed[chunk])
+    def landed_nbytes(self) -> list[int]:
+        """Return the payload bytes of each layer that have landed, in completed parts."""
+        return list(self._landed_in_layer)
 
     # -- events ---------------------------------------------------------------------------------
 
     def start(self) -> list[Command]:
         """Layers without bytes are ready at once; so is a model without any."""
-        commands: list[Command] = [
-            LayerReady(layer) for layer, left in enumerate(self._left_in_layer) if not left
-        ]
-        if not self._left:
-            self._ended = True
-            commands.append(Complete())
-        return commands
+        self._ended = not self.holdings.left
+        layers = range(len(self._grid.layout.layers))
+        return [LayerReady(layer) for layer in layers if self.holdings.has_layer(layer)]
 
-    def already_landed(self, chunks: Iterable[int]) -> list[Command]:
-        """Chunks that were verified before the pull (resumed, or attached); those of which a lane
-        was asked are passed over."""
+    def already_landed(self, chunks: Iterable[int]) -> tuple[list[int], list[Command]]:
+        """These chunks were verified before (resumed or reused).
+
+        Returns:
+            Those that are news, without any that a connection reads already, and the commands.
+        """
+        news: list[int] = []
         commands: list[Command] = []
         for chunk in chunks:
             if not self._ended and self._missing.untouched(chunk):
                 self._missing.remove(chunk)
-                commands += self._land(chunk)
-        return commands
+                self._landed_in_layer[self._grid.layer_of[chunk]] += self._payload_nbytes(chunk)
+                commands += self._verified(chunk)
+                news.append(chunk)
+        return news, commands
 
     def add_connection(
         self,
@@ -108,118 +113,70 @@ class TransferMachine:
         depth: int,
         now_s: float = 0.0,
         *,
-        source: str | None = None,
+        source: str = "",
+        peer: str = "",
         bytes_per_s: float = 0.0,
-        holds: Callable[[int], bool] | None = None,
     ) -> list[Command]:
-        """A session is open; it wants up to `depth` parts outstanding, and is expected to do
-        `bytes_per_s` (0: not known). Lanes of one `source` share its reputation. `holds` says of
-        a layer index whether the source has that layer (None: all of them)."""
-        if connection in self._connections or connection in self._lost:
-            raise ValueError(f"lane {connection} is there already")
+        """A session is open; `load` gives what is known of it.
+
+        Args:
+            connection: Its number, which was not used before.
+            depth: How many parts it wants outstanding at most.
+            now_s: The time.
+            source: Connections of one source share its reputation; "" stands for one of its own.
+            peer: Names the source in errors.
+            bytes_per_s: What is expected of it; 0: not known.
+        """
+        if connection in self._connections:
+            raise ValueError(f"connection {connection} is there already")
         pace = Pace(bytes_per_s, BLOCK_BYTES)  # soon outweighed by what is seen
-        self._connections[connection] = Connection(
-            f"lane {connection}" if source is None else source, max(1, depth), pace, holds
-        )
+        load = ConnectionLoad(source or f"connection {connection}", max(1, depth), pace, peer)
+        self._connections[connection] = self._open[connection] = load
         return self._assign(now_s)
 
+    def load(self, connection: int) -> ConnectionLoad:
+        return self._connections[connection]
+
     def connection_lost(self, connection: int, error: MxError, now_s: float = 0.0) -> list[Command]:
-        """The session or its source is gone: nothing more is asked of it. How each of its reads
-        ends is still to be reported; those that failed then go back."""
+        """The session or its source is gone: nothing more is read through it. How each of its
+        reads ends is still to be reported; those that failed then go back."""
         if not self._forget(connection, error):
             return []
         return self._assign(now_s) + self._check_hopeless()
 
     def no_more_connections(self) -> list[Command]:
-        """Every candidate was tried: what the present lanes can't give will not come."""
+        """Every candidate was tried: what the open connections can't give will not come."""
         self._expecting = False
         return self._check_hopeless()
 
     def expect_connections(self) -> None:
-        """Another candidate has come up after all: wait for it."""
+        """Another candidate has come up: wait for it."""
         self._expecting = True
 
-    def gate(self) -> None:
-        """From now on a chunk is read only from a source that permits it."""
-        if self._allowed is None:
-            self._allowed = {}
+    def landed(
+        self, connection: int, part: Part, block_digests: bytes, nbytes: int, now_s: float = 0.0
+    ) -> list[Command]:
+        """All bytes of the part are in place, read under a lease that held.
 
-    def read_freely(self, now_s: float = 0.0) -> list[Command]:
-        """There is nobody to ask: read whatever the lanes hold."""
-        self._allowed = None
-        return self._assign(now_s)
-
-    def allow(self, source: str, chunk: int, now_s: float = 0.0) -> list[Command] | None:
-        """The chunk may be read from this source: now, or once those that read it have failed. None
-        if it has landed."""
-        if self._allowed is None or self._landed[chunk] or self._ended:
-            return None
-        self._allowed.setdefault(source, set()).add(chunk)
-        return self._assign(now_s)
-
-    def withdraw(self, source: str, chunk: int) -> list[int]:
-        """It may not any more. Returns the lanes that read it now."""
-        if self._allowed is not None:
-            self._allowed.get(source, set()).discard(chunk)
-        return [
-            number
-            for number, connection in self._connections.items()
-            if connection.source == source
-            and any(part.chunk == chunk for part in connection.in_flight)
-        ]
-
-    def abort(self, cause: MxError) -> list[Command]:
-        """End the pull for a reason of the caller's own."""
-        if self._ended:
+        Args:
+            connection: Through which it came.
+            part: What was read.
+            block_digests: Those of its blocks, one after the other, 16 bytes each.
+            nbytes: Its payload bytes, without padding.
+            now_s: The time.
+        """
+        load = self._take_back(connection, part)
+        if load is None:
             return []
-        self._ended = True
-        return [Fail((cause,))]
-
-    def landed(self, connection: int, part: Part, now_s: float = 0.0) -> list[Command]:
-        """All bytes of the part are in place, read under a lease that held."""
-        state = self._take_back(connection, part)
-        if state is None:
-            return []
-        state.pace.completed(self._missing.nbytes_of(part), now_s)
-        self._senders.setdefault(part.chunk, set()).add(state.source)
-        left = self._pending.get(part.chunk, self._missing.blocks(part.chunk)) - (
-            part.end - part.begin
-        )
-        self._pending[part.chunk] = left
-        check: list[Command] = [] if left else [Check(part.chunk)]
-        return self._assign(now_s) + check + self._check_hopeless()
-
-    def verified(self, chunk: int) -> list[Command]:
-        """The answer to `Check`: the digest holds."""
-        if self._ended or self._pending.pop(chunk, None) is None:
-            return []
-        self._senders.pop(chunk, None)
-        return self._land(chunk) + self._check_hopeless()
-
-    def corrupt(self, chunk: int, error: DigestError, now_s: float = 0.0) -> list[Command]:
-        """The answer to `Check`: it does not."""
-        if self._ended or self._pending.pop(chunk, None) is None:
-            return []
-        self.retries += 1
-        self._missing.give_back(Part(chunk, 0, self._missing.blocks(chunk)))
-        senders = self._senders.pop(chunk, set())
-        for each in senders:
-            self.withdraw(each, chunk)
-        if len(senders) > 1:
-            self._whole.add(chunk)
-            return self._assign(now_s) + self._check_hopeless()
-        (source,) = senders
-        self._refused.setdefault(chunk, set()).add(source)
-        self._corrupt[source] = self._corrupt.get(source, 0) + 1
-        connections = [
-            number
-            for number, connection in self._connections.items()
-            if connection.source == source
-        ]
-        if self._corrupt[source] < MAX_CORRUPT or not connections:
-            self._causes.append(error)
-            return self._assign(now_s) + self._check_hopeless()
-        return self._drop(connections, error, now_s)
+        load.pace.completed(self._missing.nbytes_of(part), now_s)
+        self._landed_in_layer[self._grid.layer_of[part.chunk]] += nbytes
+        parts = self._unverified.setdefault(part.chunk, {})
+        parts[part] = load, block_digests
+        # The next reads are issued before the digest is computed.
+        commands = self._assign(now_s)
+        if sum(each.end - each.begin for each in parts) == self._missing.blocks(part.chunk):
+            commands += self._verify(part.chunk, now_s)
+        return commands + self._check_hopeless()
 
     def failed(
         self, connection: int, part: Part, error: MxError, now_s: float = 0.0
@@ -229,7 +186,7 @@ class TransferMachine:
             return []
         self.retries += 1
         self._missing.give_back(part)
-        if connection not in self._connections:
+        if connection not in self._open:
             return self._assign(now_s) + self._check_hopeless()
         self._attempts[part.chunk] = self._attempts.get(part.chunk, 0) + 1
         if self._attempts[part.chunk] >= MAX_ATTEMPTS:
@@ -239,143 +196,228 @@ class TransferMachine:
         return self._assign(now_s) + self._check_hopeless()
 
     def tick(self, now_s: float, landed: Mapping[Part, int] | None = None) -> list[Command]:
-        """Time has passed: drop lanes that the others would be through long before. To be called
-        a few times a second. `landed` says how many bytes of each part in flight have."""
+        """Drop connections that the others would be through long before. To be called a few times
+        a second. `landed` says how many bytes of each part in flight have landed."""
         so_far = landed or {}
 
-        def landed_nbytes(connection: Connection) -> int:
-            return sum(so_far.get(part, 0) for part in connection.in_flight)
+        def landed_nbytes(load: ConnectionLoad) -> int:
+            return sum(so_far.get(part, 0) for part in load.in_flight)
 
         commands: list[Command] = []
-        for number, connection in list(self._connections.items()):
+        for number, load in list(self._open.items()):
             others = [
                 other
-                for other in self._connections.values()
-                if other is not connection
-                and all(self._may_read(other, part.chunk) for part in connection.in_flight)
+                for other in self._open.values()
+                if other is not load
+                and all(self._may_read(other, part.chunk) for part in load.in_flight)
             ]
-            if striping.is_late(connection, others, self._missing.nbytes, now_s, landed_nbytes):
+            if striping.is_late(load, others, self._missing.nbytes, now_s, landed_nbytes):
                 reason = PathSlowError("it has become far slower than the other paths")
                 commands += self._drop([number], reason, now_s)
         return commands
 
+    def abort(self, cause: MxError) -> list[Command]:
+        """End the pull for a reason of the caller's own."""
+        if self._ended:
+            return []
+        self._ended = True
+        return [Fail((cause,))]
+
+    # -- which source may be read from ------------------------------------------------------------
+
+    def coordinate(self) -> None:
+        """From now on read a chunk only from a source that allows it."""
+        if self._default_allowed:
+            self._default_allowed = 0
+            self._allowed.clear()
+
+    def read_freely(self, now_s: float = 0.0) -> list[Command]:
+        """From now on read every chunk from every source."""
+        self._default_allowed = self._all
+        self._allowed.clear()
+        return self._assign(now_s)
+
+    def allow(self, source: str, chunk: int, now_s: float = 0.0) -> list[Command] | None:
+        """The source allows the chunk to be read: now, or once those that read it have failed. None
+        if it is verified already, or reading is not coordinated."""
+        if self._default_allowed or self.holdings.has(chunk) or self._ended:
+            return None
+        self._allowed[source] = self._allowed.get(source, 0) | 1 << chunk
+        return self._assign(now_s)
+
+    def withdraw(self, source: str, chunk: int) -> list[int]:
+        """The source allows it no longer. Returns the connections that read it now."""
+        if not self._default_allowed:
+            self._allowed[source] = self._allowed.get(source, 0) & ~(1 << chunk)
+        return [
+            number
+            for number, load in self._open.items()
+            if load.source == source and any(part.chunk == chunk for part in load.in_flight)
+        ]
+
     # -- books ----------------------------------------------------------------------------------
 
-    def _take_back(self, connection: int, part: Part) -> Connection | None:
-        state = self._connections.get(connection) or self._lost.get(connection)
-        if state is None or self._ended or state.in_flight.pop(part, None) is None:
-            return None
-        state.nbytes -= self._missing.nbytes_of(part)
-        if not state.in_flight:
-            self._lost.pop(connection, None)
-        return state
+    def _payload_nbytes(self, chunk: int) -> int:
+        return sum(segment.nbytes for segment in self._grid.segments(self._grid[chunk]))
 
-    def _land(self, chunk: int) -> list[Command]:
-        self._landed[chunk] = 1
-        self._left -= 1
-        for allowed in (self._allowed or {}).values():
-            allowed.discard(chunk)
-        commands: list[Command] = []
-        layer = self._grid.layer_of[chunk]
-        self._left_in_layer[layer] -= 1
-        if not self._left_in_layer[layer]:
-            commands.append(LayerReady(layer))
-        if not self._left:
-            self._ended = True
-            commands.append(Complete())
-        return commands
+    def _take_back(self, connection: int, part: Part) -> ConnectionLoad | None:
+        load = self._connections.get(connection)
+        if load is None or self._ended or load.in_flight.pop(part, None) is None:
+            return None
+        load.nbytes -= self._missing.nbytes_of(part)
+        return load
+
+    def _verify(self, chunk: int, now_s: float) -> list[Command]:
+        """Every part of the chunk has landed: believe it, or read it again."""
+        parts = self._unverified.pop(chunk)
+        ordered = sorted(parts, key=lambda part: part.begin)
+        digest = digest_of_blocks(b"".join(parts[part][1] for part in ordered))
+        senders = [load for load, _ in parts.values()]
+        if digest == self._digest_of(chunk):
+            for part, (load, _) in parts.items():
+                load.verified_nbytes += self._part_payload_nbytes(part)
+                load.verified_at_s = now_s
+            return self._verified(chunk)
+        self.retries += 1
+        self._landed_in_layer[self._grid.layer_of[chunk]] -= self._payload_nbytes(chunk)
+        self._missing.give_back(Part(chunk, 0, self._missing.blocks(chunk)))
+        self.holdings.corrupt(chunk, dict.fromkeys(load.source for load in senders))
+        return self._refuse(chunk, senders, now_s)
+
+    def _refuse(self, chunk: int, senders: list[ConnectionLoad], now_s: float) -> list[Command]:
+        """The chunk came wrong from these."""
+        sources = list(dict.fromkeys(load.source for load in senders))
+        for source in sources:
+            self.withdraw(source, chunk)
+        if len(sources) > 1:
+            self._whole.add(chunk)
+            return self._assign(now_s)
+        (source,) = sources
+        error = self._digest_error(chunk, senders)
+        self._refused.setdefault(chunk, set()).add(source)
+        self._corrupt[source] = self._corrupt.get(source, 0) + 1
+        connections = [number for number, load in self._open.items() if load.source == source]
+        if self._corrupt[source] < MAX_CORRUPT or not connections:
+            self._causes.append(error)
+            return self._assign(now_s)
+        return self._drop(connections, error, now_s)
+
+    def _digest_error(self, chunk: int, senders: list[ConnectionLoad]) -> DigestError:
+        place = self._grid[chunk]
+        layer = self._grid.layout.layers[place.layer].name
+        peers = dict.fromkeys(load.peer for load in senders)
+        return DigestError(
+            f"chunk {chunk} (layer {layer}, {place.nbytes} bytes at {place.offset}) "
+            f"from {' and '.join(peers)} does not match its digest",
+            peer=next(iter(peers)),
+            hint="its memory or the way to it is faulty",
+        )
+
+    def _part_payload_nbytes(self, part: Part) -> int:
+        place = self._grid.blocks(part.chunk, part.begin, part.end)
+        return sum(segment.nbytes for segment in self._grid.segments(place))
+
+    def _verified(self, chunk: int) -> list[Command]:
+        for source in self._allowed:
+            self._allowed[source] &= ~(1 << chunk)
+        layer_complete = self.holdings.add(chunk)
+        self._ended = not self.holdings.left
+        return [LayerReady(self._grid.layer_of[chunk])] if layer_complete else []
 
     def _drop(self, connections: list[int], reason: MxError, now_s: float) -> list[Command]:
         for connection in connections:
             self._forget(connection, reason)
-        drops: list[Command] = [DropConnection(connection, reason) for connection in connections]
+        drops: list[Command] = [DropConnection(number, reason) for number in connections]
         return drops + self._assign(now_s) + self._check_hopeless()
 
     def _forget(self, connection: int, error: MxError) -> bool:
-        gone = self._connections.pop(connection, None)
+        gone = self._open.pop(connection, None)
         if gone is None or self._ended:
             return False
         self._causes.append(error)
-        if gone.in_flight:
-            self._lost[connection] = gone
         return True
 
     # -- who reads what -------------------------------------------------------------------------
 
-    def _may_read(self, state: Connection, chunk: int) -> bool:
-        if self._allowed is not None:
-            return chunk in self._allowed.get(state.source, ())
-        refused = self._refused.get(chunk, ())
-        if state.source in refused and any(
-            connection.source not in refused for connection in self._connections.values()
-        ):
-            return False  # somebody else is left to ask
-        return state.holds is None or state.holds(self._grid.layer_of[chunk])
+    def _allowed_of(self, load: ConnectionLoad) -> int:
+        return self._allowed.get(load.source, self._default_allowed)
+
+    def _may_read(self, load: ConnectionLoad, chunk: int) -> bool:
+        if not self._allowed_of(load) >> chunk & 1:
+            return False
+        refused = self._refused.get(chunk)
+        # A chunk that came wrong is read from the same source only if no other may give it.
+        return (
+            not refused
+            or load.source not in refused
+            or all(
+                other.source in refused
+                for other in self._open.values()
+                if self._allowed_of(other) >> chunk & 1
+            )
+        )
 
     def _assign(self, now_s: float) -> list[Command]:
-        """Give parts to lanes with room, the one first that would be through first."""
+        """Give parts to connections that want more, first to the one that would be through
+        first."""
         if self._ended:
             return []
         given: dict[int, list[Part]] = {}
         chunk_nbytes = self._grid.chunk_nbytes
-        for connection in self._connections.values():
-            if connection.in_flight:
-                connection.pace.doubt(connection.nbytes, now_s)
-        able = {n: x for n, x in self._connections.items() if striping.has_room(x, chunk_nbytes)}
+        for load in self._open.values():
+            if load.in_flight:
+                load.pace.doubt(load.nbytes, now_s)
+        able = {n: x for n, x in self._open.items() if striping.wants_more(x, chunk_nbytes)}
         while able and self._missing:
             number = next(iter(able))
             if len(able) > 1:
                 number = min(able, key=lambda n: (striping.through_s(able[n], chunk_nbytes), n))
-            connection = able[number]
-            part = self._next(connection)
+            load = able[number]
+            part = self._next(load)
             if part is None:
                 del able[number]
                 continue
-            if not connection.in_flight:
-                connection.pace.busy_from(now_s)
-            connection.in_flight[part] = now_s
-            connection.nbytes += self._missing.nbytes_of(part)
+            if not load.in_flight:
+                load.pace.busy_from(now_s)
+            load.in_flight[part] = now_s
+            load.nbytes += self._missing.nbytes_of(part)
             given.setdefault(number, []).append(part)
-            if not striping.has_room(connection, chunk_nbytes):
+            if not striping.wants_more(load, chunk_nbytes):
                 del able[number]
         return [Assign(connection, tuple(parts)) for connection, parts in given.items()]
 
-    def _next(self, connection: Connection) -> Part | None:
-        """Take from the missing what this lane should read next; None: nothing, for now."""
-        chunk_nbytes = self._grid.chunk_nbytes
-        chunk = self._choose(connection)
+    def _next(self, load: ConnectionLoad) -> Part | None:
+        """Take from the missing what this connection should read next; None: nothing, for now."""
+        allowed, chunk_nbytes = self._allowed_of(load), self._grid.chunk_nbytes
+        # Those that share the work: all of them, or in coordinated reading those of its source.
+        rivals = [each for each in self._open.values() if self._allowed_of(each) & allowed]
+        chunk = self._choose(load, allowed, rivals) if rivals else None
         if chunk is None:
             return None
-        nbytes = striping.part_nbytes(connection, chunk_nbytes)
-        if self._allowed is not None:
-            nbytes = max(
-                nbytes // sum(x.source == connection.source for x in self._connections.values()), 1
-            )
-        elif len(self._connections) > 1:
-            able = [other for other in self._connections.values() if self._may_read(other, chunk)]
-            budget = striping.budget(connection, self._connections.values(), self._missing.nbytes)
-            piece = striping.piece_nbytes(connection, chunk_nbytes)
-            if budget < piece and not striping.is_first(connection, able, chunk_nbytes):
+        nbytes = striping.part_nbytes(load, chunk_nbytes)
+        if len(rivals) > 1:
+            able = [other for other in rivals if self._may_read(other, chunk)]
+            left_nbytes = self._missing.nbytes_in(None if allowed == self._all else allowed)
+            budget = striping.budget(load, rivals, left_nbytes)
+            piece = striping.piece_nbytes(load, chunk_nbytes)
+            if budget < piece and not striping.is_first(load, able, chunk_nbytes):
                 return None  # one of the others will be through sooner, and take it then
             nbytes = min(nbytes, max(int(budget * striping.TAKEN), piece))
-        if not connection.pace.measured_nbytes and (
-            self._several_connections or len(self._connections) > 1
-        ):
+        if not load.pace.measured_nbytes and (self._several_connections or len(rivals) > 1):
             nbytes = min(nbytes, striping.PROBE_NBYTES)
         return self._missing.cut(chunk, None if chunk in self._whole else nbytes)
 
-    def _choose(self, connection: Connection) -> int | None:
-        """The lowest missing chunk that the lane may read, after as many as the faster lanes will
-        have read by the time it is through with it."""
+    def _choose(
+        self, load: ConnectionLoad, allowed: int, rivals: list[ConnectionLoad]
+    ) -> int | None:
+        """Return the lowest missing chunk that the connection may read, after as many as the
+        faster ones will have read by the time it is through with it."""
         rank = 0
-        if self._allowed is not None:
-            able = [c for c in self._allowed.get(connection.source, ()) if c in self._missing]
-            return min(able, default=None)
-        if len(self._connections) > 1:
-            rank = striping.rank(connection, self._connections.values(), self._grid.chunk_nbytes)
+        if len(rivals) > 1:
+            rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
         chosen = None
-        for chunk in self._missing:
-            if self._may_read(connection, chunk):
+        for chunk in self._missing.chunks(None if allowed == self._all else allowed):
+            if self._may_read(load, chunk):
                 chosen = chunk
                 if rank <= 0:
                     break
@@ -387,12 +429,11 @@ class TransferMachine:
     def _check_hopeless(self) -> list[Command]:
         if self._ended or self._expecting:
             return []
-        if self._lost or any(connection.in_flight for connection in self._connections.values()):
+        if any(load.in_flight for load in self._connections.values()):
             return []
         # Nothing is in flight: whatever could be assigned has been. Chunks are left over.
         if self._missing and not any(
-            self._may_read(connection, self._missing.first)
-            for connection in self._connections.values()
+            self._may_read(load, self._missing.first) for load in self._open.values()
         ):
             self._ended = True
             return [Fail(tuple(self._causes))]

@@ -1,4 +1,4 @@
-"""What the pull machine asks of its caller."""
+"""What the transfer machine asks of its caller."""
 
 from __future__ import annotations
 
@@ -10,32 +10,22 @@ from mx.errors import MxError
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Read these parts through this lane."""
+    """Read these parts through this connection."""
 
     connection: int
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """Every part of the chunk has landed: compare its digest, say `verified` or `corrupt`."""
-
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
 class LayerReady:
+    """Every chunk of the layer is verified."""
+
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
-    """Every layer is ready."""
-
-
-@dataclass(frozen=True, slots=True)
 class DropConnection:
-    """Close this lane: its source sent wrong bytes too often, or it is far too slow."""
+    """Close this connection: its source sent wrong bytes too often, or it is far too slow."""
 
     connection: int
     reason: MxError
@@ -43,9 +33,9 @@ class DropConnection:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Nothing is left that could finish the pull. `causes` are the lanes' last errors."""
+    """Nothing is left that could finish the pull. `causes` are the connections' last errors."""
 
     causes: tuple[MxError, ...]
 
 
-Command = Assign | Check | LayerReady | Complete | DropConnection | Fail
+Command = Assign | LayerReady | DropConnection | Fail

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mx import codec
+from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.commands import (
     Cancel,
     Command,
@@ -28,7 +29,7 @@ from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.swarm.peers import Peers
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
-from mx.wire.v1 import peer_pb2
+from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +46,23 @@ PATIENCE_S = 30.0
 
 
 class Reads(Protocol):
-    """What a member wants of the pull."""
+    """What a node needs of its pull."""
 
-    def gate(self) -> None:
-        """From now on read only what is permitted."""
+    @property
+    def holdings(self) -> Holdings:
+        """The chunks that are verified."""
+
+    def subscribe(self, listener: HoldingsListener) -> int:
+        """Report every later change of `holdings`. Returns those that are verified now."""
+
+    def coordinate(self) -> None:
+        """From now on read only what is allowed."""
 
     def read_freely(self) -> None:
-        """There is nobody to ask: read from whom you can."""
+        """From now on read from any source."""
 
     def allow(self, source_id: str, chunk: int) -> bool:
-        """The chunk may be read from this source. False: it is there."""
+        """The chunk may be read from this source. Returns False if it is verified already."""
 
     def withdraw(self, source_id: str, chunk: int) -> None:
         """It is to come from another."""
@@ -99,7 +107,11 @@ class Node:
         self._chunk_count = chunk_count
         self._reads = reads
         self._loop = asyncio.get_running_loop()
-        self._receiver = Receiver(chunk_count, width=0, free_s=free_after_s(chunk_nbytes))
+        self.holdings = reads.holdings
+        reads.subscribe(self)  # before the receiver looks at what is held
+        self._receiver = Receiver(
+            chunk_count, self.holdings, width=0, free_s=free_after_s(chunk_nbytes)
+        )
         self._sent: Callable[[str, str], int | None] = lambda name, address: None
         # By the id alone: of those that were dialled it is not known where they read from.
         self._standing = Standing(chunk_nbytes, lambda reader: self._sent(reader.name, ""))
@@ -117,7 +129,7 @@ class Node:
 
     @property
     def complete(self) -> bool:
-        return not self._receiver.left
+        return self.holdings.whole
 
     @property
     def hopeful(self) -> bool:
@@ -132,35 +144,29 @@ class Node:
     @property
     def held(self) -> int:
         """The chunks that are here, as a bit set."""
-        return self._receiver.held
+        return self.holdings.bits
 
     @property
     def crowded(self) -> bool:
         """Must those that read here ask before?"""
         return len(self._readers) > 1 or not self.complete
 
-    # -- the pull's own events; from any thread ---------------------------------------------------
+    # -- mx.core.holdings.HoldingsListener; from any thread ----------------------------------------
 
-    def chunk_landed(self, chunk: int) -> None:
+    def chunk_verified(self, chunk: int) -> None:
         self._loop.call_soon_threadsafe(self._landed, chunk)
 
-    def chunk_failed(self, chunk: int, source: str) -> None:
+    def chunk_corrupt(self, chunk: int, source: str) -> None:
         self._loop.call_soon_threadsafe(self._failed, chunk, source)
 
     # -- on the loop ------------------------------------------------------------------------------
-
-    def began_with(self, chunks: Iterable[int]) -> None:
-        """These landed before this heard of any."""
-        for chunk in chunks:
-            self._receiver.landed(-1, chunk, time.monotonic())
-        self._plan_announcement()
 
     def _landed(self, chunk: int) -> None:
         self._news_at_s = time.monotonic()
         self._lost.clear()
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
-            self._peers[number].stream.say(finished=chunk)
+            self._peers[number].stream.send(SwarmMessage(finished=chunk))
         self._do(self._receiver.landed(number, chunk, time.monotonic()))
         self._plan_announcement()
 
@@ -169,7 +175,7 @@ class Node:
         if self._reading.get(chunk) == number:
             del self._reading[chunk]
         if number in self._peers:
-            self._peers[number].stream.say(cancel=chunk)
+            self._peers[number].stream.send(SwarmMessage(cancel=chunk))
         self._do(self._receiver.failed(number, chunk, time.monotonic()))
 
     def coordinate(self) -> None:
@@ -178,12 +184,12 @@ class Node:
             return
         self.coordinated = True
         self._alone_since_s = None
-        self._reads.gate()
+        self._reads.coordinate()
         self._receiver.width = WIDTH
         for peer in self._peers.values():
             peer.connected = False
             if peer.seeds and peer.readable:
-                peer.stream.say(coordinated=True)
+                peer.stream.send(SwarmMessage(coordinated=True))
         self._do(self._receiver.plan(time.monotonic()))
 
     def read_freely(self) -> None:
@@ -221,8 +227,8 @@ class Node:
         if readable and record.source_id not in self._lost:  # or it could come and go for ever
             self._news_at_s = time.monotonic()
         if self.coordinated and seeds and readable and not self.complete:
-            stream.say(
-                coordinated=True
+            stream.send(
+                SwarmMessage(coordinated=True)
             )  # it does not know, where it has been read from by one alone
         self._do(self._receiver.plan(time.monotonic()))
         return number
@@ -246,7 +252,7 @@ class Node:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
+    def heard(self, number: int, message: SwarmMessage) -> None:
         kind = message.WhichOneof("message")
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
@@ -278,15 +284,19 @@ class Node:
         """A message about one chunk."""
         match kind:
             case "request":
-                held = self._receiver.held >> chunk & 1
+                held = self.holdings.has(chunk)
                 answer = self._slots.request(number, chunk) if held else Answer.REJECT
-                peer.stream.say(**{"allow" if answer is Answer.ALLOW else "reject": chunk})
+                peer.stream.send(
+                    SwarmMessage(allow=chunk)
+                    if answer is Answer.ALLOW
+                    else SwarmMessage(reject=chunk)
+                )
             case "allow":
                 requested = number in self._receiver.requested(chunk)
                 if requested and self._reads.allow(peer.record.source_id, chunk):
                     self._take_over(chunk, number)
                 else:
-                    peer.stream.say(cancel=chunk)
+                    peer.stream.send(SwarmMessage(cancel=chunk))
             case "reject":
                 self._do(self._receiver.busy(number, chunk, now_s))
             case "suggest":
@@ -301,7 +311,7 @@ class Node:
         self._reading[chunk] = number
         if late is not None and late != number:
             peer = self._peers[late]
-            peer.stream.say(cancel=chunk)
+            peer.stream.send(SwarmMessage(cancel=chunk))
             self._reads.withdraw(peer.record.source_id, chunk)
 
     def _do(self, commands: Iterable[Command]) -> None:
@@ -309,23 +319,23 @@ class Node:
             peer = self._peers[each.peer]
             match each:
                 case Request(_, chunk):
-                    peer.stream.say(request=chunk)
+                    peer.stream.send(SwarmMessage(request=chunk))
                     self._connect(peer)
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
                         self._reads.withdraw(peer.record.source_id, chunk)
-                    peer.stream.say(cancel=chunk)
+                    peer.stream.send(SwarmMessage(cancel=chunk))
                 case ReadFreely(_, chunk):
                     self._connect(peer)
                     if self._reads.allow(peer.record.source_id, chunk):
                         self._take_over(chunk, each.peer)
                 case Decline(_, chunk):
-                    peer.stream.say(decline=chunk)
+                    peer.stream.send(SwarmMessage(decline=chunk))
                 case NotInterested():
-                    peer.stream.say(not_interested=True)
+                    peer.stream.send(SwarmMessage(not_interested=True))
                 case Interested():
-                    peer.stream.say(interested=True)
+                    peer.stream.send(SwarmMessage(interested=True))
 
     def _connect(self, peer: _Peer) -> None:
         """Not sooner: to connect all to all at once would take a second of a core."""
@@ -339,14 +349,14 @@ class Node:
             if peer is None:
                 continue
             if isinstance(each, Allow):
-                peer.stream.say(allow=each.chunk)
+                peer.stream.send(SwarmMessage(allow=each.chunk))
             elif isinstance(each, Reject):
                 log.info(
                     "%s does not read chunk %d: its slot is free", peer.stream.peer, each.chunk
                 )
-                peer.stream.say(reject=each.chunk)
+                peer.stream.send(SwarmMessage(reject=each.chunk))
             else:
-                peer.stream.say(unchoked=True)
+                peer.stream.send(SwarmMessage(unchoke=True))
 
     # -- what others are told ---------------------------------------------------------------------
 
@@ -359,7 +369,7 @@ class Node:
     def _announce(self) -> None:
         self._announcing = None
         for number, chunks in self._receiver.announcements():
-            self._peers[number].stream.say(have=to_bytes(chunks))
+            self._peers[number].stream.send(SwarmMessage(have=to_bytes(chunks)))
 
     # -- those that read here, for the server -----------------------------------------------------
 
@@ -373,7 +383,7 @@ class Node:
         self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
         if len(self._readers) == 2 and self.complete:
             for peer in self._peers.values():
-                peer.stream.say(coordinated=True)
+                peer.stream.send(SwarmMessage(coordinated=True))
         return self.crowded
 
     def closed(self, reader_id: str) -> None:

@@ -18,6 +18,7 @@ from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.wire.v1 import peer_pb2
+from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Origin:
         welcome = peer_pb2.Welcome(accepted=True, seeds=True, coordinated=self._coordinated)
         if self._opened:
             welcome.have = to_bytes(self._all)
-        stream.say(welcome=welcome)
+        stream.send(SwarmMessage(welcome=welcome))
         self._introduce(number)
         if self._coordinated:
             self._suggest(self._seeder.joined(number, held, time.monotonic()))
@@ -130,9 +131,9 @@ class Origin:
         if others:
             known = random.sample(others, min(len(others), MOST_INTRODUCED))
             meet = peer_pb2.Peers(sources=[codec.source_to_wire(record) for record in known])
-            self._peers[newcomer].stream.say(peers=meet)
+            self._peers[newcomer].stream.send(SwarmMessage(peers=meet))
 
-    def _heard(self, number: int, node: _Peer, message: peer_pb2.SwarmMessage) -> None:
+    def _heard(self, number: int, node: _Peer, message: SwarmMessage) -> None:
         kind = message.WhichOneof("message")
         now_s = time.monotonic()
         if kind == "have":
@@ -170,9 +171,9 @@ class Origin:
             suggested = self._seeder.suggested(number, chunk)
             answer = self._slots.request(number, chunk, suggested=suggested)
         if answer is Answer.ALLOW:
-            node.stream.say(allow=chunk)
+            node.stream.send(SwarmMessage(allow=chunk))
         elif answer is Answer.REJECT:
-            node.stream.say(reject=chunk)
+            node.stream.send(SwarmMessage(reject=chunk))
 
     # -- what it says ---------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Origin:
         self._ticking = asyncio.create_task(self._tick(), name="mx-seeding")
         now_s = time.monotonic()
         for number, node in self._peers.items():
-            node.stream.say(coordinated=True)
+            node.stream.send(SwarmMessage(coordinated=True))
             self._suggest(self._seeder.joined(number, node.have, now_s))
 
     def _rest(self) -> None:
@@ -198,11 +199,11 @@ class Origin:
 
     def _suggest(self, suggestions: Iterable[Suggest]) -> None:
         for each in suggestions:
-            self._peers[each.reader].stream.say(suggestion=each.chunk)
+            self._peers[each.reader].stream.send(SwarmMessage(suggest=each.chunk))
         if self._coordinated and self._seeder.all_out and not self._opened:
             self._opened = True
             for node in self._peers.values():
-                node.stream.say(have=to_bytes(self._all))
+                node.stream.send(SwarmMessage(have=to_bytes(self._all)))
 
     def _answers(self, answers: Iterable[Allow | Unchoke | Reject]) -> None:
         for each in answers:
@@ -210,12 +211,12 @@ class Origin:
             if node is None:
                 continue
             if isinstance(each, Allow):
-                node.stream.say(allow=each.chunk)
+                node.stream.send(SwarmMessage(allow=each.chunk))
             elif isinstance(each, Reject):
                 log.info("%s does not read chunk %d: its slot is free", node.reader, each.chunk)
-                node.stream.say(reject=each.chunk)
+                node.stream.send(SwarmMessage(reject=each.chunk))
             else:
-                node.stream.say(unchoked=True)
+                node.stream.send(SwarmMessage(unchoke=True))
 
     async def _tick(self) -> None:
         while True:

@@ -15,6 +15,7 @@ from mx.core.types import SourceRecord, SourceRole
 from mx.errors import MxError, PeerProtocolError
 from mx.swarm.stream import PeerStream, to_bytes
 from mx.wire.v1 import peer_pb2
+from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Host(Protocol):
     def joined(self, record: SourceRecord, stream: PeerStream, have: bytes, *, seeds: bool) -> int:
         """A talk has begun. Returns its number. Raises PeerProtocolError."""
 
-    def heard(self, number: int, message: peer_pb2.SwarmMessage) -> None:
+    def heard(self, number: int, message: SwarmMessage) -> None:
         """Raises PeerProtocolError."""
 
     def parted(self, number: int) -> None:
@@ -145,11 +146,11 @@ class Peers:
         self._greeting[source_id] = stream
         hello = peer_pb2.Hello(source_id=source_id, own=codec.source_to_wire(own))
         hello.have = to_bytes(self._host.held)
-        stream.say(hello=hello)
+        stream.send(SwarmMessage(hello=hello))
         timeout = asyncio.get_running_loop().call_later(WELCOME_TIMEOUT_S, stream.close)
         number = -1
 
-        def heard(message: peer_pb2.SwarmMessage) -> None:
+        def heard(message: SwarmMessage) -> None:
             nonlocal number
             if number >= 0:
                 self._host.heard(number, message)
@@ -209,7 +210,7 @@ class Peers:
         self.known.name(record, time.monotonic(), listed=True, keep=self._streams)
         welcome = peer_pb2.Welcome(accepted=True, coordinated=self._host.crowded)
         welcome.have = to_bytes(self._host.held)
-        stream.say(welcome=welcome)
+        stream.send(SwarmMessage(welcome=welcome))
         number = self._begin(record, stream, have, seeds=False, neighbours=self._neighbours)
         try:
             complain(stream, await stream.listen(lambda message: self._host.heard(number, message)))

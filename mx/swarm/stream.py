@@ -13,6 +13,7 @@ import grpc.aio
 from mx.errors import MxError, PeerProtocolError
 from mx.wire.rpc import Malformed
 from mx.wire.v1 import peer_pb2
+from mx.wire.v1.peer_pb2 import SwarmMessage
 
 #: Messages that the other end may leave unread. One that reads sends and gets a few per chunk.
 _MAX_UNREAD = 4096
@@ -54,24 +55,24 @@ class PeerStream:
         self._read = read
         self._write = write
         self._end = end
-        self._unsent: asyncio.Queue[peer_pb2.SwarmMessage] = asyncio.Queue(_MAX_UNREAD)
+        self._unsent: asyncio.Queue[SwarmMessage] = asyncio.Queue(_MAX_UNREAD)
         self._closed = asyncio.Event()
 
     @property
     def closed(self) -> bool:
         return self._closed.is_set()
 
-    def say(self, **message: Any) -> None:
+    def send(self, message: SwarmMessage) -> None:
         """Send `SwarmMessage(**message)`. What a neighbour that is gone was told is lost; one
         that does not listen any more is left."""
         if self.closed:
             return
         try:
-            self._unsent.put_nowait(peer_pb2.SwarmMessage(**message))
+            self._unsent.put_nowait(message)
         except asyncio.QueueFull:
             self.close()
 
-    async def hear(self) -> peer_pb2.SwarmMessage | None:
+    async def receive(self) -> SwarmMessage | None:
         """The next message; None at the end. Raises PeerProtocolError."""
         try:
             message = await self._read()
@@ -79,16 +80,16 @@ class PeerStream:
             return None
         if isinstance(message, Malformed):
             raise message.error()
-        return message if isinstance(message, peer_pb2.SwarmMessage) else None
+        return message if isinstance(message, SwarmMessage) else None
 
     async def refuse(self) -> None:
         """Answer a greeting: not welcome. Ends, whether the other end does or not."""
-        self.say(welcome=peer_pb2.Welcome(accepted=False))
+        self.send(SwarmMessage(welcome=peer_pb2.Welcome(accepted=False)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REFUSED_S):
                 await self.listen(lambda message: None)
 
-    async def listen(self, heard: Callable[[peer_pb2.SwarmMessage], None]) -> MxError | None:
+    async def listen(self, heard: Callable[[SwarmMessage], None]) -> MxError | None:
         """Send what is said and tell what is heard, until the end. Returns what the other end did
         wrong: what `heard` raises ends the talk."""
         listening = asyncio.create_task(self._listen(heard), name="mx-talk-listen")
@@ -108,8 +109,8 @@ class PeerStream:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _listen(self, heard: Callable[[peer_pb2.SwarmMessage], None]) -> None:
-        while (message := await self.hear()) is not None:
+    async def _listen(self, heard: Callable[[SwarmMessage], None]) -> None:
+        while (message := await self.receive()) is not None:
             heard(message)
 
     async def _pump(self) -> None:

@@ -181,7 +181,7 @@ class ConnectionPool:
 
     # -- in a swarm -----------------------------------------------------------------------------
 
-    def gate(self, source_ids: Iterable[str] = ()) -> None:
+    def coordinate(self, source_ids: Iterable[str] = ()) -> None:
         """From now on only neighbours are read from; those that are in use, and these, are some."""
         self._coordinated = True
         self._neighbours.update(source_ids, (path.source.source_id for path in self._in_use()))

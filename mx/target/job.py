@@ -322,9 +322,6 @@ class Job:
         if pool is not None:
             self._on_loop(lambda: pool.connection_lost(connection, error))
 
-    def complete(self) -> None:
-        pass  # the last layer's announcement ends the pull; strong checks may still run
-
     def failed(self, causes: Sequence[MxError]) -> None:
         manifest, transfer = self.manifest, self._transfer
         assert manifest is not None and transfer is not None

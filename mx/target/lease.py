@@ -241,7 +241,7 @@ class Lease:
             self._lose(error)
 
     def _renewal(self) -> peer_pb2.OpenRequest:
-        read_nbytes = sum(connection.nbytes for connection in self.connections)
+        read_nbytes = sum(each.verified_nbytes for each in self.connections)
         return peer_pb2.OpenRequest(source_id=self._source.source_id, read_bytes=read_nbytes)
 
     def _busy(self, retry_after_s: float) -> PeerBusyError:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mx.core.digest import ChunkHasher
+from mx.core.striping import ConnectionLoad
 from mx.core.types import Segment
 from mx.errors import (
     ClosedError,
@@ -37,26 +38,6 @@ class ReadLease(Protocol):
         """None while the lease runs and the generation stands; else why not."""
 
 
-class Listener(Protocol):
-    """Hears of progress, on any thread; must not block."""
-
-    def layer_ready(self, layer: int) -> None: ...
-    def connection_lost(self, connection: int, error: MxError) -> None: ...
-    def complete(self) -> None: ...
-    def failed(self, causes: Sequence[MxError]) -> None: ...
-    def broken(self, error: MxError) -> None: ...
-
-
-class ChunkListener(Protocol):
-    """Hears of single chunks, on any thread; must not block."""
-
-    def chunk_landed(self, chunk: int) -> None:
-        """It is there and verified: others may have it."""
-
-    def chunk_failed(self, chunk: int, source: str) -> None:
-        """The source sent it wrong."""
-
-
 class Hasher(Protocol):
     """Hashes part of a chunk while it lands; `mx.core.digest.ChunkHasher` is one."""
 
@@ -83,17 +64,16 @@ class Connection:
     lease: ReadLease
     opened_at_s: float
     rail: str = ""
-    source: str | None = None
+    source: str = ""
     bytes_per_s: float = 0.0
-    nbytes: int = 0
-    last_at_s: float = 0.0
     lost: bool = False
+    #: What the transfer knows of it, from when it is added there.
+    load: ConnectionLoad | None = None
 
+    @property
+    def verified_nbytes(self) -> int:
+        return 0 if self.load is None else self.load.verified_nbytes
 
-class Landed(NamedTuple):
-    """A part of a chunk that is yet to be verified."""
-
-    begin: int
-    block_digests: bytes
-    nbytes: int
-    connection: int
+    @property
+    def verified_at_s(self) -> float:
+        return 0.0 if self.load is None else self.load.verified_at_s

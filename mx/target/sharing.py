@@ -86,7 +86,7 @@ class Sharing:
         host = make(self.reader_id)
         self._trading = Trading(self.reader_id, self._options, host, transfer, pool, self._plan)
         if coordinated:
-            pool.gate([by])
+            pool.coordinate([by])
             self._trading.node.coordinate()
         self._trading.begin(key, arena, self.sources)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
+from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.planner import Plan
 from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError
@@ -33,17 +34,6 @@ log = logging.getLogger(__name__)
 ADVERTISE_S = 1.0
 
 
-def ranges(members: Sequence[bool]) -> list[tuple[int, int]]:
-    """The true ones, as half-open ranges."""
-    found: list[tuple[int, int]] = []
-    for index, there in enumerate(members):
-        if there and found and found[-1][1] == index:
-            found[-1] = (found[-1][0], index + 1)
-        elif there:
-            found.append((index, index + 1))
-    return found
-
-
 class Trading:
     """One pull's, on the loop; outlives the reading, so that others can go on reading here."""
 
@@ -62,6 +52,7 @@ class Trading:
         self._manifest = manifest = transfer.manifest
         self._transfer: Transfer | None = transfer
         self._pool: ConnectionPool | None = pool
+        self._holdings = transfer.holdings
         self._plan = plan
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._ending: set[asyncio.Task[None]] = set()  # channels of talks that are over
@@ -70,7 +61,6 @@ class Trading:
         self._task: asyncio.Task[None] | None = None
         grid = manifest.grid
         self.node = Node(own_id, len(grid), grid.chunk_nbytes, self, host.record, self._dial)
-        self.node.began_with(transfer.subscribe(self.node))
         pool.source_lost = lambda source_id: self.node.lost(
             source_id, for_good=pool.bans(source_id)
         )
@@ -99,10 +89,10 @@ class Trading:
 
     async def _advertise(self, coordinator: str) -> None:
         """Until all is held and the coordinator knows."""
-        whole = [(0, len(self._manifest.layout.layers))]
-        told: list[tuple[int, int]] | None = None
+        whole = ((0, len(self._manifest.layout.layers)),)
+        told: tuple[tuple[int, int], ...] | None = None
         while told != whole:
-            held = self._held_layers()
+            held = self.node.holdings.layers()
             if held == whole:  # what is listed as whole gives the side files too
                 await self._get_side_files()
             with contextlib.suppress(MxError):  # it is told again, and nobody needs it to read
@@ -127,13 +117,6 @@ class Trading:
             return
         manifest.documents.update(sides)  # the very ones that are served
 
-    def _held_layers(self) -> list[tuple[int, int]]:
-        """The layers that are given to whoever asks: no others are ever listed."""
-        chunks, grid = self.node.held, self._manifest.grid
-        layers = [grid.of_layer(layer) for layer in range(len(grid.layout.layers))]
-        masks = [((1 << len(layer)) - 1) << layer.start for layer in layers]
-        return ranges([chunks & mask == mask for mask in masks])
-
     @property
     def listening_host(self) -> RelayHost | None:
         return None if self._host.record() is None else self._host
@@ -144,10 +127,18 @@ class Trading:
 
     # -- what the member wants of the pull --------------------------------------------------------
 
-    def gate(self) -> None:
+    @property
+    def holdings(self) -> Holdings:
+        return self._holdings
+
+    def subscribe(self, listener: HoldingsListener) -> int:
+        assert self._transfer is not None
+        return self._transfer.subscribe(listener)
+
+    def coordinate(self) -> None:
         if self._pool is not None and self._transfer is not None:
-            self._pool.gate()
-            self._transfer.gate()
+            self._pool.coordinate()
+            self._transfer.coordinate()
 
     def read_freely(self) -> None:
         if self._pool is not None and self._transfer is not None:

@@ -10,37 +10,37 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-from mx.core.digest import digest_of_blocks
+from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
-from mx.core.transfer_commands import (
-    Assign,
-    Check,
-    Command,
-    Complete,
-    DropConnection,
-    Fail,
-    LayerReady,
-)
+from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
 from mx.core.types import Manifest
-from mx.errors import ClosedError, DigestError, MxError, PathSlowError
-from mx.target.reads import (
-    CONNECTION_ERRORS,
-    ChunkListener,
-    Connection,
-    Hasher,
-    Landed,
-    Listener,
-    MakeHasher,
-    host_hasher,
-)
+from mx.errors import ClosedError, MxError, PathSlowError
+from mx.target.reads import CONNECTION_ERRORS, Connection, Hasher, MakeHasher, host_hasher
 from mx.target.report import PathReport, Reporting
 from mx.transport import Piece, Read, Span
 
 
+class TransferListener(Protocol):
+    """Is told what becomes of a transfer, on any thread; must not block."""
+
+    def layer_ready(self, layer: int) -> None:
+        """Every chunk of the layer is verified."""
+
+    def connection_lost(self, connection: int, error: MxError) -> None:
+        """Nothing more is read through it."""
+
+    def failed(self, causes: Sequence[MxError]) -> None:
+        """Nothing is left that could finish the pull."""
+
+    def broken(self, error: MxError) -> None:
+        """Something was raised that this code did not expect."""
+
+
 class _PartSink:
-    """Hashes one part as it lands and tells the engine how it ended."""
+    """Hashes one part as it lands and reports how it ended."""
 
     __slots__ = ("transfer", "connection", "part", "hasher", "landed_nbytes")
 
@@ -56,11 +56,11 @@ class _PartSink:
         self.landed_nbytes = nbytes
 
     def done(self) -> None:
-        with self.transfer.telling:
+        with self.transfer.reporting:
             self.transfer.part_done(self)
 
     def failed(self, error: MxError) -> None:
-        with self.transfer.telling:
+        with self.transfer.reporting:
             self.transfer.part_failed(self, error)
 
 
@@ -72,31 +72,34 @@ class Transfer:
         self,
         manifest: Manifest,
         arena: Span,
-        listener: Listener,
+        listener: TransferListener,
         make_hasher: MakeHasher = host_hasher,
         *,
         several_connections: bool = False,
     ) -> None:
         self.manifest = manifest
+        self.reporting = Reporting(listener.broken)
         self._grid = manifest.grid
         self._arena = arena
         self._listener = listener
         self._make_hasher = make_hasher
-        self.telling = Reporting(listener.broken)
         self._lock = threading.Lock()
-        self._machine = TransferMachine(self._grid, several_connections=several_connections)
+        self._machine = TransferMachine(
+            self._grid, manifest.chunking.digest, several_connections=several_connections
+        )
         self._connections: dict[int, Connection] = {}
         self._in_flight: dict[Part, _PartSink] = {}
-        self._unverified: dict[int, list[Landed]] = {}
-        self._done_in_layer = [0] * len(manifest.layout.layers)
-        self.reads_issued = 0
         self._prefilled: dict[tuple[str, str], PathReport] = {}
-        self._chunk_listener: ChunkListener | None = None
 
     @property
     def arena(self) -> Span:
         """What it drives the pull into; nothing once it is joined."""
         return self._arena
+
+    @property
+    def holdings(self) -> Holdings:
+        """The chunks that are verified; to be read, and subscribed to by `subscribe`."""
+        return self._machine.holdings
 
     @property
     def retries(self) -> int:
@@ -107,28 +110,24 @@ class Transfer:
         with self._lock:
             return list(self._connections.values())
 
-    @property
-    def chunks_left(self) -> int:
-        return self._machine.chunks_left
-
     def paths(self) -> list[PathReport]:
-        """What came over each path that brought anything."""
+        """Return what came over each path that brought anything."""
         return [
             PathReport(
-                connection.transport,
-                connection.peer,
-                connection.nbytes,
-                connection.last_at_s - connection.opened_at_s,
-                rail=connection.rail,
+                each.transport,
+                each.peer,
+                each.verified_nbytes,
+                each.verified_at_s - each.opened_at_s,
+                rail=each.rail,
             )
-            for connection in self.connections
-            if connection.nbytes
+            for each in self.connections
+            if each.verified_nbytes
         ] + list(self._prefilled.values())
 
     def progress(self) -> tuple[int, list[int]]:
-        """Payload bytes landed in all, and layer by layer (those in flight counted)."""
+        """Return the payload bytes landed in all, and layer by layer (those in flight counted)."""
         with self._lock:
-            layers = list(self._done_in_layer)
+            layers = self._machine.landed_nbytes()
             sinks = list(self._in_flight.values())
         for sink in sinks:
             layers[self._grid.layer_of[sink.part.chunk]] += sink.landed_nbytes
@@ -139,47 +138,42 @@ class Transfer:
             commands = self._machine.start()
         self._run(commands)
 
-    def subscribe(self, listener: ChunkListener) -> list[int]:
-        """Tell this listener of every chunk that lands from now on. There is one at most.
+    def subscribe(self, listener: HoldingsListener) -> int:
+        """Tell `listener` of every chunk that is verified from now on, under the transfer's lock.
 
         Returns:
-            The chunks that have landed so far: `listener` hears of all others, and of none of
-            these.
+            The chunks that are verified now, as a bit set: `listener` hears of all others.
         """
         with self._lock:
-            self._chunk_listener = listener
-            return [c for c in range(len(self._grid)) if self._machine.landed_chunk(c)]
+            return self.holdings.subscribe(listener)
 
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0) -> int:
-        """These chunks are in the arena already, hashed and found right: nobody is asked for them.
-        `label` and `source` are what the report calls where they came from, which took `seconds`.
-        Those that had landed are passed over; returns the bytes of the others. Best before the
-        first lane, since a chunk of which reads are under way is passed over too."""
-        nbytes, news = 0, []
+        """These chunks are in the arena already, hashed and found right. Best called before the
+        first connection, since a chunk that is being read is passed over.
+
+        Args:
+            label: What the report calls the way they came, with `source`.
+            source: Where they came from.
+            chunks: Their numbers.
+            seconds: How long it took.
+
+        Returns:
+            The bytes of those that were news.
+        """
         with self._lock:
-            commands: list[Command] = []
-            for chunk in chunks:
-                if self._machine.landed_chunk(chunk):
-                    continue
-                commands += self._machine.already_landed([chunk])
-                if self._machine.landed_chunk(chunk):
-                    news.append(chunk)
-                    payload = sum(s.nbytes for s in self._grid.segments(self._grid[chunk]))
-                    nbytes += payload
-                    self._done_in_layer[self._grid.layer_of[chunk]] += payload
-            if nbytes:
-                before = self._prefilled.get((label, source), PathReport(label, source, 0, 0.0))
-                path = PathReport(label, source, before.bytes + nbytes, before.seconds + seconds)
-                self._prefilled[label, source] = path
-            listener = self._chunk_listener
-        if listener is not None:
-            for chunk in news:
-                listener.chunk_landed(chunk)
+            before = sum(self._machine.landed_nbytes())
+            news, commands = self._machine.already_landed(chunks)
+            nbytes = sum(self._machine.landed_nbytes()) - before
+            if news:
+                earlier = self._prefilled.get((label, source), PathReport(label, source, 0, 0.0))
+                self._prefilled[label, source] = PathReport(
+                    label, source, earlier.bytes + nbytes, earlier.seconds + seconds
+                )
         self._run(commands)
         return nbytes
 
     def add_connection(self, connection: Connection) -> int:
-        """Begin reading through a session. Returns the lane's number."""
+        """Begin reading through a session. Returns the connection's number."""
         with self._lock:
             number = len(self._connections)
             self._connections[number] = connection
@@ -188,13 +182,15 @@ class Transfer:
                 connection.session.depth,
                 time.monotonic(),
                 source=connection.source,
+                peer=connection.peer,
                 bytes_per_s=connection.bytes_per_s,
             )
+            connection.load = self._machine.load(number)
         self._run(commands)
         return number
 
     def connection_lost(self, number: int, error: MxError) -> None:
-        """Give a lane up; its parts go back as its reads end."""
+        """Give a connection up; its parts go back as its reads end."""
         with self._lock:
             connection = self._connections[number]
             if connection.lost:
@@ -206,40 +202,11 @@ class Transfer:
         self._listener.connection_lost(number, error)
 
     def tick(self) -> None:
-        """Give up lanes that have become too slow to wait for. A few times a second."""
+        """Give up connections that are too slow to wait for. To be called a few times a second."""
         with self._lock:
             landed = {part: sink.landed_nbytes for part, sink in self._in_flight.items()}
             commands = self._machine.tick(time.monotonic(), landed)
         self._run(commands)
-
-    # -- in a swarm -----------------------------------------------------------------------------
-
-    def gate(self) -> None:
-        """From now on chunks are read only where they are permitted."""
-        with self._lock:
-            self._machine.gate()
-
-    def read_freely(self) -> None:
-        """There is nobody to ask: read whatever the lanes hold."""
-        with self._lock:
-            commands = self._machine.read_freely(time.monotonic())
-        self._run(commands)
-
-    def allow(self, source: str, chunk: int) -> bool:
-        """The chunk may be read from this source. False if it is there."""
-        with self._lock:
-            commands = self._machine.allow(source, chunk, time.monotonic())
-        self._run(commands or ())
-        return commands is not None
-
-    def withdraw(self, source: str, chunk: int) -> None:
-        """Another is to be asked for the chunk: lanes that read it are given up."""
-        with self._lock:
-            connections = self._machine.withdraw(source, chunk)
-        for number in connections:
-            self.connection_lost(number, PathSlowError("the chunk was asked of another source"))
-
-    # -------------------------------------------------------------------------------------------
 
     def no_more_connections(self) -> None:
         with self._lock:
@@ -250,6 +217,35 @@ class Transfer:
         """There may be more after all."""
         with self._lock:
             self._machine.expect_connections()
+
+    # -- which source may be read from ------------------------------------------------------------
+
+    def coordinate(self) -> None:
+        """From now on read chunks only from sources that allow them."""
+        with self._lock:
+            self._machine.coordinate()
+
+    def read_freely(self) -> None:
+        """From now on read every chunk from every source."""
+        with self._lock:
+            commands = self._machine.read_freely(time.monotonic())
+        self._run(commands)
+
+    def allow(self, source: str, chunk: int) -> bool:
+        """The chunk may be read from this source. Returns False if it is verified already."""
+        with self._lock:
+            commands = self._machine.allow(source, chunk, time.monotonic())
+        self._run(commands or ())
+        return commands is not None
+
+    def withdraw(self, source: str, chunk: int) -> None:
+        """The chunk is to come from another source: give up connections that read it there."""
+        with self._lock:
+            connections = self._machine.withdraw(source, chunk)
+        for number in connections:
+            self.connection_lost(number, PathSlowError("the chunk was requested elsewhere"))
+
+    # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close every session; outstanding reads are aborted, and the listener hears of no
@@ -262,14 +258,14 @@ class Transfer:
     def join(self, timeout_s: float) -> bool:
         """Wait until no session touches the arena any more, and let go of it.
 
-        Without that the arena would live until the garbage collector finds the cycle that the
-        engine is in with its listener and its sinks: gigabytes, for who knows how long.
+        Without that the arena would live until the garbage collector finds the cycle of transfer,
+        listener and sinks.
         """
         deadline_s = time.monotonic() + timeout_s
         joined = all(
             [
-                connection.session.join(max(0.0, deadline_s - time.monotonic()))
-                for connection in self.connections
+                each.session.join(max(0.0, deadline_s - time.monotonic()))
+                for each in self.connections
             ]
         )
         if joined:
@@ -287,13 +283,12 @@ class Transfer:
             self.connection_lost(sink.connection, error)
             self.part_failed(sink, error)
             return
-        part, nbytes = sink.part, sink.landed_nbytes
-        landed = Landed(part.begin, sink.hasher.block_digests(), nbytes, sink.connection)
+        block_digests = sink.hasher.block_digests()
         with self._lock:
-            self._in_flight.pop(part, None)
-            self._unverified.setdefault(part.chunk, []).append(landed)
-            self._done_in_layer[self._grid.layer_of[part.chunk]] += nbytes
-            commands = self._machine.landed(sink.connection, part, time.monotonic())
+            self._in_flight.pop(sink.part, None)
+            commands = self._machine.landed(
+                sink.connection, sink.part, block_digests, sink.landed_nbytes, time.monotonic()
+            )
         self._run(commands)
 
     def part_failed(self, sink: _PartSink, error: MxError) -> None:
@@ -304,49 +299,7 @@ class Transfer:
             commands = self._machine.failed(sink.connection, sink.part, error, time.monotonic())
         self._run(commands)
 
-    def _check(self, chunk: int) -> None:
-        """Every part of the chunk is there: believe it, or not."""
-        with self._lock:
-            parts = sorted(self._unverified.pop(chunk))
-        digest = digest_of_blocks(b"".join(part.block_digests for part in parts))
-        right = digest == self.manifest.chunking.digest(chunk)
-        now_s = time.monotonic()
-        with self._lock:
-            for part in parts:
-                if right:
-                    connection = self._connections[part.connection]
-                    connection.nbytes += part.nbytes
-                    connection.last_at_s = now_s
-                else:
-                    self._done_in_layer[self._grid.layer_of[chunk]] -= part.nbytes
-            if right:
-                commands = self._machine.verified(chunk)
-            else:
-                commands = self._machine.corrupt(chunk, self._digest_error(chunk, parts), now_s)
-            # With the machine's step, so that a chunk is in a subscriber's snapshot or told, and
-            # before the commands, so that the pull does not end before its last chunk is told.
-            listener, landed = self._chunk_listener, self._machine.landed_chunk(chunk)
-        if listener is not None and landed:
-            listener.chunk_landed(chunk)
-        elif listener is not None and not right:
-            for source in {self._connections[part.connection].source for part in parts}:
-                listener.chunk_failed(chunk, source or "")
-        self._run(commands)
-
-    def _digest_error(self, chunk: int, parts: Sequence[Landed]) -> DigestError:
-        peers = dict.fromkeys(self._connections[part.connection].peer for part in parts)
-        return DigestError(
-            f"{self._tag(chunk)} from {' and '.join(peers)} does not match its digest",
-            peer=next(iter(peers)),
-            hint="its memory or the way to it is faulty",
-        )
-
     # ----------------------------------------------------------------------------------------
-
-    def _tag(self, chunk_index: int) -> str:
-        chunk = self._grid[chunk_index]
-        layer = self.manifest.layout.layers[chunk.layer]
-        return f"chunk {chunk_index} (layer {layer.name}, {chunk.nbytes} bytes at {chunk.offset})"
 
     def _read(self, connection: int, part: Part) -> tuple[_PartSink, Read]:
         segments = self._grid.segments(self._grid.blocks(part.chunk, part.begin, part.end))
@@ -366,20 +319,15 @@ class Transfer:
             match command:
                 case Assign(connection, parts):
                     self._assign(connection, parts)
-                case Check(chunk):
-                    self._check(chunk)
                 case LayerReady(layer):
                     self._listener.layer_ready(layer)
                 case DropConnection(connection, reason):
                     self.connection_lost(connection, reason)
-                case Complete():
-                    self._listener.complete()
                 case Fail(causes):
                     self._listener.failed(causes)
 
     def _assign(self, connection: int, parts: Sequence[Part]) -> None:
         sinks, reads = zip(*(self._read(connection, part) for part in parts), strict=True)
-        self.reads_issued += len(reads)
         try:
             self._connections[connection].session.read(reads)
         except MxError as error:

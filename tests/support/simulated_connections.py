@@ -12,13 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mx.core.digest import digest_of_blocks
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import (
     Assign,
-    Check,
     Command,
-    Complete,
     DropConnection,
     Fail,
     LayerReady,
@@ -98,15 +97,32 @@ class Simulation:
     def __init__(self, grid: ChunkGrid, connections: Sequence[SimulatedConnection]) -> None:
         self.grid = grid
         self.connections = list(connections)
-        self.machine = TransferMachine(grid, several_connections=len(connections) > 1)
+        self.machine = TransferMachine(
+            grid, self._digest_of, several_connections=len(connections) > 1
+        )
+        self.machine.holdings.subscribe(self)
         self.now_s = 0.0
         self.verified: set[int] = set()
         self.ready_s: dict[int, float] = {}
         self.dropped: dict[int, float] = {}
-        self.completed = False
         self.failure: Fail | None = None
         self._blocks: dict[int, set[int]] = {}  # chunk -> blocks asked for or landed
         self._closing: list[tuple[int, MxError]] = []
+
+    @property
+    def completed(self) -> bool:
+        return self.machine.holdings.whole
+
+    def _digest_of(self, chunk: int) -> bytes:
+        return digest_of_blocks(bytes(16 * -(-self.grid[chunk].nbytes // BLOCK_BYTES)))
+
+    def chunk_verified(self, chunk: int) -> None:
+        assert len(self._blocks[chunk]) == -(-self.grid[chunk].nbytes // BLOCK_BYTES)
+        assert chunk not in self.verified, "verified twice"
+        self.verified.add(chunk)
+
+    def chunk_corrupt(self, chunk: int, source: str) -> None:
+        raise AssertionError("no chunk is wrong")
 
     def nbytes(self, part: Part) -> int:
         end = min(part.end * BLOCK_BYTES, self.grid[part.chunk].nbytes)
@@ -161,7 +177,9 @@ class Simulation:
             del connection.left[part]
             connection.nbytes += self.nbytes(part)
             connection.last_s = self.now_s
-            self._do(self.machine.landed(number, part, self.now_s))
+            blocks = bytes(16 * (part.end - part.begin))
+            nbytes = self.nbytes(part)
+            self._do(self.machine.landed(number, part, blocks, nbytes, self.now_s))
 
     def _end_connection(self, number: int, error: MxError) -> None:
         """Its session is closed: every read that it had fails."""
@@ -180,17 +198,9 @@ class Simulation:
                     assert not self.connections[number].gone, "asked of a lane that is lost"
                     for part in parts:
                         self._ask(self.connections[number], part)
-                case Check(chunk):
-                    assert len(self._blocks[chunk]) == -(-self.grid[chunk].nbytes // BLOCK_BYTES)
-                    assert chunk not in self.verified, "verified twice"
-                    self.verified.add(chunk)
-                    self._do(self.machine.verified(chunk))
                 case LayerReady(layer):
                     assert layer not in self.ready_s
                     self.ready_s[layer] = self.now_s
-                case Complete():
-                    assert len(self.verified) == len(self.grid)
-                    self.completed = True
                 case DropConnection(number, reason):
                     self.dropped[number] = self.now_s
                     self._end_connection(number, ClosedError(str(reason)))

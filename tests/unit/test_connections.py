@@ -250,7 +250,7 @@ def test_when_no_whole_source_is_left_others_are_asked_before_it_is_given_up(
 
     def ask() -> None:
         asked.append(len(stage.opened))
-        stage.pool.gate()
+        stage.pool.coordinate()
         stage.pool.expecting = lambda: True
         stage.pool.join("later", [LATER])
 
@@ -267,7 +267,7 @@ def test_when_no_whole_source_is_left_others_are_asked_before_it_is_given_up(
 
 def test_in_a_swarm_one_that_is_found_again_and_again_is_tried_once() -> None:
     stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), PeerLostError("cut")))
-    stage.pool.none_left = stage.pool.gate
+    stage.pool.none_left = stage.pool.coordinate
     stage.pool.expecting = lambda: True
     settled = [lambda: None] * 3
     stage.play(
@@ -316,7 +316,7 @@ def test_in_a_swarm_later_ones_wait_until_there_is_none() -> None:
     stage = Stage()
     stage.pool.expecting = lambda: True
     stage.play(
-        stage.pool.gate,
+        stage.pool.coordinate,
         lambda: stage.pool.add_candidates([LATER]),
         lambda: stage.pool.connection_lost(0, PeerTimeoutError("stopped")),
         lambda: stage.pool.connection_lost(1, PeerTimeoutError("stopped")),

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.neighbours import MOST
-from mx.core.types import SourceRecord, SourceRole
+from mx.core.types import ChunkGrid, Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
 from mx.swarm.stream import PeerStream, to_bytes
 from mx.units import MIB
@@ -24,7 +25,7 @@ class Heard:
 
     def __init__(self, source_id: str) -> None:
         self.record = make_record(make_documents("w"), source_id=source_id)
-        self.unchoked: list[str] = []
+        self.heard: list[str] = []
         self.stream = PeerStream(source_id, self._read, self._write)
 
     async def _read(self) -> Any:
@@ -32,7 +33,7 @@ class Heard:
 
     async def _write(self, message: peer_pb2.SwarmMessage) -> None:
         kind = message.WhichOneof("message")
-        self.unchoked.append(f"{kind} {getattr(message, str(kind))}")
+        self.heard.append(f"{kind} {getattr(message, str(kind))}")
 
 
 class Reads:
@@ -41,8 +42,13 @@ class Reads:
     def __init__(self, reached: Sequence[str]) -> None:
         self.reached = reached
         self.connected: list[str] = []
+        layer = Layer(0, "layer", CHUNKS * MIB, 0, ((0, CHUNKS * MIB),))
+        self.holdings = Holdings(ChunkGrid(Layout([layer], []), MIB))
 
-    def gate(self) -> None: ...
+    def subscribe(self, listener: HoldingsListener) -> int:
+        return self.holdings.subscribe(listener)
+
+    def coordinate(self) -> None: ...
 
     def read_freely(self) -> None: ...
 
@@ -64,7 +70,7 @@ async def _never(record: SourceRecord) -> PeerStream:
     raise AssertionError(f"{record.endpoint} was dialled")
 
 
-async def unchoked(neighbours: Sequence[Heard], reads: Reads, coordinated_first: bool) -> None:
+async def greeted(neighbours: Sequence[Heard], reads: Reads, coordinated_first: bool) -> None:
     """What a pull says at first to these, which hold everything; and, asked for a chunk that it
     has not got, to each of them."""
 
@@ -93,10 +99,10 @@ def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() ->
     for coordinated_first in (True, False):
         near, far = Heard("near"), Heard("far")
         reads = Reads(["near"])
-        asyncio.run(unchoked([far, near], reads, coordinated_first))
+        asyncio.run(greeted([far, near], reads, coordinated_first))
         assert reads.connected == ["near"]
-        assert far.unchoked == ["reject 0"]
-        assert sorted(near.unchoked) == ["request 0", "reject 0"]
+        assert far.heard == ["reject 0"]
+        assert sorted(near.heard) == ["reject 0", "request 0"]
 
 
 def test_the_server_hears_of_neighbours_that_were_dialled() -> None:

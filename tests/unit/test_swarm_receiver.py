@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mx.core.holdings import members
 from mx.core.swarm.commands import (
     Cancel,
     Command,
@@ -14,10 +15,10 @@ from mx.core.swarm.commands import (
     NotInterested,
     ReadFreely,
     Request,
-    members,
 )
 from mx.core.swarm.free import FREE_S
 from mx.core.swarm.receiver import ANNOUNCE_S, BUSY_S, Receiver
+from tests.receivers import LoneReceiver
 
 ELSEWHERE = -1
 
@@ -27,7 +28,7 @@ def bits(*chunks: int) -> int:
 
 
 def test_the_lowest_chunk_first_from_whom_has_the_least_to_give() -> None:
-    receiver = Receiver(8, width=1)
+    receiver = LoneReceiver(8, width=1)
     receiver.joined(1, bits(2, 3, 4, 5))
     assert receiver.plan(0.0) == [Request(1, 2)]
     receiver.joined(2, bits(0, 3, 4))
@@ -36,7 +37,7 @@ def test_the_lowest_chunk_first_from_whom_has_the_least_to_give() -> None:
 
 
 def test_of_two_that_hold_the_same_the_faster_one() -> None:
-    receiver = Receiver(8, width=1)
+    receiver = LoneReceiver(8, width=1)
     receiver.joined(1, bits(0, 2, 3))
     assert receiver.plan(0.0) == [Request(1, 0)]
     receiver.joined(2, bits(1, 2, 3))
@@ -45,7 +46,7 @@ def test_of_two_that_hold_the_same_the_faster_one() -> None:
 
 
 def test_an_offer_comes_before_everything_else() -> None:
-    receiver = Receiver(8, width=1)
+    receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     receiver.joined(1, bits(0, 1, 2))
     assert receiver.plan(0.0) == [Request(1, 0)]
@@ -54,7 +55,7 @@ def test_an_offer_comes_before_everything_else() -> None:
 
 
 def test_an_offer_of_what_is_here_or_asked_of_another_is_declined() -> None:
-    receiver = Receiver(8, width=1)
+    receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     receiver.joined(1, bits(3))
     receiver.landed(ELSEWHERE, 2, 0.0)
@@ -64,7 +65,7 @@ def test_an_offer_of_what_is_here_or_asked_of_another_is_declined() -> None:
 
 
 def test_an_offer_made_twice_is_one() -> None:
-    receiver = Receiver(8, width=1)
+    receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     assert receiver.suggested(0, 2, 0.0) == [Request(0, 2)]
     assert receiver.suggested(0, 3, 0.0) == []
@@ -73,7 +74,7 @@ def test_an_offer_made_twice_is_one() -> None:
 
 
 def test_an_offer_whose_chunk_came_from_elsewhere_meanwhile() -> None:
-    receiver = Receiver(8, width=1)
+    receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     receiver.suggested(0, 2, 0.0)
     receiver.suggested(0, 3, 0.0)
@@ -82,7 +83,7 @@ def test_an_offer_whose_chunk_came_from_elsewhere_meanwhile() -> None:
 
 
 def test_what_the_dead_had_offered_is_asked_of_others_unless_it_is_here() -> None:
-    receiver = Receiver(4, width=1)
+    receiver = LoneReceiver(4, width=1)
     receiver.joined(0)
     for chunk in (0, 1, 2):
         receiver.suggested(0, chunk, 0.0)
@@ -93,7 +94,7 @@ def test_what_the_dead_had_offered_is_asked_of_others_unless_it_is_here() -> Non
 
 
 def test_a_busy_neighbour_is_asked_again_when_it_has_room() -> None:
-    receiver = Receiver(4, width=1)
+    receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     assert receiver.plan(0.0) == [Request(1, 0)]
     assert receiver.busy(1, 0, 0.0) == [Interested(1)]
@@ -103,7 +104,7 @@ def test_a_busy_neighbour_is_asked_again_when_it_has_room() -> None:
 
 
 def test_whoever_has_others_to_ask_does_not_want_to_hear_of_room() -> None:
-    receiver = Receiver(4, width=1)
+    receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0, 1))
     receiver.joined(2, bits(0, 1))
     assert receiver.plan(0.0) == [Request(1, 0)]
@@ -113,7 +114,7 @@ def test_whoever_has_others_to_ask_does_not_want_to_hear_of_room() -> None:
 
 
 def test_a_busy_neighbour_that_forgets_is_asked_again() -> None:
-    receiver = Receiver(4, width=1)
+    receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
     receiver.busy(1, 0, 0.0)
@@ -121,7 +122,7 @@ def test_a_busy_neighbour_that_forgets_is_asked_again() -> None:
 
 
 def test_room_that_is_not_needed_is_passed_on() -> None:
-    receiver = Receiver(4, width=1)
+    receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.joined(2)
     receiver.plan(0.0)
@@ -129,7 +130,7 @@ def test_room_that_is_not_needed_is_passed_on() -> None:
 
 
 def test_wrong_bytes_are_not_asked_for_again_of_the_same_one() -> None:
-    receiver = Receiver(4, width=1)
+    receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
     assert receiver.failed(1, 0, 0.1) == []
@@ -138,7 +139,7 @@ def test_wrong_bytes_are_not_asked_for_again_of_the_same_one() -> None:
 
 
 def test_wrong_bytes_are_asked_for_again_when_there_is_nothing_else() -> None:
-    receiver = Receiver(4, width=1)
+    receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
     receiver.failed(1, 0, 0.1)
@@ -147,7 +148,7 @@ def test_wrong_bytes_are_asked_for_again_when_there_is_nothing_else() -> None:
 
 def warmed(chunks: int = 40) -> tuple[Receiver, float]:
     """Three neighbours, each with two chunks given in 0.1 s each; one of them is asked for more."""
-    receiver = Receiver(chunks, width=1)
+    receiver = LoneReceiver(chunks, width=1)
     now_s = 0.0
     for peer in (1, 2, 3):
         receiver.joined(peer, (1 << chunks) - 1)
@@ -205,7 +206,7 @@ def test_what_only_shunned_ones_hold_is_asked_of_them() -> None:
 
 
 def test_holdings_are_told_in_time_and_once() -> None:
-    receiver = Receiver(8)
+    receiver = LoneReceiver(8)
     receiver.joined(1, bits(0, 1))
     receiver.joined(2)
     receiver.landed(ELSEWHERE, 1, 1.0)
@@ -217,7 +218,7 @@ def test_holdings_are_told_in_time_and_once() -> None:
 
 
 def test_holdings_are_told_sooner_where_chunks_come_fast() -> None:
-    receiver = Receiver(8, width=1)
+    receiver = LoneReceiver(8, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
     receiver.landed(1, 0, 0.01)
@@ -226,7 +227,7 @@ def test_holdings_are_told_sooner_where_chunks_come_fast() -> None:
 
 
 def test_a_newcomer_is_told_everything() -> None:
-    receiver = Receiver(8)
+    receiver = LoneReceiver(8)
     receiver.landed(ELSEWHERE, 3, 0.0)
     receiver.announcements()
     assert receiver.joined(1) == bits(3)
@@ -247,7 +248,7 @@ def starved(receiver: Receiver) -> list[Command]:
 
 
 def test_one_that_gets_nothing_reads_without_asking_one_chunk_at_a_time() -> None:
-    receiver = Receiver(3)
+    receiver = LoneReceiver(3)
     receiver.joined(0, whole=True)  # an origin that offers nothing
     assert starved(receiver) == [ReadFreely(0, 0)]
     assert receiver.free
@@ -258,7 +259,7 @@ def test_one_that_gets_nothing_reads_without_asking_one_chunk_at_a_time() -> Non
 
 
 def test_it_asks_again_once_a_whole_source_has_given_a_slot() -> None:
-    receiver = Receiver(4)
+    receiver = LoneReceiver(4)
     receiver.joined(0, whole=True)
     assert starved(receiver) == [ReadFreely(0, 0)]
     assert receiver.suggested(0, 2, 6.2) == [Request(0, 2)]
@@ -269,7 +270,7 @@ def test_it_asks_again_once_a_whole_source_has_given_a_slot() -> None:
 
 
 def test_chunks_that_come_keep_it_asking() -> None:
-    receiver = Receiver(100, width=1)
+    receiver = LoneReceiver(100, width=1)
     receiver.joined(0, whole=True)
     receiver.joined(1, (1 << 100) - 1)
     for chunk in range(20):
@@ -280,7 +281,7 @@ def test_chunks_that_come_keep_it_asking() -> None:
 
 
 def test_what_only_one_that_never_answers_was_asked_for_is_taken_over() -> None:
-    receiver = Receiver(1)
+    receiver = LoneReceiver(1)
     receiver.joined(1, 1)
     assert receiver.plan(0.0) == [Request(1, 0)]
     receiver.joined(0, whole=True)
@@ -288,7 +289,7 @@ def test_what_only_one_that_never_answers_was_asked_for_is_taken_over() -> None:
 
 
 def test_a_slot_that_is_taken_back_is_asked_for_elsewhere_and_may_land_all_the_same() -> None:
-    receiver = Receiver(1)
+    receiver = LoneReceiver(1)
     receiver.joined(1, 1)
     assert receiver.plan(0.0) == [Request(1, 0)]
     receiver.joined(2, 1)
@@ -298,7 +299,7 @@ def test_a_slot_that_is_taken_back_is_asked_for_elsewhere_and_may_land_all_the_s
 
 
 def test_of_several_whole_sources_a_slow_one_is_left_for_the_next() -> None:
-    receiver = Receiver(1)
+    receiver = LoneReceiver(1)
     receiver.joined(0, whole=True)
     receiver.joined(1, whole=True)
     assert starved(receiver) == [ReadFreely(0, 0)]

@@ -16,7 +16,8 @@ from mx.core.swarm.commands import (
     ReadFreely,
     Request,
 )
-from mx.core.swarm.receiver import BUSY_S, END_CHUNKS, LATE_S, Receiver
+from mx.core.swarm.receiver import BUSY_S, END_CHUNKS, LATE_S
+from tests.receivers import LoneReceiver
 
 ELSEWHERE = -1
 
@@ -26,7 +27,7 @@ class Driver:
 
     def __init__(self, chunks: int, width: int, *, whole: frozenset[int] = frozenset()) -> None:
         """`whole`: the peers that hold everything, though they don't say so."""
-        self.receiver = Receiver(chunks, width=width)
+        self.receiver = LoneReceiver(chunks, width=width)
         self.whole = whole
         self.chunks = chunks
         self.now_s = 0.0

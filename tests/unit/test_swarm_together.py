@@ -18,9 +18,10 @@ from benchmarks.swarm_nodes import Swarm
 from benchmarks.swarm_setting import Setting
 from mx.core.swarm.commands import Cancel, Command, Decline, Interested, ReadFreely, Request
 from mx.core.swarm.origin import Seeder, Suggest
-from mx.core.swarm.receiver import END_CHUNKS, Receiver
+from mx.core.swarm.receiver import END_CHUNKS
 from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
 from mx.core.swarm.standing import Reader, Standing
+from tests.receivers import LoneReceiver
 
 ORIGIN = 0
 TICK_S = 0.2
@@ -34,7 +35,7 @@ class Node:
         self.number = number
         self.hog = hog  # asks for slots, accepts offers, and reads nothing
         self.address = address
-        self.receiver = Receiver(chunks, width=rng.randint(1, 3))
+        self.receiver = LoneReceiver(chunks, width=rng.randint(1, 3))
         self.width = rng.randint(1, 3)
         self.sent: Counter[str] = Counter()  # chunks, to whom
         sees = rng.random() < 0.7  # else its readers fetch for themselves

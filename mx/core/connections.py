@@ -1,0 +1,291 @@
+"""Which paths a pull keeps open: events in, paths to open out. No IO, and time is an argument.
+
+Each path to a source is an entry in one of five states:
+
+    candidate   it may be opened
+    opening     a connection is being made
+    live        a connection is open
+    resting     it is not used now; `rest` says why, and what brings it back
+    excluded    its source sent wrong bytes, or holds something else by now: never again
+
+In free reading every source that holds everything is a candidate. In coordinated reading only
+neighbours are used: sources that were in use when it began, and those that the swarm joins.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mx.core.planner import SourcePath, why_not
+from mx.errors import (
+    DigestError,
+    MxError,
+    PathError,
+    PathSlowError,
+    PeerBusyError,
+    PeerLostError,
+    PeerProtocolError,
+    StaleGenerationError,
+)
+
+
+class State(enum.Enum):
+    CANDIDATE = "candidate"
+    OPENING = "opening"
+    LIVE = "live"
+    RESTING = "resting"
+    EXCLUDED = "excluded"
+
+
+class Event(enum.Enum):
+    OPEN = "open"
+    OPENED = "opened"
+    REST = "rest"
+    RETRY = "retry"
+    EXCLUDE = "exclude"
+
+
+TRANSITIONS = {
+    (State.CANDIDATE, Event.OPEN): State.OPENING,
+    (State.CANDIDATE, Event.REST): State.RESTING,
+    (State.OPENING, Event.OPENED): State.LIVE,
+    (State.OPENING, Event.REST): State.RESTING,
+    (State.LIVE, Event.REST): State.RESTING,
+    (State.RESTING, Event.REST): State.RESTING,
+    (State.RESTING, Event.RETRY): State.CANDIDATE,
+    **{(state, Event.EXCLUDE): State.EXCLUDED for state in State},
+}
+
+
+class Rest(enum.Enum):
+    """Why a path rests."""
+
+    SLOW = "slow"  # beside the others; it is used again when nothing else is left
+    BUSY = "busy"  # its source has as many readers as it admits: again after a while, as SLOW
+    LOST = "lost"  # it failed: again when its source is found again, and nothing else is left
+
+
+class PeerLeftError(PeerLostError):
+    """A neighbour is not read from any more: nothing is wrong with it."""
+
+
+#: After these the source may be as well as ever, and its other paths worth a try.
+_PATH_ERRORS = (PathError, PeerLostError, PeerProtocolError)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One path, and the state of the connection over it."""
+
+    path: SourcePath
+    state: State = State.CANDIDATE
+    rest: Rest | None = None
+    retry_at_s: float = 0.0
+
+    @property
+    def source_id(self) -> str:
+        return self.path.source.source_id
+
+    @property
+    def in_use(self) -> bool:
+        return self.state in (State.OPENING, State.LIVE)
+
+    def step(self, event: Event) -> None:
+        """Raises KeyError for an event that its state does not know."""
+        self.state = TRANSITIONS[self.state, event]
+
+
+class Connections:
+    """One pull's. Not thread-safe; `now_s` are readings of one monotonic clock."""
+
+    def __init__(self, patience_s: float = 0.0) -> None:
+        """`patience_s`: how long busy sources are waited for while nothing else is left."""
+        self.coordinated = False
+        self._patience_s = patience_s
+        self._waits_until_s: float | None = None
+        self._entries: list[Entry] = []  # best first, as they were found
+        self._neighbours: set[str] = set()
+        self._excluded: set[str] = set()
+
+    # -- questions ------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> list[Entry]:
+        return [entry for entry in self._entries if entry.in_use]
+
+    @property
+    def idle(self) -> bool:
+        """Return True if nothing is in use, nor could be without a wait."""
+        return not any(
+            entry.in_use
+            or (entry.state is State.CANDIDATE and self._considered(entry))
+            or (entry.state is State.RESTING and entry.rest is Rest.SLOW)
+            for entry in self._entries
+        )
+
+    def excluded(self, source_id: str) -> bool:
+        """Return True for a source that sent wrong bytes, or holds something else by now."""
+        return source_id in self._excluded
+
+    def wants(self, source_id: str) -> bool:
+        """Return True if a source that holds everything is of use: a new one, and one whose paths
+        failed if nothing else is left."""
+        if source_id in self._excluded:
+            return False
+        mine = [entry for entry in self._entries if entry.source_id == source_id]
+        if any(entry.rest is Rest.BUSY for entry in mine):
+            return False
+        return not mine or self.idle
+
+    def is_lost(self, source_id: str) -> bool:
+        """Return True for a neighbour to which no path is left, and for any excluded source."""
+        if source_id in self._excluded:
+            return True
+        usable = (State.CANDIDATE, State.OPENING, State.LIVE)
+        return source_id in self._neighbours and not any(
+            entry.state in usable for entry in self._entries if entry.source_id == source_id
+        )
+
+    def waits(self, now_s: float) -> bool:
+        """Return True while busy sources are worth waiting for. The wait begins when this is
+        first called, and anew after a connection was opened."""
+        if not any(entry.rest is Rest.BUSY for entry in self._entries):
+            return False
+        if self._waits_until_s is None:
+            self._waits_until_s = now_s + self._patience_s
+        return now_s < self._waits_until_s
+
+    # -- sources --------------------------------------------------------------------------------
+
+    def add(self, paths: Iterable[SourcePath]) -> None:
+        """Consider the paths to sources that are wanted (`wants`)."""
+        new = [path for path in paths if self.wants(path.source.source_id)]
+        self._forget({path.source.source_id for path in new})
+        self._entries += [Entry(path) for path in new]
+
+    def join(self, source_id: str, paths: Sequence[SourcePath]) -> None:
+        """Read from this source beside all others, over those of the paths that go together."""
+        if source_id in self._excluded:
+            return
+        self._neighbours.add(source_id)
+        if not any(entry.source_id == source_id for entry in self.in_use):
+            self._forget({source_id})
+            self._entries += [Entry(path) for path in paths]
+
+    def leave(self, source_id: str) -> list[Entry]:
+        """Read from it no more. Returns those of its entries that are in use."""
+        self._give_up(source_id)
+        return [entry for entry in self.in_use if entry.source_id == source_id]
+
+    def coordinate(self) -> None:
+        """From now on use neighbours only; sources in use are some."""
+        self.coordinated = True
+        self._neighbours.update(entry.source_id for entry in self.in_use)
+
+    def read_freely(self) -> None:
+        """There is no swarm: use every source again."""
+        self.coordinated = False
+        self._neighbours.clear()
+
+    def _give_up(self, source_id: str) -> None:
+        """Its paths that are not in use rest until it is found again."""
+        for entry in self._entries:
+            if entry.source_id == source_id and entry.state in (State.CANDIDATE, State.RESTING):
+                self._lay_to_rest(entry, Rest.LOST)
+
+    def _forget(self, source_ids: set[str]) -> None:
+        """Newer paths take the place of these sources' unused ones."""
+        self._entries = [
+            entry for entry in self._entries if entry.in_use or entry.source_id not in source_ids
+        ]
+
+    # -- what became of an entry ----------------------------------------------------------------
+
+    def opened(self, entry: Entry) -> None:
+        entry.step(Event.OPENED)
+        self._waits_until_s = None
+
+    def failed(self, entry: Entry, error: MxError | None, now_s: float) -> None:
+        """It could not be opened; None: that was given up."""
+        if isinstance(error, StaleGenerationError) or entry.source_id in self._excluded:
+            self._exclude(entry)
+        elif isinstance(error, PeerBusyError):
+            self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
+        else:
+            self._lay_to_rest(entry, Rest.LOST)
+
+    def lost(self, entry: Entry, error: MxError, now_s: float, *, lease_runs: bool) -> None:
+        """Its connection was given up. `lease_runs`: not because the source ended it."""
+        source_id = entry.source_id
+        wrong = isinstance(error, DigestError | StaleGenerationError)
+        if wrong or source_id in self._excluded:
+            self._exclude(entry)
+        elif isinstance(error, PathSlowError) and source_id not in self._neighbours:
+            self._lay_to_rest(entry, Rest.SLOW)
+        elif isinstance(error, PeerBusyError):
+            self._give_up(source_id)
+            self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
+        else:
+            whole_source = not isinstance(error, (*_PATH_ERRORS, PathSlowError)) or not lease_runs
+            self._lay_to_rest(entry, Rest.LOST)
+            if whole_source:
+                self._give_up(source_id)
+
+    def _lay_to_rest(self, entry: Entry, rest: Rest, retry_at_s: float = 0.0) -> None:
+        entry.step(Event.REST)
+        entry.rest, entry.retry_at_s = rest, retry_at_s
+
+    def _exclude(self, gone: Entry) -> None:
+        """Its source's other connections follow when they are given up."""
+        self._excluded.add(gone.source_id)
+        for entry in self._entries:
+            if entry is gone or (entry.source_id == gone.source_id and not entry.in_use):
+                entry.step(Event.EXCLUDE)
+
+    # -- what to open ---------------------------------------------------------------------------
+
+    def assign(self, now_s: float) -> list[Entry]:
+        """Return the entries to open now, which are OPENING from then on.
+
+        Cases, in this order:
+        1. Nothing is in use or a candidate: slow paths are candidates again, and in free reading
+           busy ones whose time has come. (In coordinated reading a busy source is joined again.)
+        2. A source is excluded, or in coordinated reading no neighbour: its paths stay closed.
+        3. A path does not go together with those in use (the same bottleneck, or too little to
+           gain): it stays a candidate. A neighbour's path is compared with its own others only.
+        4. Any other candidate is opened, the best first.
+        """
+        if not any(e.in_use or self._is_candidate(e) for e in self._entries):  # case 1
+            due = not self.coordinated and self.waits(now_s)
+            for entry in self._entries:
+                busy = entry.rest is Rest.BUSY and due and entry.retry_at_s <= now_s
+                if entry.state is State.RESTING and (entry.rest is Rest.SLOW or busy):
+                    entry.step(Event.RETRY)
+                    entry.rest = None
+        opening: list[Entry] = []
+        in_use = [entry.path for entry in self.in_use]
+        for entry in self._entries:
+            if not self._is_candidate(entry):  # case 2
+                continue
+            if why_not(entry.path, self._beside(entry.path, in_use)) is None:  # else case 3
+                entry.step(Event.OPEN)  # case 4
+                in_use.append(entry.path)
+                opening.append(entry)
+        return opening
+
+    def _is_candidate(self, entry: Entry) -> bool:
+        return entry.state is State.CANDIDATE and self._considered(entry)
+
+    def _considered(self, entry: Entry) -> bool:
+        return entry.source_id not in self._excluded and (
+            not self.coordinated or entry.source_id in self._neighbours
+        )
+
+    def _beside(self, path: SourcePath, in_use: Sequence[SourcePath]) -> list[SourcePath]:
+        """Return the paths that this one has to go together with."""
+        source_id = path.source.source_id
+        if source_id in self._neighbours:
+            return [other for other in in_use if other.source.source_id == source_id]
+        return [other for other in in_use if other.source.source_id not in self._neighbours]

@@ -1,0 +1,105 @@
+"""Which chunks of a model are verified: the one place that knows. Pure.
+
+Everything else that depends on it (what is announced to peers, what is listed with the coordinator,
+what is given to readers, when a layer is ready) reads this set or subscribes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from mx.core.types import ChunkGrid
+
+
+class HoldingsListener(Protocol):
+    """Is called by the thread that changes the set; must not block, nor call back."""
+
+    def chunk_verified(self, chunk: int) -> None: ...
+
+    def chunk_corrupt(self, chunk: int, source: str) -> None:
+        """`source` sent the chunk, or a part of it, with wrong bytes."""
+
+
+def members(chunks: int) -> Iterator[int]:
+    """Yield the members of a bit set, the lowest first."""
+    while chunks:
+        low = chunks & -chunks
+        yield low.bit_length() - 1
+        chunks ^= low
+
+
+def bit_set(chunks: Iterable[int]) -> int:
+    """Return these chunks as a bit set."""
+    found = 0
+    for chunk in chunks:
+        found |= 1 << chunk
+    return found
+
+
+class Holdings:
+    """The verified chunks of one model in one process, as a bit set (bit c: chunk c).
+
+    `bits` may be read from any thread. Changes and `subscribe` need the lock of the set's owner,
+    so that a listener hears of each chunk that is not in its snapshot, exactly once.
+    """
+
+    def __init__(self, grid: ChunkGrid, *, whole: bool = False) -> None:
+        self._grid = grid
+        self._all = (1 << len(grid)) - 1
+        self._layers = [
+            ((1 << len(chunks)) - 1) << chunks.start
+            for chunks in map(grid.of_layer, range(len(grid.layout.layers)))
+        ]
+        self._listeners: list[HoldingsListener] = []
+        self.bits = self._all if whole else 0
+
+    @property
+    def whole(self) -> bool:
+        return self.bits == self._all
+
+    @property
+    def left(self) -> int:
+        """How many chunks are not verified yet."""
+        return (self._all & ~self.bits).bit_count()
+
+    def has(self, chunk: int) -> bool:
+        return bool(self.bits >> chunk & 1)
+
+    def has_layer(self, layer: int) -> bool:
+        """Return True if every chunk of the layer is verified; so it is with a layer of none."""
+        return not self._layers[layer] & ~self.bits
+
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """Return the layers that are verified to their last chunk, as half-open ranges."""
+        found: list[tuple[int, int]] = []
+        for layer in range(len(self._layers)):
+            if not self.has_layer(layer):
+                continue
+            if found and found[-1][1] == layer:
+                found[-1] = (found[-1][0], layer + 1)
+            else:
+                found.append((layer, layer + 1))
+        return tuple(found)
+
+    def subscribe(self, listener: HoldingsListener) -> int:
+        """Tell `listener` of every later change.
+
+        Returns:
+            The chunks that are verified now, as a bit set.
+        """
+        self._listeners.append(listener)
+        return self.bits
+
+    def add(self, chunk: int) -> bool:
+        """Add a chunk that was verified. Returns True if its layer is complete with it."""
+        self.bits |= 1 << chunk
+        for listener in self._listeners:
+            listener.chunk_verified(chunk)
+        return self.has_layer(self._grid.layer_of[chunk])
+
+    def corrupt(self, chunk: int, sources: Iterable[str]) -> None:
+        """Report that these sources sent the chunk with wrong bytes."""
+        for source in sources:
+            for listener in self._listeners:
+                listener.chunk_corrupt(chunk, source)
