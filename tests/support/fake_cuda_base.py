@@ -217,11 +217,6 @@ class FakeBase:
         return "Fake GPU"
 
     @driver_call
-    def device_memory_nbytes(self, ordinal: int) -> int:
-        self._check_ordinal("cuDeviceTotalMem", ordinal)
-        return self._memory_nbytes
-
-    @driver_call
     def device_attribute(self, ordinal: int, attribute: DeviceAttribute) -> int:
         self._check_ordinal("cuDeviceGetAttribute", ordinal)
         match attribute:
@@ -229,8 +224,6 @@ class FakeBase:
                 return 9
             case DeviceAttribute.VMM | DeviceAttribute.POSIX_FD:
                 return int(self._vmm)
-            case DeviceAttribute.READ_ONLY_HOST_REGISTER:
-                return 1
             case _:
                 return 0
 
