@@ -27,6 +27,22 @@ def tls_of(settings: config.Settings) -> TlsFiles | None:
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
 
 
+def check_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:
+    """Check the type of an argument of the Python API.
+
+    Args:
+        name: The argument's.
+        value: What was given.
+        kind: What it must be an instance of.
+        hint: What to give in its place.
+
+    Raises:
+        ConfigError: It is of another type.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"`{name}={value!r}` is of type {type(value).__name__}", hint=hint)
+
+
 def resolve_device(device: str) -> str:
     """ "cpu", or "cuda:UUID" for "cuda:N", "cuda" and "cuda:GPU-...".
 
@@ -34,6 +50,7 @@ def resolve_device(device: str) -> str:
     """
     if device == "cpu":
         return device
+    check_type("device", device, str, "it is cpu or cuda:N")
     if device != "cuda" and not device.startswith("cuda:"):
         raise ConfigError(f"there is no device {device!r}", hint="it is cpu or cuda:N")
     try:

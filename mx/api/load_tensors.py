@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mx.api.common import check_type
 from mx.api.target import pull
 from mx.errors import ConfigError
 
@@ -28,6 +29,7 @@ def load(model: str, **options: Any) -> dict[str, torch.Tensor]:
         ConfigError: An argument is wrong, or torch is not installed.
         MxError: What a pull fails with, see `pull`.
     """
+    check_type("model", model, str, "it is NAME, NAME:REVISION or NAME@PIN")
     if options.get("hold"):
         raise ConfigError("`load` keeps no pull that could give to others", hint="use pull()")
     import mx.memory.tensors  # noqa: F401  # says at once if torch is missing

@@ -1,12 +1,13 @@
-"""What the user asked a pull for, checked."""
+"""The arguments of `pull` and `plan`, checked."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from mx import config
-from mx.api.common import DEFAULT_VARIANT, tls_of, transports
+from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
 from mx.api.relay import Relay
 from mx.api.source import source_options
 from mx.core.reference import parse_reference
@@ -31,7 +32,30 @@ def pull_options(
     wait_s: float | None = None,
     **rest: Any,
 ) -> PullOptions:
-    """The options of `pull` and `plan`, checked. Raises ConfigError."""
+    """Check the arguments of `pull` and `plan`.
+
+    Args:
+        model: NAME, NAME:REVISION or NAME@PIN.
+        settings: What is not given as an argument.
+        peer, path, fallback: Where to pull from; at most one of them.
+        out: The folder to write a checkpoint to.
+        revision: The revision's label, "" for the one that `model` means.
+        variant: The variant's name, "" for the default.
+        transport: The only one to use; None for all.
+        wait_s: Seconds to wait for a source, or text like "1m"; None for the settings' value.
+        rest: Further fields of `PullOptions`.
+
+    Returns:
+        The options of the pull.
+
+    Raises:
+        ConfigError: An argument is of a wrong type or has a wrong value; it is named.
+    """
+    _check_types(
+        model=model, peer=peer, path=path, fallback=fallback, out=out, revision=revision,
+        variant=variant, transport=transport, **rest,
+    )  # fmt: skip
+    settings = config.given(settings, wait_s=wait_s)
     reference = parse_reference(model, revision=revision, variant=variant)
     known = transports()
     if transport is not None and transport not in known:
@@ -40,8 +64,6 @@ def pull_options(
         )
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("only one of `peer`, `path` and `fallback` says where to pull from")
-    if wait_s is not None and not wait_s >= 0:  # NaN is not either
-        raise ConfigError(f"`wait_s={wait_s}` is not a time to wait", hint="0 is not to wait")
     disk = path if path is not None else fallback
     tls = tls_of(settings)
     relay, alone_because = _relays(settings, peer or rest.get("coordinator"))
@@ -62,7 +84,7 @@ def pull_options(
         streams=settings.streams,
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
-        wait_s=settings.wait_s if wait_s is None else wait_s,
+        wait_s=settings.wait_s,
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,
@@ -72,9 +94,32 @@ def pull_options(
     )
 
 
+#: Arguments by what they must be; `_OPTIONAL` ones may be None.
+_TEXTS = ("model", "revision", "variant", "peer", "coordinator", "transport")
+_PATHS = ("path", "fallback", "out")
+_FLAGS = ("hold", "attach", "resume")
+_OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
+
+
+def _check_types(**given: object) -> None:
+    """Raise ConfigError for an argument of a wrong type, which would else fail deep inside."""
+    for name, value in given.items():
+        if value is None and name in _OPTIONAL:
+            continue
+        if name in _TEXTS:
+            check_type(name, value, str, "it must be text")
+        elif name in _PATHS:
+            check_type(name, value, (str, os.PathLike), "it must be text or a pathlib.Path")
+        elif name in _FLAGS:
+            check_type(name, value, bool, "it is True or False")
+
+
 def _relays(settings: config.Settings, asked: str | None) -> tuple[MakeRelay | None, str]:
-    """What makes a relay of a pull that finds its sources at `asked`; None, and why, where others
-    could not reach it: it listens on loopback, and they are elsewhere."""
+    """Return what makes a relay of a pull that finds its sources at `asked`, and "".
+
+    None, and the reason, where the others could not reach it: it listens on loopback, and they are
+    on other machines.
+    """
     dialled = settings.advertise or settings.listen
     if asked is not None and is_local(dialled) and not is_local(asked):
         return None, (
@@ -86,7 +131,14 @@ def _relays(settings: config.Settings, asked: str | None) -> tuple[MakeRelay | N
 
 
 def writable_bytes(into: object) -> memoryview:
-    """`into` as writable bytes. Raises ConfigError where it can't be that."""
+    """Return a view of `into` as bytes.
+
+    Args:
+        into: An object with a buffer; it stays the caller's, who keeps it as long as the view.
+
+    Raises:
+        ConfigError: Its buffer is read-only or not contiguous, or it has none.
+    """
     try:
         view = memoryview(into)  # type: ignore[arg-type]
         if not view.readonly:

@@ -31,6 +31,18 @@ notes = Console(stderr=True, highlight=False)
 _as_lines = False
 
 
+class Interrupted(Exception):
+    """Ctrl-C ended a command that has something to say about it.
+
+    Attributes:
+        hint: What the user can do now; "" for nothing.
+    """
+
+    def __init__(self, hint: str) -> None:
+        super().__init__("interrupted")
+        self.hint = hint
+
+
 def use_json_lines(wanted: bool) -> None:
     """From now on write JSON, a line each, to standard error, in place of text for people."""
     global _as_lines
@@ -97,6 +109,8 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
         outcome = fail(
             error.exit_code, type(error).__name__, error.message, error.hint, as_json=as_json
         )
+    except Interrupted as error:
+        outcome = _interrupted(error.hint, as_json=as_json)
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         hint = f"see {context.command_path if context else name} --help"
@@ -104,9 +118,15 @@ def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoRetur
         if message:  # empty where the help was shown instead
             fail(EXIT_CONFIG, "UsageError", message, hint, as_json=as_json)
         outcome = EXIT_CONFIG
-    if outcome == EXIT_INTERRUPTED:
-        fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", "", as_json=as_json)
+    else:
+        if outcome == EXIT_INTERRUPTED:
+            _interrupted("", as_json=as_json)
     sys.exit(outcome if isinstance(outcome, int) else EXIT_OK)
+
+
+def _interrupted(hint: str, *, as_json: bool) -> int:
+    """Report that Ctrl-C ended the command. Returns the exit code."""
+    return fail(EXIT_INTERRUPTED, "Interrupted", "interrupted", hint, as_json=as_json)
 
 
 def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -> int:

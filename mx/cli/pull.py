@@ -162,11 +162,17 @@ def pull(
 
 @contextmanager
 def _closing(pull: Pull) -> Iterator[Pull]:
-    """Close it; say of an interrupted one how to go on from what it has left."""
+    """Close the pull at the end; of one that a signal ends, say how to go on from what it left.
+
+    Raises:
+        outcome.Interrupted: Ctrl-C ended it; its hint is what the pull has kept.
+    """
     try:
         with pull:
             yield pull
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt as error:
+        raise outcome.Interrupted(pull.kept) from error
+    except SystemExit:
         if pull.kept:
             outcome.say(pull.kept)
         raise

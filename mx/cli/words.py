@@ -21,7 +21,17 @@ _FLAGS = {
     "resume": "--no-resume",
     "wait_s": "--wait",
 }
-_ARGUMENTS = ("device", "hold", "model", "out", "revision", "transport", "variant", "verify")
+_ARGUMENTS = (
+    "checkpoint",
+    "device",
+    "hold",
+    "model",
+    "out",
+    "revision",
+    "transport",
+    "variant",
+    "verify",
+)
 
 
 def in_flags(text: str) -> str:

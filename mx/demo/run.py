@@ -121,7 +121,7 @@ def _examples(folder: Path, own: Path | None, console: Console) -> Iterator[mode
     elif small is None:
         raise ConfigError(
             "there is no model to show",
-            hint="name one with --checkpoint DIR, or in a clone of mx, pip install '.[demo]'",
+            hint="name one with `checkpoint=DIR`, or in a clone of mx, pip install '.[demo]'",
         )
 
 

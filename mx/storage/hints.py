@@ -37,9 +37,9 @@ def no_checkpoint_file(path: Path) -> MxError:
     if begins == LFS_MAGIC:
         return lfs_pointer(path)
     if begins.startswith(_GGUF_MAGIC) or path.suffix == ".gguf":
-        return _gguf(path, ConfigError)
+        return _gguf(path)
     if path.suffix in _PICKLED:
-        return _pickled(path, path.parent, ConfigError)
+        return _pickled(path, path.parent)
     if path.name.endswith(".json"):
         return ConfigError(
             f"{path} is not a {TENSOR_SUFFIX} file", hint=f"name its folder: {path.parent}"
@@ -50,8 +50,8 @@ def no_checkpoint_file(path: Path) -> MxError:
     )
 
 
-def no_checkpoint_folder(root: Path) -> MxError:
-    """The error for a folder with no safetensors file in it. Raises OSError."""
+def no_checkpoint_folder(root: Path) -> ConfigError:
+    """Return the error for a folder with no safetensors file in it. Raises OSError."""
     with os.scandir(root) as entries:
         listed = sorted(entries, key=lambda entry: entry.name)
     names = [entry.name for entry in listed]
@@ -64,26 +64,26 @@ def no_checkpoint_folder(root: Path) -> MxError:
     if "model_index.json" in names:
         if not inside:
             hint = "download its .safetensors files: its folders hold none"
-            return CheckpointError(f"{root} is a diffusers pipeline without weights", hint=hint)
-        return CheckpointError(
+            return ConfigError(f"{root} is a diffusers pipeline without weights", hint=hint)
+        return ConfigError(
             f"{root} is a diffusers pipeline: each of its folders is a model of its own",
             hint=f"name one at a time: {_several(inside)}",
         )
     if inside:
-        return CheckpointError(
+        return ConfigError(
             f"{root} holds no {TENSOR_SUFFIX} file itself", hint=f"name {_several(inside)}"
         )
     of_gguf = [name for name in names if name.endswith(".gguf")]
     if of_gguf:
-        return _gguf(root / of_gguf[0], CheckpointError)
+        return _gguf(root / of_gguf[0])
     if any(name.endswith(_PICKLED) for name in names):
-        return _pickled(root, root, CheckpointError)
+        return _pickled(root, root)
     if not names:
-        return CheckpointError(f"{root} is empty", hint=_SHARDS_HINT)
-    return CheckpointError(f"{root} holds no {TENSOR_SUFFIX} file", hint=_SHARDS_HINT)
+        return ConfigError(f"{root} is empty", hint=_SHARDS_HINT)
+    return ConfigError(f"{root} holds no {TENSOR_SUFFIX} file", hint=_SHARDS_HINT)
 
 
-def _cached(root: Path) -> MxError:
+def _cached(root: Path) -> ConfigError:
     """For Hugging Face's cache: of one repository, with its snapshots, or of all."""
     snapshots = root / "snapshots"
     if not snapshots.is_dir():
@@ -100,12 +100,12 @@ def _cached(root: Path) -> MxError:
         found.sort(key=lambda snapshot: snapshot.name != main)
         message = f"{root} is a repository in Hugging Face's cache: the checkpoint is a snapshot"
         if found and found[0].name == main and len(found) > 1:
-            return CheckpointError(
+            return ConfigError(
                 message, hint=f"name {found[0]} (its main), or {_several(found[1:])}"
             )
     if not found:
-        return CheckpointError(message, hint="and there is none: download the model first")
-    return CheckpointError(message, hint=f"name {_several(found)}")
+        return ConfigError(message, hint="and there is none: download the model first")
+    return ConfigError(message, hint=f"name {_several(found)}")
 
 
 def _main_of(repository: Path) -> str:
@@ -116,15 +116,15 @@ def _main_of(repository: Path) -> str:
         return ""
 
 
-def _gguf(path: Path, kind: type[MxError]) -> MxError:
-    return kind(
+def _gguf(path: Path) -> ConfigError:
+    return ConfigError(
         f"{path} is a GGUF file, which mx does not read",
         hint="name the folder with the .safetensors files that it was made from",
     )
 
 
-def _pickled(path: Path, folder: Path, kind: type[MxError]) -> MxError:
-    """`path` is a pickled file in `folder`, or that folder."""
+def _pickled(path: Path, folder: Path) -> ConfigError:
+    """Return the error for `path`, a pickled file in `folder`, or that folder."""
     convert = (
         "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
     )
@@ -132,7 +132,7 @@ def _pickled(path: Path, folder: Path, kind: type[MxError]) -> MxError:
         model = f"transformers.{_architecture(folder)}.from_pretrained({str(folder)!r})"
         convert = f"{model}.save_pretrained(NEW_FOLDER)"
     what = "is" if path != folder else f"holds no {TENSOR_SUFFIX} file, only"
-    return kind(
+    return ConfigError(
         f"{path} {what} pickled weights, which mx never reads: they may run any code",
         hint=f"where you trust them, convert them: {convert}",
     )

@@ -64,6 +64,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         except OSError as error:
             raise read_error(error, path) from error
     elif path.exists():
+        if not path.is_file():  # a pipe: opening it would wait for its writer
+            hint = "name a checkpoint's folder or file"
+            raise ConfigError(f"{path} is not an ordinary file", hint=hint)
         if path.suffix != TENSOR_SUFFIX:
             try:
                 raise no_checkpoint_file(path)

@@ -272,17 +272,20 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
 def test_what_is_not_there_or_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ConfigError, match="empty"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
-    with pytest.raises(CheckpointError, match="pickled"):
+    with pytest.raises(ConfigError, match="pickled"):
         open_checkpoint(tmp_path)
     with pytest.raises(ConfigError):
         open_checkpoint(tmp_path / "pytorch_model.bin")
 
 
 def test_a_pipe_is_refused_without_waiting_for_it(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "model.safetensors")
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ConfigError, match="ordinary"):
+            open_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointError, match="ordinary"):
         open_checkpoint(tmp_path)
 

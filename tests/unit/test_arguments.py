@@ -1,0 +1,55 @@
+"""Arguments of the Python API that are of a wrong type: a ConfigError that names each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mx import api, config
+from mx.errors import ConfigError, CoordinatorError
+
+SETTINGS = config.load({"coordinator": "127.0.0.1:1", "wait_s": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("wait_s", "abc"),
+        ("wait_s", -1),
+        ("wait_s", float("nan")),
+        ("peer", 5),
+        ("path", 5),
+        ("fallback", b"here"),
+        ("out", 5),
+        ("revision", 1),
+        ("revision", None),
+        ("variant", 1),
+        ("coordinator", 7600),
+        ("transport", ["tcp"]),
+        ("device", 0),
+        ("attach", "no"),
+        ("hold", 1),
+        ("resume", "yes"),
+    ],
+)
+def test_a_wrong_argument_of_pull_is_named(name: str, value: object) -> None:
+    wrong: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=name):
+        api.pull("m", settings=SETTINGS, **wrong)
+
+
+@pytest.mark.parametrize("model", [5, None, b"m"])
+def test_a_model_is_text(model: Any) -> None:
+    for call in (api.pull, api.plan, api.load):
+        with pytest.raises(ConfigError, match="model"):
+            call(model)
+
+
+def test_a_time_may_be_written_as_in_the_settings() -> None:
+    wait: dict[str, Any] = {"wait_s": "10ms"}
+    with (
+        api.pull("m", settings=SETTINGS, **wait) as pull,
+        pytest.raises(CoordinatorError, match="answers"),
+    ):
+        pull.wait(20)
