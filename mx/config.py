@@ -168,6 +168,11 @@ class Settings:
     chunk_bytes: int = _setting(
         16 * MIB, "size of a chunk, the unit of verification and retry", _chunk_size
     )
+    coordinated_reading: str = _setting(
+        "auto",
+        "when pulls of one model share out who reads what: auto (over networks) or always",
+        values.choice("auto", "always"),
+    )
     streams: int = _setting(2, "TCP connections for weights, per pull", _count(1, 64))
     log_level: str = _setting(
         "warning",

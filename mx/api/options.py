@@ -7,13 +7,15 @@ from typing import Any
 
 from mx import config
 from mx.api.common import DEFAULT_VARIANT, tls_of, transports
-from mx.api.relay import Relay
 from mx.api.source import source_options
 from mx.core.reference import parse_reference
+from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
+from mx.memory.arena import Arena
 from mx.source.endpoint import dialled_host
+from mx.source.relay import Relay
+from mx.swarm.node import MakeHost
 from mx.target.options import PullOptions
-from mx.target.relay import MakeRelay
 from mx.wire.address import is_local
 
 
@@ -44,7 +46,7 @@ def pull_options(
         raise ConfigError(f"`wait_s={wait_s}` is not a time to wait", hint="0 is not to wait")
     disk = path if path is not None else fallback
     tls = tls_of(settings)
-    relay, alone_because = _relays(settings, peer or rest.get("coordinator"))
+    host, alone_because = _host(settings, peer, rest.get("coordinator"))
     if rest.get("hold") and rest.get("coordinator"):
         dialled_host(settings.listen, settings.advertise, rest["coordinator"])
     return PullOptions(
@@ -66,23 +68,30 @@ def pull_options(
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,
-        relay=relay,
+        host=host,
+        coordinate_always=settings.coordinated_reading == "always",
         alone_because=alone_because,
         **rest,
     )
 
 
-def _relays(settings: config.Settings, asked: str | None) -> tuple[MakeRelay | None, str]:
-    """What makes a relay of a pull that finds its sources at `asked`; None, and why, where others
-    could not reach it: it listens on loopback, and they are elsewhere."""
-    dialled = settings.advertise or settings.listen
+def _host(
+    settings: config.Settings, peer: str | None, coordinator: str | None
+) -> tuple[MakeHost | None, str]:
+    """Return what lets others read from a pull that finds its sources at `peer` or `coordinator`;
+    None, and why, where others could not reach it: it listens on loopback, they are elsewhere."""
+    dialled, asked = settings.advertise or settings.listen, peer or coordinator
     if asked is not None and is_local(dialled) and not is_local(asked):
         return None, (
             f"only this machine reaches {dialled}: this pull passes nothing on to others "
             "(`listen=HOST:0` with an address of this machine, or `advertise=HOST:PORT`, lets it)"
         )
     options = source_options(settings, asked)
-    return lambda source_id: Relay(source_id, options, transports()), ""
+
+    def make(source_id: str, key: ModelKey, manifest: Manifest, arena: Arena) -> Relay:
+        return Relay(source_id, options, transports(), coordinator, key, manifest, arena)
+
+    return make, ""
 
 
 def writable_bytes(into: object) -> memoryview:

@@ -15,7 +15,6 @@ from mx.api.closing import Closable, Step
 from mx.api.common import resolve_device, transports
 from mx.api.layers import layer_tensors, tensors_of
 from mx.api.options import pull_options, writable_bytes
-from mx.api.relay import Relay
 from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
@@ -26,6 +25,7 @@ from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
 from mx.memory.readiness import LayerSignals
 from mx.source.model import HeldModel
+from mx.source.relay import Relay
 from mx.target.events import EventLog
 from mx.target.job import Job
 from mx.target.options import PullOptions
@@ -65,7 +65,7 @@ class Pull(Closable):
         job = Job(options, transports(), self._state)
         task = asyncio.create_task(job.run(), name="mx-pull")
         self._reporter = ProgressReporter(
-            options, self._state, job.progress, lambda: job.key, job.sharing.reader_id
+            options, self._state, job.progress, lambda: job.key, job.reader_id
         )
         task.add_done_callback(lambda _: self._reporter.ended())
         return job, task
@@ -245,9 +245,11 @@ class Pull(Closable):
         arena, manifest = self._job.arena, self._job.manifest
         if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
-        if isinstance(relay := self._job.sharing.host, Relay) and isinstance(arena, MemfdArena):
-            return self._settle(relay, arena)
-        self._loop.run(self._job.sharing.leave())
+        node = self._job.node
+        host = None if node is None else node.host
+        if isinstance(host, Relay) and isinstance(arena, MemfdArena):
+            return self._settle(host, arena)
+        self._loop.run(self._job.leave())
         arena.seal()
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
         coordinator = self._options.coordinator
@@ -309,7 +311,7 @@ class Pull(Closable):
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._reporter.close()
-        await self._job.sharing.leave()
+        await self._job.leave()
         # If it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mx.core.types import Manifest
-from mx.errors import MxError
-from mx.target.events import EventLog
+from mx.target.events import EventLog, Outcome
 from mx.target.output import Output
 from mx.target.report import LayerEvent, Reporting, VerifiedBy
 from mx.target.transfer import Transfer
@@ -17,8 +16,8 @@ from mx.transport import Span
 
 
 class Delivery:
-    """One pull's. Layers come on any thread, as do the calls of `on_last` (every layer was
-    announced) and `on_error`; neither may block.
+    """One pull's. Layers come on any thread. `outcome` is told when every layer was announced, and
+    what goes wrong.
 
     With `out`, raises what `CheckpointWriter` raises, and wants `finish` or `abort`; `keep` is
     that writer's. With `strong`, wants `settle`.
@@ -27,20 +26,18 @@ class Delivery:
     def __init__(
         self,
         manifest: Manifest,
-        state: EventLog,
+        log: EventLog,
+        outcome: Outcome,
         *,
         strong: bool,
         out: Path | None,
         keep: bool = False,
-        on_last: Callable[[], None],
-        on_error: Callable[[MxError], None],
     ) -> None:
         self._manifest = manifest
-        self._state = state
-        self._on_last = on_last
-        self._on_error = on_error
+        self._log = log
+        self._outcome = outcome
         self._verifier = Verifier(manifest) if strong else None
-        self._output = None if out is None else Output(out, manifest, on_error, keep=keep)
+        self._output = None if out is None else Output(out, manifest, outcome.broken, keep=keep)
 
     @property
     def resumable(self) -> bool:
@@ -69,7 +66,7 @@ class Delivery:
             arena,
             layer,
             lambda: self.announce(arena, layer, VerifiedBy.STRONG),
-            self._on_error,
+            self._outcome.broken,
         )
 
     def attached(self, arena: Span, layer: int) -> None:
@@ -86,11 +83,11 @@ class Delivery:
         if self._output is not None:
             start = place.arena_offset
             self._output.layer_ready(layer, arena[start : start + place.nbytes])
-        at_s = time.monotonic() - self._state.started_s
-        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s, self._state.tensors_of)
-        with Reporting(self._on_error):  # of what a callback raises
-            if self._state.layer_ready(event):
-                self._on_last()
+        at_s = time.monotonic() - self._log.started_s
+        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s, self._log.tensors_of)
+        with Reporting(self._outcome.broken):  # of what a callback raises
+            if self._log.layer_ready(event):
+                self._outcome.complete()
 
     def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
         """Some bytes of the side files of this digest; at offset 0 they begin anew. Blocks, and

@@ -63,17 +63,24 @@ class Lease:
         self,
         channel: grpc.aio.Channel,
         source: SourceRecord,
-        on_lost: Callable[[MxError], None],
+        on_change: Callable[[], None],
         reader_id: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
-        """`reader_id` names the pull, if it can be part of a swarm; `tls` are the channel's."""
+        """
+        Args:
+            channel: To the source.
+            source: Who gives the lease.
+            on_change: Called on the loop when the lease is lost, or reading becomes coordinated.
+            reader_id: Names the pull, if it can be part of a swarm.
+            tls: The channel's.
+        """
         self._reader_id = reader_id
         self._source = source
         self._remote = Remote(Role.SOURCE, source.endpoint, tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         self._stub: Stub | None = Stub(channel, service, self._remote)
-        self._on_lost = on_lost
+        self._on_change = on_change
         self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -84,22 +91,11 @@ class Lease:
         self._error: MxError | None = None
         self._pacer: Pacer | None = None
         self.connections: list[Connection] = []  # what is read on it, for the source to be told
-        self._coordinated = False
-        self._on_coordinated: Callable[[], None] = lambda: None
+        self.coordinated = False  # did the source say that other pulls read there too?
 
     @property
     def peer(self) -> str:
         return self._source.endpoint
-
-    def when_coordinated(self, call: Callable[[], None]) -> None:
-        """Call this, on the loop, when others read there too: now, if that was said already."""
-        self._on_coordinated = call
-        if self._coordinated:
-            call()
-
-    def _coordinate(self) -> None:
-        self._coordinated = True
-        self._on_coordinated()
 
     async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> Granted:
         """Ask for a grant. Raises SourceError if the source refuses or does not answer."""
@@ -135,7 +131,7 @@ class Lease:
             await self.close()
             raise
         granted = event.granted
-        self._coordinated = granted.coordinated
+        self.coordinated = granted.coordinated
         self._valid_until_s = sent_at_s + self._lease_s
         self._renewer = asyncio.create_task(self._renew(), name="mx-lease")
         self._listener = asyncio.create_task(self._listen(), name="mx-lease-events")
@@ -204,7 +200,8 @@ class Lease:
                     case "draining":
                         pass  # no new grants are given: what runs may finish
                     case "coordinated":
-                        self._coordinate()
+                        self.coordinated = True
+                        self._on_change()
                     case "busy":  # nothing was read for long, and the place is another's now
                         self._lose(self._busy(event.busy.retry_after_s))
                     case "stale":  # go on listening: it waits to hear that this was heard
@@ -271,13 +268,13 @@ class Lease:
     def _lose(self, error: MxError) -> None:
         if self._error is None:
             self._error = error
-            self._on_lost(error)
+            self._on_change()
 
     def end(self) -> None:
         """Begin to give the lease back: what is read from now on is not believed. Idempotent."""
         if self._farewell is not None:
             return
-        self._on_coordinated = lambda: None
+        self._on_change = lambda: None
         heard = self._error is None or isinstance(self._error, StaleGenerationError)
         self._error = self._error or ClosedError(f"the lease on {self.peer} was given back")
         self._farewell = asyncio.create_task(self._say_farewell(heard), name="mx-lease-end")

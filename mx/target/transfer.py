@@ -89,6 +89,7 @@ class Transfer:
         )
         self._connections: dict[int, Connection] = {}
         self._in_flight: dict[Part, _PartSink] = {}
+        self.started = False
         self._prefilled: dict[tuple[str, str], PathReport] = {}
 
     @property
@@ -114,11 +115,11 @@ class Transfer:
         """Return what came over each path that brought anything."""
         return [
             PathReport(
-                each.transport,
+                each.path.transport,
                 each.peer,
                 each.verified_nbytes,
                 each.verified_at_s - each.opened_at_s,
-                rail=each.rail,
+                rail=str(each.path.rail or ""),
             )
             for each in self.connections
             if each.verified_nbytes
@@ -134,7 +135,11 @@ class Transfer:
         return sum(layers), layers
 
     def start(self) -> None:
+        """Begin: layers without bytes are ready. The first connection does it too. Idempotent."""
         with self._lock:
+            if self.started:
+                return
+            self.started = True
             commands = self._machine.start()
         self._run(commands)
 
@@ -174,6 +179,7 @@ class Transfer:
 
     def add_connection(self, connection: Connection) -> int:
         """Begin reading through a session. Returns the connection's number."""
+        self.start()
         with self._lock:
             number = len(self._connections)
             self._connections[number] = connection
@@ -181,9 +187,9 @@ class Transfer:
                 number,
                 connection.session.depth,
                 time.monotonic(),
-                source=connection.source,
+                source=connection.path.source.source_id,
                 peer=connection.peer,
-                bytes_per_s=connection.bytes_per_s,
+                bytes_per_s=connection.path.gb_per_s * 1e9,
             )
             connection.load = self._machine.load(number)
         self._run(commands)

@@ -202,7 +202,7 @@ async def lease_on(peer: OddPeer, use: Callable[[Lease], Any]) -> None:
     address = f"127.0.0.1:{listening.port}"
     channel = dial(address)
     source = make_record(make_documents("a"), endpoint=address)
-    lease = Lease(channel, source, lambda error: None)
+    lease = Lease(channel, source, lambda: None)
     try:
         await use(lease)
     finally:

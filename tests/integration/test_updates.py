@@ -351,7 +351,7 @@ def test_a_grant_of_what_was_replaced_is_refused_by_name(coordinator: str) -> No
 def _open(record: SourceRecord) -> BaseException | None:
     async def ask() -> BaseException | None:
         channel = dial(record.endpoint, tls=None, insecure=False)
-        lease = Lease(channel, record, lambda error: None)
+        lease = Lease(channel, record, lambda: None)
         try:
             await lease.open(Place(), ["tcp"], 5.0)
         except StaleGenerationError as error:

@@ -1,4 +1,4 @@
-"""Where a pull puts its bytes."""
+"""The memory that a pull fills."""
 
 from __future__ import annotations
 

@@ -5,37 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from mx.core import manifest as manifests
 from mx.core.digest import chunk_digest
-from mx.core.planner import Plan
 from mx.core.types import (
     ChunkGrid,
     Chunking,
     Manifest,
-    ModelKey,
     Packaging,
     SourceRecord,
     SourceRole,
 )
-from mx.memory.arena import Arena
-from mx.target.connections import ConnectionPool
-from mx.target.options import PullOptions
-from mx.target.reads import Connection
-from mx.target.relay import RelayHost
-from mx.target.sharing import Sharing
-from mx.target.trading import Trading
+from mx.swarm.node import Node
+from mx.swarm.stream import PeerStream, StreamDialer
 from mx.target.transfer import Transfer
 from mx.units import MIB
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.records import make_documents, make_record
-from tests.unit.test_swarm_node import Heard
-from tests.unit.test_transfer import BYTES, HeldSession, Lease, Listener
+from tests.unit.test_swarm_node import FakeHost, Heard
+from tests.unit.test_transfer import BYTES, HeldSession, Listener, connection_of
 
 LAYERS = 3
 
@@ -57,40 +49,19 @@ def manifest_of_three_layers() -> Manifest:
     )
 
 
-class Host:
-    """What others find a pull by; keeps what it is to be listed with."""
-
-    def __init__(self) -> None:
-        self.listed: list[tuple[int, int]] = []
-
-    async def start(self, *what: Any) -> None: ...
-
-    def record(self) -> SourceRecord | None:
-        return None
-
-    async def register(self, coordinator: str) -> None: ...
-
-    def hold(self, layers: Sequence[tuple[int, int]]) -> None:
-        self.listed = list(layers)
-
-    async def advertise(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-def given(trading: Trading) -> list[int]:
+def given(node: Node) -> list[int]:
     """The chunks that a neighbour gets when it asks for each."""
     neighbour = Heard("neighbour")
-    number = trading.node.joined(neighbour.record, neighbour.stream, b"", seeds=False)
+    number = node.joined(neighbour.record, neighbour.stream, b"", seeds=False)
     found = []
     for chunk in range(LAYERS):
         neighbour.stream._unsent = asyncio.Queue()
-        trading.node.heard(number, peer_pb2.SwarmMessage(request=chunk))
+        node.heard(number, peer_pb2.SwarmMessage(request=chunk))
         answer = neighbour.stream._unsent.get_nowait()
         if answer.WhichOneof("message") == "allow":
             found.append(answer.allow)
-        trading.node.heard(number, peer_pb2.SwarmMessage(finished=chunk))
-    trading.node.parted(number)
+        node.heard(number, peer_pb2.SwarmMessage(finished=chunk))
+    node.parted(number)
     return found
 
 
@@ -105,55 +76,68 @@ def test_what_came_before_is_given_and_nothing_is_listed_that_is_not(coordinated
         transfer.start()
         assert transfer.prefill("resume", "/some/folder", [0]) == MIB
         session = HeldSession()
-        transfer.add_connection(Connection("held", "peer", session, Lease(), 0.0))
+        transfer.add_connection(connection_of(session))
         session.land()
-        nothing = cast(Any, None)
-        pool = ConnectionPool(Plan((), (), ()), nothing, nothing, nothing, [])
-        host, options = Host(), PullOptions("m", coordinator="nowhere:1")
-        trading = Trading(
-            "own", options, cast(RelayHost, host), transfer, pool, lambda sources: Plan((), (), ())
-        )
+        host = FakeHost()
+        node = Node("own", LAYERS, MIB, transfer, host, lambda _: True, never, lambda: None)
         try:
             if coordinated:
-                trading.node.coordinate()
-            trading.begin(ModelKey("m", "main", "checkpoint"), cast(Arena, None), [])
-            await asyncio.sleep(0.01)
-            assert given(trading) == [0, 1]
-            assert host.listed == [(0, 2)]
+                node.coordinate()
+            node.reading_began()
+            async with asyncio.timeout(30):
+                while host.listed != ((0, 2),):
+                    await asyncio.sleep(0.01)
+            assert given(node) == [0, 1]
             session.land()
             await asyncio.sleep(0.01)
-            trading.reading_ended()
             if not coordinated:
-                trading.node.coordinate()  # others come when it is through
-            assert given(trading) == [0, 1, 2]
-            assert trading.node.complete
-            while host.listed != [(0, LAYERS)]:
-                await asyncio.sleep(0.05)
+                node.coordinate()  # others come when it is through
+            node.reading_ended()
+            assert given(node) == [0, 1, 2]
+            assert node.complete
+            async with asyncio.timeout(30):
+                while host.listed != ((0, LAYERS),):
+                    await asyncio.sleep(0.01)
         finally:
-            await trading.close()
+            await node.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_pull_does_not_take_itself_for_somebody_who_gives() -> None:
+def test_a_pull_does_not_take_itself_for_a_peer_that_gives() -> None:
     async def main() -> None:
-        options = PullOptions("m", relay=lambda source_id: cast(RelayHost, Host()))
-        sharing = Sharing(options, lambda sources: Plan((), (), ()))
-        part = make_record(
-            make_documents("w"), source_id=sharing.reader_id, held=(), role=SourceRole.RELAY
-        )
-        assert not part.whole
-        sharing.met([part])
-        assert not sharing.others_give
+        transfer = transfer_of_three_layers()
+        node = Node("own", LAYERS, MIB, transfer, FakeHost(), lambda _: True, never, lambda: None)
+        documents = make_documents("w")
+        try:
+            own = make_record(documents, source_id="own", held=(), role=SourceRole.RELAY)
+            assert not own.whole
+            node.met([own])
+            node.no_whole_source()
+            assert not node.coordinated
+            other = make_record(documents, source_id="other", held=(), role=SourceRole.RELAY)
+            node.met([own, other])
+            node.no_whole_source()
+            assert node.coordinated
+        finally:
+            await node.close()
 
     asyncio.run(main())
 
 
-class Known(Host):
-    """One that others can find."""
+def test_without_a_host_a_pull_reads_freely() -> None:
+    """Others could not read from it, so it takes no part in a swarm."""
 
-    def record(self) -> SourceRecord | None:
-        return make_record(make_documents("w"), role=SourceRole.RELAY)
+    async def main() -> None:
+        transfer = transfer_of_three_layers()
+        node = Node("", LAYERS, MIB, transfer, None, lambda _: True, never, lambda: None)
+        try:
+            node.coordinate()
+            assert not node.coordinated and not node.shares
+        finally:
+            await node.close()
+
+    asyncio.run(main())
 
 
 class Unwelcoming(peer_pb2_grpc.PeerServicer):
@@ -169,6 +153,15 @@ class Unwelcoming(peer_pb2_grpc.PeerServicer):
             pass
 
 
+async def never(record: SourceRecord) -> PeerStream:
+    raise AssertionError(f"{record.endpoint} was dialled")
+
+
+def transfer_of_three_layers() -> Transfer:
+    arena = memoryview(bytearray(LAYERS * MIB))
+    return Transfer(manifest_of_three_layers(), arena, Listener())
+
+
 def sockets() -> int:
     found = 0
     for name in os.listdir("/proc/self/fd"):
@@ -181,25 +174,24 @@ def test_peers_that_are_not_talked_to_leave_no_connection_behind() -> None:
     """Others name them, as many as they like."""
 
     async def main() -> None:
-        transfer = Transfer(
-            manifest_of_three_layers(), memoryview(bytearray(LAYERS * MIB)), Listener()
-        )
-        nothing, peer = cast(Any, None), Unwelcoming()
-        pool = ConnectionPool(Plan((), (), ()), nothing, nothing, nothing, [])
+        peer, streams = Unwelcoming(), StreamDialer(None, insecure=True)
         service = Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], peer)
         listening = await listen("0.0.0.0:0", [service], insecure=True)
-        options = PullOptions("m", insecure=True)
-        trading = Trading(
+        known = FakeHost(make_record(make_documents("w"), role=SourceRole.RELAY))
+        node = Node(
             "own",
-            options,
-            cast(RelayHost, Known()),
-            transfer,
-            pool,
-            lambda sources: Plan((), (), ()),
+            LAYERS,
+            MIB,
+            transfer_of_three_layers(),
+            known,
+            lambda _: True,
+            streams.dial,
+            lambda: None,
         )
+        node.reading_began()
         before = sockets()
         try:
-            trading.met(
+            node.met(
                 [
                     make_record(
                         make_documents("w"),
@@ -211,10 +203,11 @@ def test_peers_that_are_not_talked_to_leave_no_connection_behind() -> None:
                 ]
             )
             async with asyncio.timeout(60):
-                while peer.greeted < 30 or trading.node.peers.any or sockets() > before:
+                while peer.greeted < 30 or node.peers.any or sockets() > before:
                     await asyncio.sleep(0.05)
         finally:
-            await trading.close()
+            await node.close()
+            await streams.close()
             await listening.stop()
 
     asyncio.run(main())
