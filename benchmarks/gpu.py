@@ -40,9 +40,9 @@ READ_BYTES = 64 * MIB
 SPARE_BYTES = 4 * GIB
 
 #: Serves `argv[2]` bytes of memory of the kind argv[1] by the transport argv[3]; says the ticket.
-_SOURCE = """
+_SOURCE = f"""
 import sys
-from benchmarks.gpu import serve
+from {__package__}.gpu import serve
 serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])
 """
 TRANSPORTS: dict[str, Callable[[], Transport]] = {

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mx.testing.hosts import Hosts, Link, unavailable
-
 from . import harness
 from .checkpoints import llama_shapes, write_checkpoint
+from .hosts import Hosts, Link, unavailable
 
 MBIT_PER_S = 1000
 BAR = 0.95

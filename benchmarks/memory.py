@@ -16,7 +16,7 @@ _TARGET = """
 import sys
 import mx.api, mx.memory.tensors
 from mx import plugins
-registry.transports()
+plugins.transports()
 print("idle", flush=True)
 sys.stdin.readline()
 with mx.api.pull(sys.argv[1], coordinator=sys.argv[2], transport=sys.argv[3],
@@ -29,7 +29,7 @@ _IDLE_SOURCE = """
 import sys
 import mx.api, mx.cli.serve, mx.cli.app
 from mx import plugins
-registry.transports()
+plugins.transports()
 print("idle", flush=True)
 sys.stdin.readline()
 """

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mx.testing.hosts import Hosts, Link, unavailable
 from mx.units import MIB
 
 from .checkpoints import write_checkpoint
+from .hosts import Hosts, Link, unavailable
 
 ORIGIN = "origin"
 START_TIMEOUT_S = 60.0

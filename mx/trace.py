@@ -157,10 +157,10 @@ def listening(listener: Listener, *, clock: Clock = time.monotonic) -> Iterator[
 
 
 @contextmanager
-def writing(path: str, *, clock: Clock = time.monotonic) -> Iterator[None]:
+def writing(path: str) -> Iterator[None]:
     """Append every event to a file as a JSON line. Raises OSError if it cannot be opened.
 
-    Times are the machine's monotonic clock by default, which all of its processes share.
+    Times are the machine's monotonic clock, which all of its processes share.
     """
     lock = threading.Lock()
     file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -172,7 +172,7 @@ def writing(path: str, *, clock: Clock = time.monotonic) -> Iterator[None]:
                 file.write(event.to_json() + "\n")
 
     try:
-        with listening(write, clock=clock):
+        with listening(write):
             yield
     finally:
         with lock:

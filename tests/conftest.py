@@ -48,11 +48,11 @@ hypothesis.settings.load_profile("ci")
 #: not skipped by themselves: a file that lacks anything else is an error.
 _NEEDS = {
     "torch": [
-        "unit/test_cli_demo_models.py",
+        "unit/test_demo_models.py",
         "unit/test_hints.py",
+        "unit/test_job.py",
         "unit/test_naming.py",
         "unit/test_partial_output.py",
-        "unit/test_puller.py",
         "unit/test_reader.py",
         "unit/test_safetensors.py",
         "unit/test_shared_folder.py",

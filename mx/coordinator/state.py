@@ -103,11 +103,10 @@ class MemoryState:
         grace_s: float = 60.0,
         limits: Limits | None = None,
         document_limit_bytes: int = 512 * MIB,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = uuid.uuid4().hex
         self.lease_s = lease_s
-        self.now = clock
+        self.now = time.monotonic
         self._peers = Registry(
             lease_s=lease_s,
             first_lease_s=_FIRST_LEASES * lease_s,

@@ -94,9 +94,6 @@ class BindingsDriver:
         name: bytes = self._call("cuDeviceGetName", _NAME_BYTES, self._device(ordinal))
         return name.split(b"\0")[0].decode(errors="replace")
 
-    def device_memory_nbytes(self, ordinal: int) -> int:
-        return int(self._call("cuDeviceTotalMem", self._device(ordinal)))
-
     def device_attribute(self, ordinal: int, attribute: DeviceAttribute) -> int:
         known = getattr(self._d.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute.value}")
         return int(self._call("cuDeviceGetAttribute", known, self._device(ordinal)))
@@ -190,9 +187,9 @@ class BindingsDriver:
     def vmm_retain(self, address: int) -> int:
         return int(self._call("cuMemRetainAllocationHandle", address, detail=hex(address)))
 
-    def vmm_reserve(self, nbytes: int, alignment: int = 0) -> int:
+    def vmm_reserve(self, nbytes: int) -> int:
         detail = format_bytes(nbytes)
-        return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0, detail=detail))
+        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0, detail=detail))
 
     def vmm_unreserve(self, address: int, nbytes: int) -> None:
         self._call("cuMemAddressFree", address, nbytes)
@@ -203,19 +200,12 @@ class BindingsDriver:
     def vmm_unmap(self, address: int, nbytes: int) -> None:
         self._call("cuMemUnmap", address, nbytes)
 
-    def vmm_set_access(
-        self, address: int, nbytes: int, ordinal: int, *, writable: bool = True
-    ) -> None:
+    def vmm_set_access(self, address: int, nbytes: int, ordinal: int) -> None:
         d = self._d
-        flags = d.CUmemAccess_flags
         access = d.CUmemAccessDesc()
         access.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = ordinal
-        access.flags = (
-            flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            if writable
-            else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-        )
+        access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def vmm_export_fd(self, handle: int) -> int:
@@ -299,26 +289,6 @@ class BindingsDriver:
     def copy_dtod(self, target: int, source: int, nbytes: int, stream: int) -> None:
         self._call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
-    def copy_peer(
-        self,
-        target: int,
-        target_context: int,
-        source: int,
-        source_context: int,
-        nbytes: int,
-        stream: int,
-    ) -> None:
-        context = self._d.CUcontext
-        self._call(
-            "cuMemcpyPeerAsync",
-            target,
-            context(target_context),
-            source,
-            context(source_context),
-            nbytes,
-            stream,
-        )
-
     def memset(self, address: int, value: int, nbytes: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, value, nbytes, stream)
 
@@ -332,11 +302,9 @@ class BindingsDriver:
     def host_free(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
 
-    def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+    def host_register(self, address: int, nbytes: int) -> None:
         d = self._d
         flags = int(d.CU_MEMHOSTREGISTER_PORTABLE) | int(d.CU_MEMHOSTREGISTER_DEVICEMAP)
-        if read_only:
-            flags |= int(d.CU_MEMHOSTREGISTER_READ_ONLY)
         detail = format_bytes(nbytes)
         self._call("cuMemHostRegister", address, nbytes, flags, detail=detail)
 
@@ -385,11 +353,6 @@ class BindingsDriver:
         flag = self._d.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         word = self._d.cuuint32_t(value)
         self._call("cuStreamWaitValue32", stream, address, word, int(flag))
-
-    def stream_write_value(self, stream: int, address: int, value: int) -> None:
-        flag = self._d.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        word = self._d.cuuint32_t(value)
-        self._call("cuStreamWriteValue32", stream, address, word, int(flag))
 
 
 def cuda_unavailable(call: str, code: str) -> CudaUnavailableError:

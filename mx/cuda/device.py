@@ -294,14 +294,11 @@ class PinnedMemory(Owned):
 
 
 class PinnedRegion(Owned):
-    """Host memory that exists, pinned for DMA until `close`; the caller keeps it until then.
-    `read_only` for memory that is mapped so, where the device supports it."""
+    """Host memory that exists, pinned for DMA until `close`; the caller keeps it until then."""
 
-    def __init__(
-        self, device: Device, address: int, nbytes: int, *, read_only: bool = False
-    ) -> None:
+    def __init__(self, device: Device, address: int, nbytes: int) -> None:
         driver = device.driver
         self.address, self.nbytes = address, nbytes
         with device.current():
-            driver.host_register(address, nbytes, read_only=read_only)
+            driver.host_register(address, nbytes)
             self._owns(device, lambda: driver.host_unregister(address))

@@ -35,7 +35,6 @@ class DeviceAttribute(enum.Enum):
     VMM = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
     RDMA_VMM = "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
     POSIX_FD = "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
-    READ_ONLY_HOST_REGISTER = "READ_ONLY_HOST_REGISTER_SUPPORTED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +68,6 @@ class Driver(Protocol):
 
     def device_name(self, ordinal: int) -> str:
         """cuDeviceGetName."""
-
-    def device_memory_nbytes(self, ordinal: int) -> int:
-        """cuDeviceTotalMem."""
 
     def device_attribute(self, ordinal: int, attribute: DeviceAttribute) -> int:
         """cuDeviceGetAttribute."""
@@ -136,7 +132,7 @@ class Driver(Protocol):
         """Another handle of the allocation mapped at `address` (cuMemRetainAllocationHandle);
         to be released. For VMM memory only, as torch's expandable segments are."""
 
-    def vmm_reserve(self, nbytes: int, alignment: int = 0) -> int:
+    def vmm_reserve(self, nbytes: int) -> int:
         """A range of addresses with nothing behind it (cuMemAddressReserve)."""
 
     def vmm_unreserve(self, address: int, nbytes: int) -> None:
@@ -148,11 +144,8 @@ class Driver(Protocol):
     def vmm_unmap(self, address: int, nbytes: int) -> None:
         """cuMemUnmap. The caller has synchronised: running work that uses it would fault."""
 
-    def vmm_set_access(
-        self, address: int, nbytes: int, ordinal: int, *, writable: bool = True
-    ) -> None:
-        """Let a device read, or read and write, a mapped range (cuMemSetAccess). One that was
-        imported may refuse a read-only mapping: CUDA_ERROR_NOT_SUPPORTED."""
+    def vmm_set_access(self, address: int, nbytes: int, ordinal: int) -> None:
+        """Let a device read and write a mapped range (cuMemSetAccess)."""
 
     def vmm_export_fd(self, handle: int) -> int:
         """A new descriptor for the allocation, the caller's to close
@@ -221,18 +214,6 @@ class Driver(Protocol):
     def copy_dtod(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Within what the current context can reach (cuMemcpyDtoDAsync)."""
 
-    def copy_peer(
-        self,
-        target: int,
-        target_context: int,
-        source: int,
-        source_context: int,
-        nbytes: int,
-        stream: int,
-    ) -> None:
-        """Between two devices, staged by the driver where they have no peer access
-        (cuMemcpyPeerAsync)."""
-
     def memset(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """`nbytes` bytes of `value` (cuMemsetD8Async)."""
 
@@ -245,8 +226,8 @@ class Driver(Protocol):
     def host_free(self, address: int) -> None:
         """cuMemFreeHost."""
 
-    def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
-        """Pin memory that exists (cuMemHostRegister, PORTABLE | DEVICEMAP, READ_ONLY)."""
+    def host_register(self, address: int, nbytes: int) -> None:
+        """Pin memory that exists (cuMemHostRegister, PORTABLE | DEVICEMAP)."""
 
     def host_unregister(self, address: int) -> None:
         """cuMemHostUnregister."""
@@ -278,9 +259,6 @@ class Driver(Protocol):
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
         """What is queued from now on waits until the 32-bit word at device address `address` is
         >= `value`, cyclically (cuStreamWaitValue32, GEQ)."""
-
-    def stream_write_value(self, stream: int, address: int, value: int) -> None:
-        """The stream writes the word when it gets there (cuStreamWriteValue32)."""
 
 
 _lock = threading.Lock()
@@ -323,7 +301,7 @@ def format_version(version: int) -> str:
 
 @contextlib.contextmanager
 def installed(driver: Driver) -> Iterator[None]:
-    """Have `load` give `driver` meanwhile: how tests run everything over `mx.testing.fake_cuda`."""
+    """Have `load` return `driver` meanwhile, as tests do with `tests.support.fake_cuda`."""
     global _driver
     with _lock:
         before, _driver = _driver, driver

@@ -73,26 +73,6 @@ class VmmMemory(Owned):
                 raise
         return cls(device, handles, sizes)
 
-    def export_fds(self) -> list[int]:
-        """A descriptor per allocation, the caller's to close."""
-        driver = self.device.driver
-        with self.device.current():
-            return [driver.vmm_export_fd(handle) for handle in self._handles]
-
-
-def export_mapped(device: Device, address: int) -> tuple[int, int, int]:
-    """(descriptor, base, nbytes) of the allocation mapped at `address`, whoever made it: torch's
-    expandable segments, or an arena. The descriptor is the caller's to close, and keeps the
-    memory. Raises CudaError for memory that was not made for export."""
-    driver = device.driver
-    with device.current():
-        found = driver.pointer(address)
-        handle = driver.vmm_retain(address)
-        try:
-            return driver.vmm_export_fd(handle), found.base, found.nbytes
-        finally:
-            driver.vmm_release(handle)
-
 
 def _map(driver: Driver, ordinal: int, handles: Sequence[int], sizes: Sequence[int]) -> int:
     nbytes = sum(sizes)

@@ -71,7 +71,6 @@ class SourceLimits:
         bounds: Bounds = UNBOUNDED,
         *,
         report_s: float = 1.5,
-        grants: GrantBounds | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Readers report every `report_s` what they have fetched."""
@@ -79,7 +78,7 @@ class SourceLimits:
         self._clock = clock
         self._report_s = report_s
         self._retries = Retries()
-        self._book = GrantBook(grants or grant_bounds(), bounds.max_readers)
+        self._book = GrantBook(grant_bounds(), bounds.max_readers)
         self._grants: dict[str, _Grant] = {}
         self._read_bytes: dict[str, int] = {}  # by grant, as its reader says
         self._meters: dict[str, Meter] = {}

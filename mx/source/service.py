@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 #: Events that one reader may leave unread before its renewals have to wait.
 _MAX_EVENTS = 16
+#: How often leases are looked at for those that have ended or are idle.
+_EXPIRE_S = 0.5
 #: How many of those that were replaced are remembered.
 _MAX_GONE = 64
 
@@ -42,7 +44,6 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         *,
         lease_s: float,
         limits: SourceLimits | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.models: dict[str, Served] = {}
         self.leases = LeaseBook(lease_s)
@@ -51,8 +52,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.streams = 0  # that are going on
         self.state = SourceState.SERVING
         self._record_of = record_of
-        self._clock = clock
-        self._grace_s = 0.0
+        self._clock = time.monotonic
         self._queues: dict[str, asyncio.Queue[peer_pb2.OpenEvent]] = {}
         self._alone: dict[str, str] = {}  # grants of pulls that need not ask -> source ids
         #: Source id -> the generation that has taken its place, of some that are gone.
@@ -230,7 +230,6 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     def drain(self, grace_s: float) -> None:
         """Refuse new grants and tell the readers there are."""
         self.state = SourceState.DRAINING
-        self._grace_s = grace_s
         event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
         self._tell(self._queues, event)
 
@@ -280,10 +279,10 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 with contextlib.suppress(asyncio.QueueFull):  # who does not read is not told
                     queue.put_nowait(event)
 
-    async def expire_leases(self, interval_s: float = 0.5) -> None:
+    async def expire_leases(self) -> None:
         """For ever: withdraw the tickets of leases that have ended, and of those that are idle."""
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(_EXPIRE_S)
             for lease in self.leases.expire(self._clock()):
                 self._revoke(lease)
             self._look_for_progress()

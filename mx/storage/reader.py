@@ -24,6 +24,8 @@ from mx.units import MIB
 
 SPAN_BYTES = 4 * MIB
 RING_BYTES = 16 * MIB
+#: Threads that copy from memory and hash.
+_COPY_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,6 @@ def fill_from_tensors(
     destination: memoryview,
     *,
     chunk_nbytes: int = CHUNK_BYTES,
-    threads: int = 2,
-    progress: Callable[[int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
 ) -> Filled:
@@ -118,7 +118,7 @@ def fill_from_tensors(
         for offset in range(0, tensor.nbytes, SPAN_BYTES)
     )
     with destination.cast("B") as arena:
-        job = _Job(layout, arena, chunk_nbytes, progress, cancelled, on_layer)
+        job = _Job(layout, arena, chunk_nbytes, None, cancelled, on_layer)
 
         def work() -> None:
             while job.goes_on():
@@ -137,7 +137,7 @@ def fill_from_tensors(
                     copy_bytes(here, there)
                 job.landed(index, offset, nbytes)
 
-        job.run(work, max(1, threads))
+        job.run(work, _COPY_THREADS)
         return job.filled()
 
 

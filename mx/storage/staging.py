@@ -138,18 +138,6 @@ class Staging:
         """A descriptor of the file `path` in `files`; see `folders.open_file`."""
         return folders.open_file(self._files, path, flags)
 
-    def remove_file(self, path: str) -> None:
-        """Remove the file `path` from `files`. Raises OSError."""
-        folder, _, name = path.rpartition("/")
-        at = os.dup(self._files)
-        try:
-            for part in filter(None, folder.split("/")):
-                at, before = folders.open_folder(part, at), at
-                os.close(before)
-            os.unlink(name, dir_fd=at)
-        finally:
-            os.close(at)
-
     def require(self, nbytes: int) -> None:
         """Raise CapacityError unless the file system has `nbytes` bytes free for this user, beyond
         what `files` takes already."""

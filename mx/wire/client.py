@@ -140,7 +140,6 @@ class CoordinatorClient:
         documents: Mapping[bytes, bytes],
         *,
         binding_secret: bytes,
-        replaces_revision: bool = False,
         readers: Callable[[], int] = lambda: 0,
         gb_per_s: Callable[[], float] = lambda: 0.0,
         on_state: Callable[[bool, str], None] = lambda registered, why: None,
@@ -169,7 +168,6 @@ class CoordinatorClient:
                         current(),
                         documents,
                         binding_secret=binding_secret,
-                        replaces_revision=replaces_revision,
                     )
                     is_registered = True
                 await self._beat(current, readers, gb_per_s, beating)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mx.testing.hosts import Hosts, unavailable
+from benchmarks.hosts import Hosts, unavailable
 from tests.chaos.play import Play, Played
 from tests.chaos.processes import Violation, marked
 from tests.chaos.schedule import MODELS, TARGETS, PullSpec, Round, draw

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mx.testing.hosts import Hosts, Link
+from benchmarks.hosts import Hosts, Link
 from tests.chaos import weights
 from tests.chaos.processes import (
     MARK,

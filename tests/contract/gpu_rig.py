@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from mx.core.topology import Gpu, GpuPeer, Place
 from mx.cuda import driver as cuda
 from mx.testing.conformance import Harness, Kind
-from mx.testing.fake_cuda import FakeDriver
 from mx.transport import Viable
 from mx.units import MIB
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
+from tests.support.fake_cuda import FakeDriver
 
 HERE = "tests.contract.gpu_rig"
 #: Small, so that what is read takes many.

@@ -11,7 +11,7 @@ from mx.cuda import driver as cuda
 from mx.cuda.device import device_key
 from mx.testing import conformance
 from mx.testing.bench import HERE
-from mx.testing.fake_cuda import FakeDriver, fake_uuid
+from tests.support.fake_cuda import FakeDriver, fake_uuid
 
 #: What a held sink holds up is its slots: the source has long sent what is in them.
 RULES = [rule for rule in conformance.RULES if rule != "counts_readers"]

@@ -20,8 +20,8 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
 from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.daemon import daemon, terminate
-from tests.records import by_digest, make_documents, make_record, scattered_rows
+from tests.support.daemon import daemon, terminate
+from tests.support.records import by_digest, make_documents, make_record, scattered_rows
 
 pytestmark = pytest.mark.integration
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
+from benchmarks.hosts import Hosts, unavailable
 from mx import api, config
 from mx.errors import CoordinatorError, MxError
-from mx.testing.hosts import Hosts, unavailable
 
 START_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
-from mx.testing.hosts import Hosts, Link
+from benchmarks.hosts import Hosts, Link
 from tests.integration.conftest import HostCommand, RunIn
 
 NEAR, FAR = "near", "far"

@@ -112,7 +112,7 @@ def test_demo_with_a_checkpoint_of_ones_own(run: Run, checkpoint: Path, tmp_path
                   env={**os.environ, "TMPDIR": str(tmp_path)})  # fmt: skip
     result = command.json(55)
     assert command.wait() == 0
-    assert [row["way"].split()[0] for row in result["pulls"]] == ["attach,", "copy", "tcp"]
+    assert [row["path"].split()[0] for row in result["pulls"]] == ["attach,", "copy", "tcp"]
     assert [row["same"] for row in result["pulls"]] == [True] * 3
     assert {path["transport"] for path in result["pulls"][2]["pull"]["paths"]} == {"tcp"}
     assert all(row["memcpy_fresh_gb_per_s"] > 0 for row in result["pulls"])

@@ -29,8 +29,8 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.server import listen
 from mx.wire.watching import WatchKind
-from tests.daemon import daemon, ended, python, terminate
-from tests.records import by_digest, make_documents, make_record
+from tests.support.daemon import daemon, ended, python, terminate
+from tests.support.records import by_digest, make_documents, make_record
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +41,7 @@ _REGISTRANT = """
 import asyncio, sys
 from mx.wire.client import CoordinatorClient
 from mx.wire.watching import WatchKind
-from tests.records import by_digest, make_documents, make_record
+from tests.support.records import by_digest, make_documents, make_record
 
 async def main():
     documents = make_documents("A")

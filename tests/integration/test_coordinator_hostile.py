@@ -25,8 +25,8 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import common_pb2
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.daemon import ROOT, daemon, ended, python
-from tests.records import by_digest, make_documents, make_record
+from tests.support.daemon import ROOT, daemon, ended, python
+from tests.support.records import by_digest, make_documents, make_record
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

@@ -38,7 +38,7 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.watching import WatchKind, WatchUpdate
-from tests.records import by_digest, make_documents, make_record, scattered_rows
+from tests.support.records import by_digest, make_documents, make_record, scattered_rows
 
 pytestmark = pytest.mark.integration
 

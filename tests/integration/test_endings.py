@@ -33,7 +33,7 @@ from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.integration.conftest import Run, error_of, free_port, serve
 from tests.integration.lying import held_model, offering
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 
 pytestmark = pytest.mark.integration
 

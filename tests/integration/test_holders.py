@@ -18,8 +18,8 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
+from benchmarks.hosts import Hosts, Link, unavailable
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
-from mx.testing.hosts import Hosts, Link, unavailable
 from tests.integration.conftest import HostCommand
 from tests.integration.test_main_job import same
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from benchmarks.hosts import Hosts, Link, remove_stale
 from mx.errors import LocalError
-from mx.testing.hosts import Hosts, Link, remove_stale
 
 pytestmark = pytest.mark.integration
 
+ROOT = Path(__file__).resolve().parents[2]
 ECHO = """
 import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -121,11 +123,11 @@ def test_nothing_is_left_whatever_happens_inside(hosts: Hosts) -> None:
 def test_what_a_killed_process_left_is_removed_by_the_next(hosts: Hosts) -> None:
     del hosts  # only for its reason to skip
     script = (
-        "import os, signal; from mx.testing.hosts import Hosts; h = Hosts(); h.add('x')\n"
+        "import os, signal; from benchmarks.hosts import Hosts; h = Hosts(); h.add('x')\n"
         "print(h.namespace('x'), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, cwd=ROOT
     )
     name = done.stdout.strip()
     assert name in namespaces()

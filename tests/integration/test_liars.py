@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hosts import Hosts, Link
 from mx import discovery
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
-from mx.testing.hosts import Hosts, Link
 from tests.integration.conftest import REPOSITORY, RunIn, environment
 from tests.integration.lying import LAYER_NBYTES, LAYERS
 from tests.integration.test_bounds import until

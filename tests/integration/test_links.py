@@ -16,9 +16,9 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
+from benchmarks.hosts import Hosts, Link, unavailable
 from mx import plugins
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
-from mx.testing.hosts import Hosts, Link, unavailable
 from mx.transport import Unavailable
 from tests.integration.conftest import HostCommand
 from tests.integration.test_main_job import same

@@ -17,8 +17,8 @@ import pytest
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import coordinator_pb2 as pb
-from tests.daemon import ROOT, daemon
-from tests.records import by_digest, make_documents, make_record
+from tests.support.daemon import ROOT, daemon
+from tests.support.records import by_digest, make_documents, make_record
 
 pytestmark = pytest.mark.integration
 

@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
+from benchmarks.hosts import Hosts
 from mx.cli.outcome import EXIT_INTERRUPTED
 from mx.errors import EXIT_CONFIG, EXIT_INCOMPLETE, EXIT_OK, EXIT_OTHER
-from mx.testing.hosts import Hosts
 from tests.integration.conftest import HostCommand, RunIn
 from tests.integration.halfway import LAYERS, NEAR, SHAPES, Net, kill, net_of
 from tests.integration.test_main_job import same

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import mx
+from benchmarks.hosts import Hosts
 from mx import config
-from mx.testing.hosts import Hosts
 from tests.integration.conftest import Run, RunIn, serve
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mx.testing.hosts import Hosts
+from benchmarks.hosts import Hosts
 from tests.integration.conftest import RunIn
 from tests.integration.test_main_job import same
 

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
+from benchmarks.hosts import Hosts
 from mx import api
 from mx.cli.outcome import EXIT_INTERRUPTED
 from mx.errors import (
@@ -21,7 +22,6 @@ from mx.errors import (
     IncompleteError,
     UnknownModelError,
 )
-from mx.testing.hosts import Hosts
 from tests.integration.conftest import (
     Run,
     RunIn,

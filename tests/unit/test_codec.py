@@ -16,7 +16,7 @@ from mx.errors import ConfigError, PeerProtocolError
 from mx.wire.rows import ROWS_PER_PAGE, RowsDecoder, rows_to_wire
 from mx.wire.v1 import common_pb2 as pb
 from mx.wire.v1 import coordinator_pb2 as cpb
-from tests.records import make_documents, make_record, scattered_rows
+from tests.support.records import make_documents, make_record, scattered_rows
 
 DOCUMENTS = make_documents("A")
 RECORD = make_record(DOCUMENTS)

@@ -26,10 +26,10 @@ from mx.cuda.digest import BlockDigester, DeviceHasher
 from mx.cuda.errors import CudaError
 from mx.cuda.xxh3_table import MAX_UNITS, PROGRAM_UNITS, TABLE
 from mx.errors import LocalError
-from mx.testing import fake_kernels
-from mx.testing.fake_cuda import FakeDriver
 from mx.transport import DeviceView
 from mx.units import MIB
+from tests.support import fake_kernels
+from tests.support.fake_cuda import FakeDriver
 
 #: The lengths at which something changes: units of 1024, stripes of 64, words of 8.
 EDGES = (241, 255, 256, 257, 320, 1023, 1024, 1025, 1088, 1089, 2048, 16385, 17413)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +23,11 @@ from mx.cuda.device import (
     Stream,
 )
 from mx.cuda.errors import CudaError, CudaMemoryError, CudaUnavailableError, cuda_error
-from mx.cuda.vmm import VmmMemory, export_mapped
+from mx.cuda.vmm import VmmMemory
 from mx.errors import CapacityError, ClosedError, ConfigError, LocalError
-from mx.testing.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 from mx.transport import Unavailable, Viable
 from mx.units import MIB
+from tests.support.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 
 
 @pytest.fixture
@@ -49,6 +50,16 @@ def put(address: int, data: bytes) -> None:
 
 def get(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
+
+
+def exported(device: Device, address: int) -> int:
+    """A descriptor of the allocation that is mapped at `address`; the caller closes it."""
+    with device.current():
+        handle = device.driver.vmm_retain(address)
+        try:
+            return device.driver.vmm_export_fd(handle)
+        finally:
+            device.driver.vmm_release(handle)
 
 
 def test_devices_are_found_by_number_and_by_uuid(fake: FakeDriver) -> None:
@@ -229,7 +240,7 @@ class TestVmm:
     def test_exported_to_another_driver_and_outliving_its_maker(self, device: Device) -> None:
         other = FakeDriver()
         memory = VmmMemory.allocate(device, 10)
-        descriptors = memory.export_fds()
+        descriptors = [exported(device, memory.address)]
         put(memory.address, b"shared")
         with Device(other, 0) as there:
             opened = VmmMemory.from_fds(there, descriptors, [memory.nbytes])
@@ -245,10 +256,10 @@ class TestVmm:
         descriptors, sizes = [], []
         for index, part in enumerate(parts):
             put(part.address, bytes([index]) * part.nbytes)
-            descriptor, base, nbytes = export_mapped(device, part.address + 100)
-            assert (base, nbytes) == (part.address, part.nbytes)
-            descriptors.append(descriptor)
-            sizes.append(nbytes)
+            found = device.driver.pointer(part.address + 100)
+            assert (found.base, found.nbytes) == (part.address, part.nbytes)
+            descriptors.append(exported(device, part.address + 100))
+            sizes.append(found.nbytes)
         other = FakeDriver()
         with (
             Device(other, 0) as there,
@@ -309,7 +320,7 @@ class TestIpc:
         script = """
 import ctypes, sys
 from mx.cuda.device import Device, IpcMemory
-from mx.testing.fake_cuda import FakeDriver
+from tests.support.fake_cuda import FakeDriver
 with Device(FakeDriver(), 0) as device, IpcMemory(device, bytes.fromhex(sys.argv[1])) as memory:
     print(ctypes.string_at(memory.address, 4).decode())
     ctypes.memmove(memory.address, b"back", 4)
@@ -323,6 +334,7 @@ with Device(FakeDriver(), 0) as device, IpcMemory(device, bytes.fromhex(sys.argv
                 capture_output=True,
                 text=True,
                 check=True,
+                cwd=Path(__file__).parents[2],
             )
             assert done.stdout.strip() == "sent"
             assert get(memory.address, 4) == b"back"

@@ -11,7 +11,7 @@ import pytest
 from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream
 from mx.errors import ClosedError, DigestError
 from mx.memory.readiness import LayerSignals, Readiness
-from mx.testing.fake_cuda import FakeDriver
+from tests.support.fake_cuda import FakeDriver
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from mx.cuda.device import Device, DeviceMemory
 from mx.cuda.errors import CudaError, CudaMemoryError
 from mx.cuda.ring import PinnedRing
 from mx.errors import ClosedError
-from mx.testing.fake_cuda import FakeDriver
 from mx.units import KIB, MIB
+from tests.support.fake_cuda import FakeDriver
 
 SLOT = 64 * KIB
 

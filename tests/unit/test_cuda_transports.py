@@ -19,7 +19,6 @@ from mx.errors import LocalError, NotAllowedError, PathError, PeerProtocolError,
 from mx.testing import spans
 from mx.testing.bench import PEER, Bench, Source
 from mx.testing.child import GRANT_ID, ChildSource
-from mx.testing.fake_cuda import FakeDriver, fake_uuid
 from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, Grant, Piece, Read
@@ -28,6 +27,7 @@ from mx_transports import _cuda_copy, _cuda_wire, pcie_p2p
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
 from tests.contract import gpu_rig
+from tests.support.fake_cuda import FakeDriver, fake_uuid
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from mx.cuda import xxh3
 from mx.cuda.device import device_key
 from mx.errors import CapacityError, LocalError
 from mx.memory.device import DeviceArena, HostReader
-from mx.testing import fake_kernels
-from mx.testing.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 from mx.units import GIB, MIB
+from tests.support import fake_kernels
+from tests.support.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 
 
 @pytest.fixture(params=[True, False], ids=["vmm", "cuMemAlloc"])

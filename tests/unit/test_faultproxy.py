@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from mx.testing.clock import ManualClock
 from mx.testing.faultproxy import FaultProxy
+from tests.support.clock import ManualClock
 
 MESSAGE = bytes(range(256)) * 1000
 

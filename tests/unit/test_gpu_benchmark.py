@@ -5,9 +5,9 @@ import pytest
 from benchmarks import gpu
 from mx.cuda import driver as cuda
 from mx.errors import LocalError
-from mx.testing.fake_cuda import FakeDriver
 from mx.transport import Unavailable
 from mx.units import MIB
+from tests.support.fake_cuda import FakeDriver
 
 ROWS = [
     "same-GPU attach, 0.0 GB resident, vmm",

@@ -11,7 +11,7 @@ import pytest
 from mx.core.topology import GpuPeer
 from mx.hardware import gpus
 from mx.hardware.gpus import GpusFound, read_gpus
-from tests.fake_nvml import Card, FakeNvml, nvswitch_host
+from tests.support.fake_nvml import Card, FakeNvml, nvswitch_host
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from mx.target.options import PullOptions
 from mx.target.paths import plan_paths
 from mx.target.reads import Connection
 from mx.transport import Session
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 
 
 def test_work_that_is_uncut_ends_before_its_cancelled_caller() -> None:

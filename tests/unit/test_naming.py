@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mx.core.naming import PART_NBYTES, layers_in_execution_order
-from tests.checkpoints import tiny
+from tests.support.checkpoints import tiny
 
 
 def layers_of(names: list[str]) -> dict[str, list[str]]:

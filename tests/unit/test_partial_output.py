@@ -19,7 +19,7 @@ from mx.errors import CapacityError
 from mx.storage import journal
 from mx.storage.journal import Journal
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import make_arena, manifest_of, write_side_file
+from tests.support.checkpoints import make_arena, manifest_of, write_side_file
 
 LAYERS = 4
 NBYTES = 70_000

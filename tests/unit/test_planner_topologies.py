@@ -19,7 +19,7 @@ from mx.core.planner import MOST_SOURCES, Plan, plan
 from mx.core.topology import Place
 from mx.core.types import CHUNK_BYTES, SourceRecord, SourceState
 from mx.target.paths import path_or_reason
-from tests.topologies import cluster, host, nvlink_gpus, rail_nics, source
+from tests.support.topologies import cluster, host, nvlink_gpus, rail_nics, source
 
 TRANSPORTS = plugins.transports()
 CLUSTERS = {

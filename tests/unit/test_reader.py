@@ -27,7 +27,7 @@ from mx.storage.landing import Landing
 from mx.storage.reader import SPAN_BYTES, Filled, fill, fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.spans import SpanReader
-from tests.checkpoints import content, crafted, loaded, make_arena, tiny
+from tests.support.checkpoints import content, crafted, loaded, make_arena, tiny
 
 PATTERN = np.random.default_rng(0).integers(0, 256, 12 << 20, dtype=np.uint8).tobytes()
 

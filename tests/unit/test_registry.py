@@ -21,7 +21,7 @@ from mx.errors import (
     UnknownModelError,
     UnknownSourceError,
 )
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 
 LEASE_S = 5.0
 GRACE_S = 20.0

@@ -18,7 +18,7 @@ from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ConfigError
 from mx.storage.header import header_bytes, parse_header
 from mx.storage.safetensors import open_checkpoint
-from tests.checkpoints import crafted, entry, raw_file, tiny
+from tests.support.checkpoints import crafted, entry, raw_file, tiny
 
 deserialize: Any = safetensors.deserialize
 ONE = entry("U8", [2], 0)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from mx.core.types import Manifest
 from mx.errors import ConfigError, OutputError
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import manifest_of, write_side_file
+from tests.support.checkpoints import manifest_of, write_side_file
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has another user at hand")
@@ -283,7 +283,7 @@ def test_a_file_system_that_shows_another_owner_is_no_other_user(
 import ctypes, os, sys
 from pathlib import Path
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import manifest_of, write_side_file
+from tests.support.checkpoints import manifest_of, write_side_file
 manifest, arena = manifest_of(Path(sys.argv[1]))
 libc = ctypes.CDLL(None)
 libc.setfsgid({NOBODY}); libc.setfsuid({NOBODY})

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from mx.core.types import CHUNK_BYTES
 from mx.units import MIB
-from tests.simulated_connections import STALL_S, TICK_S, SimulatedConnection, Simulation, grid_of
+from tests.support.simulated_connections import (
+    STALL_S,
+    TICK_S,
+    SimulatedConnection,
+    Simulation,
+    grid_of,
+)
 
 EXAMPLES = settings(max_examples=50)
 #: What is told of a lane beforehand is wrong by no more than this factor either way.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mx.core.swarm.known import KNOWN_S, MOST_BANNED, KnownPeers
 from mx.core.types import SourceRecord
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 
 RECORD = make_record(make_documents("w"))
 

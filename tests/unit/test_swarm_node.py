@@ -14,7 +14,7 @@ from mx.swarm.node import Node
 from mx.swarm.stream import PeerStream, to_bytes
 from mx.units import MIB
 from mx.wire.v1 import peer_pb2
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 
 CHUNKS = 3
 ALL = to_bytes(0b111)

@@ -25,7 +25,7 @@ from mx.target.transfer import Transfer
 from mx.units import MIB
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 from tests.unit.test_swarm_node import FakeHost, Heard
 from tests.unit.test_transfer import BYTES, HeldSession, Listener, connection_of
 

@@ -30,8 +30,8 @@ from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface
 from mx.target.paths import path_between
 from mx.transport import Unavailable, Viable
-from tests.places import nvlink_host, uuid
-from tests.records import make_documents, make_record
+from tests.support.places import nvlink_host, uuid
+from tests.support.records import make_documents, make_record
 
 # --- on the wire
 

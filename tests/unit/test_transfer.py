@@ -18,7 +18,7 @@ from mx.target.reads import Connection
 from mx.target.transfer import Transfer
 from mx.transport import Read, Session, Span, host_view
 from mx.units import MIB
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 
 BYTES = bytes(range(256)) * (3 * MIB // 256)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from mx_transports import _ucx_nixl as nixl
-from tests import rdma_core
+from tests.support import rdma_core
 
 pytestmark = [
     pytest.mark.skipif(nixl.find() is None, reason="NIXL is not installed"),

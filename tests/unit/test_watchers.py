@@ -14,7 +14,7 @@ from mx.coordinator.watchers import Watcher, WatchLog
 from mx.core.registry import Change, ChangeKind, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import CapacityError, MxError
-from tests.records import make_documents, make_record
+from tests.support.records import make_documents, make_record
 
 DOCUMENTS = make_documents("A")
 SECRET = b"s" * 16

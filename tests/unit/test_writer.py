@@ -28,7 +28,7 @@ from mx.errors import CapacityError, ConfigError, DigestError, IntegrityError, M
 from mx.storage.reader import fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.writer import CheckpointWriter
-from tests.checkpoints import crafted, make_arena, manifest_of, tiny, write_side_file
+from tests.support.checkpoints import crafted, make_arena, manifest_of, tiny, write_side_file
 
 
 def write_layers(writer: CheckpointWriter, manifest: Manifest, arena: memoryview) -> None:
@@ -247,7 +247,7 @@ def test_what_a_killed_run_left_is_removed(source: Path, place: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"
         "from mx.storage.writer import CheckpointWriter\n"
-        "from tests.checkpoints import manifest_of\n"
+        "from tests.support.checkpoints import manifest_of\n"
         "manifest, arena = manifest_of(Path(sys.argv[1]))\n"
         "writer = CheckpointWriter(Path(sys.argv[2]), manifest)\n"
         "layer = manifest.layout.layers[0]\n"

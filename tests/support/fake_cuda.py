@@ -2,7 +2,7 @@
 
 It has several GPUs with fixed UUIDs, whose memory is memfds, so that descriptors and IPC handles
 work between real processes of one user. It is strict where CUDA is undefined or merely slow:
-work is done no earlier than somebody waits for it (see `mx.testing.fake_cuda_streams`), fresh
+work is done no earlier than somebody waits for it (see `tests.support.fake_cuda_streams`), fresh
 memory is garbage, and addresses that a device may not touch break the context for good, as an
 illegal address does. `live()` names whatever was not given back, `fail()` makes calls fail.
 
@@ -15,10 +15,10 @@ import ctypes
 from collections.abc import Sequence
 
 from mx.cuda.errors import FATAL_CODES, cuda_error
-from mx.testing.fake_cuda_alloc import GRANULARITY_BYTES, FakeAllocator
-from mx.testing.fake_cuda_base import driver_call, fake_uuid
-from mx.testing.fake_cuda_streams import FakeEvent, FakeStream
-from mx.testing.fake_kernels import KERNELS
+from tests.support.fake_cuda_alloc import GRANULARITY_BYTES, FakeAllocator
+from tests.support.fake_cuda_base import driver_call, fake_uuid
+from tests.support.fake_cuda_streams import FakeEvent, FakeStream
+from tests.support.fake_kernels import KERNELS
 
 __all__ = ["GRANULARITY_BYTES", "FakeDriver", "fake_uuid"]
 
@@ -130,24 +130,6 @@ class FakeDriver(FakeAllocator):
         self._queue("cuMemcpyDtoDAsync", stream, step)
 
     @driver_call
-    def copy_peer(
-        self,
-        target: int,
-        target_context: int,
-        source: int,
-        source_context: int,
-        nbytes: int,
-        stream: int,
-    ) -> None:
-        def step() -> bool:
-            mine = self._touches(target_context - 0xC0, target, nbytes)
-            if not self._broken and mine and self._touches(source_context - 0xC0, source, nbytes):
-                ctypes.memmove(target, source, nbytes)
-            return True
-
-        self._queue("cuMemcpyPeerAsync", stream, step)
-
-    @driver_call
     def memset(self, address: int, value: int, nbytes: int, stream: int) -> None:
         ordinal = self._stream("cuMemsetD8Async", stream).ordinal
 
@@ -221,14 +203,3 @@ class FakeDriver(FakeAllocator):
             return (found - value) & 0xFFFFFFFF < 1 << 31
 
         self._queue("cuStreamWaitValue32", stream, step)
-
-    @driver_call
-    def stream_write_value(self, stream: int, address: int, value: int) -> None:
-        ordinal = self._stream("cuStreamWriteValue32", stream).ordinal
-
-        def step() -> bool:
-            if not self._broken and self._touches(ordinal, address, 4):
-                ctypes.c_uint32.from_address(address).value = value
-            return True
-
-        self._queue("cuStreamWriteValue32", stream, step)

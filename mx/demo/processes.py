@@ -1,4 +1,4 @@
-"""Child processes that never outlive their owner: what `mx demo` runs the other commands in."""
+"""The processes that the demo runs the other commands in. None of them outlives the demo."""
 
 from __future__ import annotations
 
@@ -17,19 +17,27 @@ STOP_GRACE_S = 15.0
 
 
 class Child:
-    """One of our commands in a process of its own, with `--json`; its object is the answer.
+    """One of the commands in a process of its own, with `--json`; its object is the answer.
 
-    Standard error goes to `log`, or to ours where that is None. Use it as a context manager:
-    leaving it terminates the process, and kills it if that takes too long.
+    Use it as a context manager: leaving it terminates the process, and kills it if it has not
+    ended after `STOP_GRACE_S`.
     """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path | None) -> None:
+        """Start the process.
+
+        Args:
+            name: What errors call the process.
+            module: The module that Python runs.
+            arguments: What follows the module on its command line.
+            log: The file that its standard error is written to; None leaves it this process's.
+        """
         self.name = name
         self._log = log
         command = [sys.executable, "-m", module, *arguments, "--json", "--log-format", "text"]
         error = open(log, "wb") if log is not None else None  # noqa: SIM115
         try:
-            # Its own session: Ctrl-C is ours to handle, and ours to pass on.
+            # A session of its own, so that Ctrl-C reaches this process alone, which ends the child.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -44,10 +52,22 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """The process's number."""
         return self._process.pid
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """The object that it prints, once it has. Raises LocalError if it fails instead."""
+        """Wait for the object that the command prints on standard output.
+
+        Args:
+            timeout_s: How long to wait.
+
+        Returns:
+            The object.
+
+        Raises:
+            MxError: The command printed an error: that one, with the command's name before it.
+            LocalError: The command printed no object, or nothing in time.
+        """
         lines: list[str] = []
         assert self._process.stdout is not None
         reader = threading.Thread(
@@ -76,14 +96,24 @@ class Child:
         return answer
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code, once it has ended. Raises LocalError if it does not end."""
+        """Wait until the process has ended.
+
+        Args:
+            timeout_s: How long to wait.
+
+        Returns:
+            Its exit code.
+
+        Raises:
+            LocalError: It still runs then.
+        """
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise LocalError(f"the {self.name} did not end within {timeout_s:g} s") from None
 
     def stop(self) -> None:
-        """Terminate, then kill. Idempotent."""
+        """Terminate the process, and kill it if that takes too long. Idempotent."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -93,6 +123,7 @@ class Child:
                 self._process.wait()
 
     def _tail(self) -> str:
+        """Return the last lines of the log, each on a line of its own."""
         if self._log is None:
             return ""
         lines = self._log.read_text(errors="replace").strip().splitlines()

@@ -14,10 +14,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mx.cuda.driver import DeviceAttribute
 from mx.cuda.errors import cuda_error
-from mx.testing import fake_cuda_memory as memory
-from mx.testing.fake_cuda_memory import Ranges
-from mx.testing.fake_cuda_streams import FakeEvent, FakeStream, Step
 from mx.units import GIB
+from tests.support import fake_cuda_memory as memory
+from tests.support.fake_cuda_memory import Ranges
+from tests.support.fake_cuda_streams import FakeEvent, FakeStream, Step
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def driver_call(
 
 
 class FakeBase:
-    """State and devices; `mx.testing.fake_cuda.FakeDriver` says what the arguments are."""
+    """State and devices; `tests.support.fake_cuda.FakeDriver` says what the arguments are."""
 
     def __init__(
         self,
@@ -217,11 +217,6 @@ class FakeBase:
         return "Fake GPU"
 
     @driver_call
-    def device_memory_nbytes(self, ordinal: int) -> int:
-        self._check_ordinal("cuDeviceTotalMem", ordinal)
-        return self._memory_nbytes
-
-    @driver_call
     def device_attribute(self, ordinal: int, attribute: DeviceAttribute) -> int:
         self._check_ordinal("cuDeviceGetAttribute", ordinal)
         match attribute:
@@ -229,8 +224,6 @@ class FakeBase:
                 return 9
             case DeviceAttribute.VMM | DeviceAttribute.POSIX_FD:
                 return int(self._vmm)
-            case DeviceAttribute.READ_ONLY_HOST_REGISTER:
-                return 1
             case _:
                 return 0
 

@@ -1,0 +1,192 @@
+"""The demo: serve a model, pull it by each path, compare what the pulled weights compute."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from mx import api
+from mx.demo import memcpy, models
+from mx.demo.processes import Child
+from mx.errors import ConfigError, IntegrityError
+from mx.units import GB, count, format_bytes, format_seconds
+
+START_TIMEOUT_S = 60.0
+#: Reading, moving and checking a model may take long on a slow disk, but not forever.
+WORK_TIMEOUT_S = 1800.0
+
+#: What is shown, and the arguments that select it in `mx pull` and in `mx.pull`.
+PATHS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("attach, no copy", (), {}),
+    ("copy by shm", ("--no-attach", "--transport", "shm"), {"attach": False, "transport": "shm"}),
+    ("tcp on loopback", ("--transport", "tcp"), {"transport": "tcp"}),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pull: the report of `mx pull --json`, and whether its weights compute the same.
+
+    `memcpy` was measured beside it, with as many bytes as the model has (1 GB at most).
+    """
+
+    model: str
+    path: str
+    report: dict[str, Any]
+    verdict: models.Verdict
+    memcpy: memcpy.Memcpy
+
+    def to_json(self) -> dict[str, object]:
+        """Return the row as `mx demo --json` prints it."""
+        return {
+            "model": self.model,
+            "path": self.path,
+            "pull": self.report,
+            "same": self.verdict.same,
+            "compared": self.verdict.how,
+            "memcpy_fresh_gb_per_s": round(self.memcpy.fresh_gb_per_s, 3),
+            "memcpy_warm_gb_per_s": round(self.memcpy.warm_gb_per_s, 3),
+        }
+
+
+def run(checkpoint: Path | None, console: Console) -> list[Row]:
+    """Start a coordinator, then serve and pull each model; show it on `console`.
+
+    Every process has ended and every file is removed when this returns or raises.
+
+    Args:
+        checkpoint: A safetensors file or a folder of them. None stands for a small real model and
+            a random Llama of 1 GB.
+        console: Where the processes, the layers as they come and the tables go.
+
+    Returns:
+        A row for each model and path.
+
+    Raises:
+        ConfigError: There is no checkpoint, and nothing to make one with.
+        IntegrityError: Pulled weights do not compute what those on disk do.
+        MxError: What one of the processes failed with.
+    """
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mx-demo-")))
+        coordinator = stack.enter_context(
+            _command("coordinator", ["--listen", "127.0.0.1:0"], folder)
+        )
+        address = str(coordinator.answer(START_TIMEOUT_S)["listen"])
+        console.print(f"[bold]coordinator[/]  process {coordinator.pid} at {address}")
+        for example in _examples(folder, checkpoint, console):
+            rows += _show(example, folder, address, console)
+    for name in dict.fromkeys(row.model for row in rows):
+        console.print()
+        console.print(_table([row for row in rows if row.model == name]))
+    for row in rows:
+        if not row.verdict.same:
+            raise IntegrityError(f"{row.model}, {row.path}: weights differ: {row.verdict.how}")
+    console.print("\n[green]Every pulled model computes exactly what the one on disk does.[/]")
+    return rows
+
+
+def _command(verb: str, arguments: Sequence[str], folder: Path, *, shown: bool = False) -> Child:
+    """Start a command. What it says goes to a log in `folder`, or is `shown`."""
+    # The user's configuration file is not the demo's.
+    arguments = [*arguments, "--config", "/dev/null"]
+    log = None if shown else folder / f"{verb}.log"
+    if verb == "coordinator":
+        return Child(verb, "mx.cli.coordinator", arguments, log)
+    return Child(f"mx {verb}", "mx", [verb, *arguments], log)
+
+
+def _examples(folder: Path, own: Path | None, console: Console) -> Iterator[models.Example]:
+    """Yield what to move. A model that is made for this is written into `folder`."""
+    if own is not None:
+        yield models.Example("model", own, "your own")
+        return
+    small = models.bundled()
+    if small is not None:
+        yield small
+    console.print("\nwriting a larger model: a Llama with random weights ...")
+    large = models.random_llama(folder)
+    if large is not None:
+        yield large
+    elif small is None:
+        raise ConfigError(
+            "there is no model to show",
+            hint="name one with --checkpoint DIR, or in a clone of mx, pip install '.[demo]'",
+        )
+
+
+def _show(example: models.Example, folder: Path, coordinator: str, console: Console) -> list[Row]:
+    """Serve one model, pull it by each path and compare. The source ends with this call."""
+    where = ["--coordinator", coordinator]
+    arguments = [str(example.path), "--model", example.name, *where]
+    rows = []
+    with _command("serve", arguments, folder) as source:
+        served = source.answer(WORK_TIMEOUT_S)
+        console.print(
+            f"\n[bold]source[/]       process {source.pid} at {served['endpoint']}: "
+            f"{example.about}, {format_bytes(served['bytes'])} in "
+            f"{count(served['layers'], 'layer')}"
+        )
+        reference = models.Reference(example.path)
+        speeds = memcpy.measure(min(GB, max(1, int(served["bytes"]))))
+        for path, flags, keywords in PATHS:
+            with _command("pull", [example.name, *where, *flags], folder, shown=True) as target:
+                console.print(f"[bold]target[/]       process {target.pid}: {path}")
+                report = target.answer(WORK_TIMEOUT_S)
+                target.wait(START_TIMEOUT_S)
+            verdict = _compare(example.name, coordinator, keywords, reference)
+            rows.append(Row(example.name, path, report, verdict, speeds))
+    return rows
+
+
+def _compare(
+    name: str, coordinator: str, keywords: dict[str, Any], reference: models.Reference
+) -> models.Verdict:
+    """Pull once more, by the same path, into this process; then load the weights and compute."""
+    with api.pull(name, coordinator=coordinator, **keywords) as pull:
+        verdict = reference.compare(pull.state_dict())
+    gc.collect()  # modules hold their tensors in cycles; the next pull needs the memory
+    return verdict
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    """Return a table of one model's pulls."""
+    speeds = rows[0].memcpy
+    table = Table(
+        title=f"{rows[0].model}: {format_bytes(rows[0].report['bytes'])}",
+        caption=f"memcpy, one thread: {speeds.fresh_gb_per_s:.2f} GB/s into fresh memory (1 x), "
+        f"{speeds.warm_gb_per_s:.2f} into warm memory\nsame: {rows[0].verdict.how}",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+    )
+    table.add_column("path", no_wrap=True)
+    for name in ("first layer", "all layers", "GB/s", "x memcpy"):
+        table.add_column(name, justify="right")
+    table.add_column("verified")
+    table.add_column("same")
+    for row in rows:
+        report = row.report
+        # Attaching copies nothing, so a rate of it would say nothing.
+        attached = row.path.startswith("attach")
+        table.add_row(
+            row.path,
+            format_seconds(report["first_layer_s"]),
+            format_seconds(report["seconds"]),
+            "" if attached else f"{report['gb_per_s']:.2f}",
+            "" if attached else f"{report['gb_per_s'] / speeds.fresh_gb_per_s:.2f}",
+            str(report["verified"]),
+            "[green]yes[/]" if row.verdict.same else "[red]no[/]",
+        )
+    return table
