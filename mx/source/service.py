@@ -96,7 +96,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         served = self._find(request)
         held = served.held
         principal = principal_of(context, request.reader_id)
-        ending = self.limits.make_room(principal)
+        ending = self.limits.admit(principal)
         if ending is None:
             # It asks again, several times a second.
             event(log, "reader.busy", level=logging.DEBUG, reader=reader.hostname)

@@ -72,10 +72,10 @@ def test_a_lease_that_was_given_back_is_over_and_a_lost_one_runs_out() -> None:
     assert not book.renew("lost", 0.1)
     book.close("back")
     book.close("silent")
-    assert book.out("s", 2.4)  # whoever was cut off may still believe what it reads
-    assert not book.out("s", 2.0 + MARGIN_S)
+    assert book.has_unexpired("s", 2.4)  # whoever was cut off may still believe what it reads
+    assert not book.has_unexpired("s", 2.0 + MARGIN_S)
     assert {lease.grant_id for lease in book.expire(2.0 + MARGIN_S)} == {"other"}
-    assert not book.out("s", 0.0)
+    assert not book.has_unexpired("s", 0.0)
 
 
 def test_a_lost_lease_may_yet_be_given_back() -> None:
@@ -83,6 +83,6 @@ def test_a_lost_lease_may_yet_be_given_back() -> None:
     book.open("g", "s", 1, "host", now_s=0.0)
     book.lose("g")
     book.lose("never there")
-    assert book.out("s", 0.5)
+    assert book.has_unexpired("s", 0.5)
     assert not book.close("g")
-    assert not book.out("s", 0.5)
+    assert not book.has_unexpired("s", 0.5)

@@ -108,13 +108,13 @@ def test_a_reader_with_several_grants_is_one_reader() -> None:
     limits = SourceLimits(Bounds(max_readers=1), clock=ManualClock())
     limits.opened("g1", "s", reader("me"), sent=True)
     limits.opened("g2", "s", reader("me"), sent=False)
-    assert limits.make_room(reader("me")) == []
-    assert limits.make_room(reader("other")) is None
+    assert limits.admit(reader("me")) == []
+    assert limits.admit(reader("other")) is None
     limits.closed("g1")
-    assert limits.make_room(reader("other")) is None
+    assert limits.admit(reader("other")) is None
     limits.closed("g2")
     limits.closed("g2")
-    assert limits.make_room(reader("other")) == []
+    assert limits.admit(reader("other")) == []
 
 
 def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
@@ -145,7 +145,7 @@ def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
 def test_without_bounds_nothing_is_limited() -> None:
     limits = SourceLimits(clock=ManualClock())
     limits.opened("g", "s", reader("a"), sent=False)
-    assert limits.limiter is None and limits.share("g") == 0 and limits.make_room(reader("b")) == []
+    assert limits.limiter is None and limits.share("g") == 0 and limits.admit(reader("b")) == []
 
 
 # -- meters ---------------------------------------------------------------------------------------
