@@ -18,7 +18,7 @@ class Participant(Protocol):
     def watch(
         self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
     ) -> None:
-        """Connect the participant to the source. Called once, before any other method.
+        """Connect the participant to the source. Called before any other method.
 
         Args:
             sent: sent(reader id, address or "") returns the bytes sent to a reader so far, or None
@@ -43,7 +43,7 @@ class Participant(Protocol):
         """
 
     def end(self) -> None:
-        """End all streams; the source is no longer served."""
+        """End all streams: the source is no longer served. Idempotent."""
 
 
 @dataclass
