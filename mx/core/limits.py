@@ -35,8 +35,8 @@ class Bounds:
 
 
 def slice_nbytes(bytes_per_s: float) -> int:
-    """How much is sent in one go at that rate: a hundredth of a second's worth, so that readers
-    take turns quickly, within 64 KiB and 4 MiB."""
+    """Return how many bytes to send in one go at a rate: those of a hundredth of a second, within
+    64 KiB and 4 MiB, so that readers take turns quickly."""
     return int(min(max(bytes_per_s * _SLICE_S, _LEAST_SLICE), _MOST_SLICE))
 
 

@@ -24,7 +24,7 @@ class Meter:
     def __init__(self, now_s: float, *, stale_s: float) -> None:
         self._stale_s = stale_s
         self._sent = 0
-        self._asked_s = now_s
+        self._read_at_s = now_s
         self._reports: dict[str, _Report] = {}
         self._ended = 0  # bytes of ended grants that no rate includes so far
 
@@ -46,16 +46,16 @@ class Meter:
     def closed(self, grant_id: str) -> None:
         """End a grant. Its last report counts if the rate was not requested since."""
         report = self._reports.pop(grant_id, None)
-        if report is not None and report.at_s > self._asked_s:
+        if report is not None and report.at_s > self._read_at_s:
             self._ended += report.news
 
     def gb_per_s(self, sent: int, now_s: float) -> float:
         """Return the rate in GB/s since the last call; `sent` is the total of bytes sent so far."""
-        passed_s = now_s - self._asked_s
+        passed_s = now_s - self._read_at_s
         if passed_s <= 0:
             return 0.0
         direct = max(0, sent - self._sent) + self._ended
-        self._sent, self._asked_s, self._ended = sent, now_s, 0
+        self._sent, self._read_at_s, self._ended = sent, now_s, 0
         fetched = sum(
             report.bytes_per_s
             for report in self._reports.values()

@@ -38,7 +38,7 @@ _LAST_WORDS_S = 0.2
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How to serve.
+    """The options of a source.
 
     `advertise` is registered in place of `listen`. `coordinator` is the coordinator's address, if
     it is known before the source listens.

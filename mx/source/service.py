@@ -249,7 +249,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         Args:
             source_id: The source that is replaced. It gives no new grants.
             generation: The generation of the one that replaces it.
-            grace_s: How long its readers have to finish; each is told.
+            grace_s: How long its readers have to finish; each gets an event.
         """
         self.models[source_id].newer = generation
         event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
@@ -319,7 +319,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         return peer_pb2.OpenEvent(busy=peer_pb2.Busy(retry_after_s=self.limits.retry_after_s()))
 
     def _end_idle(self, grant_id: str) -> None:
-        """End a grant that moves nothing. Its reader is told when it may retry."""
+        """End a grant that moves nothing. Its reader gets the time after which it may retry."""
         self._tell([grant_id], self._busy())
         lease = self.leases.find(grant_id)
         if lease is not None:

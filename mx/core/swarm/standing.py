@@ -1,5 +1,5 @@
-"""How the readers of a source use their slots: when a slot is taken back, and in which order
-readers get slots. Events in, answers out; no IO, and time is an argument.
+"""The records of how readers use the slots of a source. They decide when a slot is taken back, and
+in which order readers get slots. Events in, answers out; no IO, and time is an argument.
 
 A slot that brings nothing is taken back, and its reader comes after all others for a time that
 doubles each time. A reader that has read a whole chunk since then is *proven* and has a clean
@@ -89,6 +89,7 @@ class _Pace:
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
 
     def usual(self) -> float:
+        """Return the median pace, or 0 without a sample."""
         return statistics.median_low(self.latest) if self.latest else 0.0
 
 
