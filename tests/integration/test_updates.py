@@ -272,7 +272,7 @@ def test_only_the_owner_updates(
     changed = tmp_path / "changed.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(checkpoint).items()}, changed)
     with api.serve(checkpoint, model="m", coordinator=coordinator) as other:
-        with pytest.raises(BindingError, match="only who bound it"):
+        with pytest.raises(BindingError, match="only its owner"):
             other.update(changed)
         assert str(other.model) == "m"
         assert len(api.list_sources("m", coordinator=coordinator)) == 2
