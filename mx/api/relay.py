@@ -1,4 +1,4 @@
-"""A pull's memory, served to others while it fills."""
+"""Serves a pull's memory to other peers while it fills."""
 
 from __future__ import annotations
 
@@ -13,21 +13,39 @@ from mx.source.server import SourceOptions, SourceServer
 from mx.swarm.node import Node
 from mx.transport import Transport
 
-#: Readers may finish what they are at for so long.
+#: Seconds for which readers may finish their current reads when the relay closes.
 DRAIN_S = 2.0
 
 
 class Relay:
-    """`mx.target.relay.RelayHost` by a source of its own."""
+    """Implements `mx.target.relay.RelayHost` with a source server of its own."""
 
     def __init__(
         self, source_id: str, options: SourceOptions, transports: Mapping[str, Transport]
     ) -> None:
+        """Prepare a server, which does not listen before `start`.
+
+        Args:
+            source_id: The id under which the coordinator lists this source.
+            options: How the server listens and what bounds it keeps.
+            transports: Transports by name.
+        """
         self._source_id = source_id
         self._server = SourceServer(options, transports)
         self._held: HeldModel | None = None
 
     async def start(self, key: ModelKey, manifest: Manifest, arena: Arena, node: Node) -> None:
+        """Listen, and offer the arena, which holds no verified layer yet.
+
+        Args:
+            key: The model that is pulled.
+            manifest: The manifest of its weights.
+            arena: The pull's memory. The pull owns it; it must outlive this relay.
+            node: Trades the pull's chunks with other peers.
+
+        Raises:
+            LocalError: The server can't listen.
+        """
         held = HeldModel(
             key,
             manifest,
@@ -43,27 +61,35 @@ class Relay:
         self._held = held
 
     def record(self) -> SourceRecord | None:
+        """Return how other peers find this source; None before it listens."""
         return None if self._held is None else self._server.record(self._held.source_id)
 
     def hold(self, layers: Sequence[tuple[int, int]]) -> None:
+        """Record the layers that are ready, as half-open ranges of indices."""
         if self._held is not None:
             self._held.layers = layers
 
     async def register(self, coordinator: str) -> None:
+        """Register this source with the coordinator at HOST:PORT. Raises CoordinatorError."""
         await self._server.register(coordinator)
 
     async def advertise(self) -> None:
+        """Report the layers that are ready to the coordinator. Raises CoordinatorError."""
         await self._server.advertise()
 
     async def settle(self) -> tuple[SourceServer, HeldModel]:
-        """The arena is whole, and sealed: from now on this is a source as any other, which is the
-        caller's."""
+        """Become an ordinary source, once the arena is whole and sealed.
+
+        Returns:
+            The server and the model that it holds; the caller owns them from then on.
+        """
         assert self._held is not None
         await self._server.settle(self._source_id)
-        with contextlib.suppress(MxError):  # it is told with the registration that it renews
+        with contextlib.suppress(MxError):  # the renewed registration reports it too
             await self._server.advertise()
         return self._server, self._held
 
     async def close(self) -> None:
+        """Wait up to `DRAIN_S` for the current readers, then close the server."""
         await self._server.drain(DRAIN_S)  # those that read something now
         await self._server.close()
