@@ -1,7 +1,7 @@
-"""What a read costs in the target beyond its bytes: the machine, the sink, the books.
+"""Measures what a read costs in the target beyond its bytes: state machine, sink, bookkeeping.
 
-A session that completes every read at once, over layers of 256 bytes, leaves nothing to measure
-but the control work.
+A session that completes every read at once, over layers of 256 bytes, leaves only the control work
+to measure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READS = 4000
 
 
 class _AtOnce:
-    """A session whose reads are done before `read` returns; the bytes are right by themselves."""
+    """A session whose reads are done before `read` returns; the bytes are right already."""
 
     depth = 4
 
@@ -42,7 +42,7 @@ class _AtOnce:
     def read(self, reads: Sequence[Read]) -> None:
         self._queue.extend(reads)
         if self._busy:
-            return  # called back from `done`: the loop below goes on
+            return  # called from `done`: the loop below goes on
         self._busy = True
         while self._queue:
             read = self._queue.pop(0)

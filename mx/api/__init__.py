@@ -1,7 +1,7 @@
-"""What people embed: `serve` on the warm side, `pull` on the new one. Blocking and async.
+"""The API that programs embed: `serve` where the weights are, `pull` where they are needed.
 
-Both run their control side on one background loop per process, started with the first user and
-stopped with the last. Nothing here needs an event loop of the caller's.
+Both have blocking and async forms. Their control side runs on one background loop per process,
+which starts with the first user and stops with the last: the caller needs no event loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the user asked a pull for, checked."""
+"""Checks a pull's arguments and settings and turns them into `PullOptions`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,15 @@ def pull_options(
     wait_s: float | None = None,
     **rest: Any,
 ) -> PullOptions:
-    """The options of `pull` and `plan`, checked. Raises ConfigError."""
+    """Check the arguments of `pull` or `plan` and return them as options.
+
+    Args:
+        rest: Fields of `PullOptions` that need no check here. The other arguments are those of
+            `pull`.
+
+    Raises:
+        ConfigError: An argument or a setting is wrong.
+    """
     reference = parse_reference(model, revision=revision, variant=variant)
     known = transports()
     if transport is not None and transport not in known:
@@ -41,9 +49,11 @@ def pull_options(
             f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
         )
     if sum(where is not None for where in (peer, path, fallback)) > 1:
-        raise ConfigError("only one of `peer`, `path` and `fallback` says where to pull from")
+        raise ConfigError("give only one of `peer`, `path` and `fallback`")
     if wait_s is not None and not wait_s >= 0:  # NaN is not either
-        raise ConfigError(f"`wait_s={wait_s}` is not a time to wait", hint="0 is not to wait")
+        raise ConfigError(
+            f"`wait_s={wait_s}` is not a time to wait", hint="give seconds; 0 does not wait"
+        )
     disk = path if path is not None else fallback
     tls = tls_of(settings)
     host, alone_because = _host(settings, peer, rest.get("coordinator"))
@@ -95,7 +105,11 @@ def _host(
 
 
 def writable_bytes(into: object) -> memoryview:
-    """`into` as writable bytes. Raises ConfigError where it can't be that."""
+    """Return a view of `into` as writable bytes.
+
+    Raises:
+        ConfigError: `into` is not a contiguous buffer, or is read-only.
+    """
     try:
         view = memoryview(into)  # type: ignore[arg-type]
         if not view.readonly:

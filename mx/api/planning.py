@@ -1,4 +1,4 @@
-"""What a pull would do: `plan`."""
+"""Shows what a pull would do: `plan`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,26 @@ def plan(
     attach: bool = True,
     settings: config.Settings | None = None,
 ) -> PlannedPull:
-    """The ways from the sources of `model` to this process, which of them a `pull` with the same
-    arguments would use and what each should carry, and why not the others. Moves no weights.
+    """Return the paths from the sources of `model` to this process, without moving weights.
 
-    Raises ConfigError, UnknownModelError, CoordinatorError, SourceError.
+    The plan says which paths a `pull` with the same arguments would use, what each should carry,
+    and why it would not use the others.
+
+    Args:
+        model: NAME, NAME:REVISION or NAME@IDENTITY.
+        peer: HOST:PORT of the one source to consider, without a coordinator.
+        revision: The revision, where `model` names none.
+        variant: The variant; "checkpoint" if empty.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        transport: The name of the only transport to consider.
+        attach: False leaves out paths that share memory.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        UnknownModelError: The coordinator knows no such model.
+        CoordinatorError: The coordinator does not answer.
+        SourceError: The source at `peer` can't be used.
     """
     settings = settings or config.load()
     options = pull_options(
