@@ -24,7 +24,7 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from mx_transports._ucx_agent import load_rdma_core
+from mx_transports.ucx.agent import load_rdma_core
 
 _MIB = 1 << 20
 _HUGE = 2 << 20

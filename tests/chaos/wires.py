@@ -19,7 +19,7 @@ from mx.transport import (
     Unavailable,
     Viable,
 )
-from mx_transports import _frames as frames
+from mx_transports.toolkit import framing
 from tests.chaos.schedule import COORDINATOR, Damage, Wire
 
 
@@ -144,7 +144,7 @@ class Through:
     def open(self, grant: Grant) -> Session:
         wires = self.wires
         if wires is not None:
-            ticket = frames.decode_ticket(grant.ticket, grant.peer)
+            ticket = framing.decode_ticket(grant.ticket, grant.peer)
             listed = ticket.fields["addresses"]
             assert isinstance(listed, list)
             by_path = [list(wires.by_path(grant.peer, (host, port))) for host, port in listed]
