@@ -9,12 +9,11 @@ from __future__ import annotations
 from mx.api.listing import list_models, list_sources
 from mx.api.load_tensors import load
 from mx.api.observe import Observer, Overview
-from mx.api.planning import plan
+from mx.api.planning import PlannedPull, plan
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
 from mx.api.target import Pull, pull
 from mx.errors import MxError
-from mx.target.planning import PlannedPull
 from mx.target.report import LayerEvent, Progress, PullReport
 
 __all__ = [

@@ -16,16 +16,16 @@ from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.cuda.device import Device
 from mx.cuda.driver import load
+from mx.cuda.staged import StagedSession
 from mx.errors import PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
-from mx.target.lease import Granted, Lease
 from mx.target.options import PullOptions
-from mx.target.pacing import PacedSession
 from mx.target.reads import Connection, ReadLease
-from mx.target.staged import StagedSession
 from mx.transport import Grant, Session, Span, Transport
 from mx.wire.address import resolve
 from mx.wire.channel import dial
+from mx.wire.lease import Granted, Lease
+from mx.wire.pacing import PacedSession
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Connector:
         self._transports = transports
         self._on_change = on_change
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._leases: list[Lease] = []
+        self._leases: dict[Lease, list[Connection]] = {}  # and what is read on each
         self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
         self._sessions: list[Session] = []
         self._lock = threading.Lock()
@@ -108,7 +108,7 @@ class Connector:
         try:
             session = await self._session(path, granted)
             connection = Connection(path, lease, session)
-            lease.connections.append(connection)
+            self._leases[lease].append(connection)
         except BaseException:
             await self._leave(lease)
             raise
@@ -123,14 +123,16 @@ class Connector:
         return await asyncio.shield(task)
 
     async def _lease(self, path: SourcePath) -> tuple[Lease, Granted]:
+        connections: list[Connection] = []
         lease = Lease(
             self._channel(path.source.endpoint),
             path.source,
             self._on_change,
+            lambda: sum(each.verified_nbytes for each in connections),
             self._reader_id,
             self._options.tls,
         )
-        self._leases.append(lease)
+        self._leases[lease] = connections
         granted = await lease.open(self._place, [path.transport], self._options.connect_timeout_s)
         return lease, granted
 
@@ -242,7 +244,7 @@ class Connector:
                 log.warning("a session has not ended: %r", session)
         if self._device is not None:
             self._device.close()
-        leases, self._leases = self._leases, []
+        leases, self._leases = self._leases, {}
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(lease.close() for lease in leases))
         for channel in channels.values():

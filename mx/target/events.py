@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from mx.target.report import (
     TensorsOf,
     VerifiedBy,
     no_tensors,
+    unexpected,
 )
 
 T = TypeVar("T")
@@ -47,6 +48,19 @@ class Outcome:
     def broken(self, error: MxError) -> None:
         """The pull can't go on."""
         self._on_loop(lambda: self._end(error))
+
+    def raised(self, error: BaseException) -> None:
+        """So it can't: something was raised on a thread that others own."""
+        self.broken(unexpected(error))
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Report whatever the block raises as the pull's failure, and don't raise it: for work on
+        threads that others own, where an error would be lost and the pull would wait for ever."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - reported
+            self.raised(error)
 
     def _end(self, error: MxError | None = None) -> None:
         self.failure = self.failure or error

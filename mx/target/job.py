@@ -34,8 +34,7 @@ from mx.target.delivery import Delivery
 from mx.target.events import EventLog, Outcome
 from mx.target.locator import Located, Locator
 from mx.target.options import PullOptions
-from mx.target.paths import plan_paths
-from mx.target.planning import target_place
+from mx.target.paths import plan_paths, target_place
 from mx.target.prefill import prefilling
 from mx.target.reads import Connection
 from mx.target.report import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mx import discovery
 from mx.core.locality import with_verified_place
 from mx.core.paths import Path
 from mx.core.planner import Plan, plan
@@ -64,3 +65,10 @@ def plan_paths(
         forced=options.transport,
         attach=options.attach and not options.hold and options.into is None,
     )
+
+
+def target_place(options: PullOptions) -> Place:
+    """Where a pull with these options runs. With its interfaces' addresses: without any it would
+    look like a machine that nothing can be routed to. Raises ConfigError for an interface that is
+    not there."""
+    return discovery.here(options.device, nics=options.nics)

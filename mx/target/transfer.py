@@ -19,7 +19,7 @@ from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, Lay
 from mx.core.types import Manifest
 from mx.errors import ClosedError, MxError, PathSlowError
 from mx.target.reads import CONNECTION_ERRORS, Connection, Hasher, MakeHasher, host_hasher
-from mx.target.report import PathReport, Reporting
+from mx.target.report import PathReport, unexpected
 from mx.transport import Piece, Read, Span
 
 
@@ -56,12 +56,16 @@ class _PartSink:
         self.landed_nbytes = nbytes
 
     def done(self) -> None:
-        with self.transfer.reporting:
+        try:
             self.transfer.part_done(self)
+        except BaseException as error:  # noqa: BLE001 - the thread is the transport's
+            self.transfer.raised(error)
 
     def failed(self, error: MxError) -> None:
-        with self.transfer.reporting:
+        try:
             self.transfer.part_failed(self, error)
+        except BaseException as raised:  # noqa: BLE001 - as above
+            self.transfer.raised(raised)
 
 
 class Transfer:
@@ -78,7 +82,6 @@ class Transfer:
         several_connections: bool = False,
     ) -> None:
         self.manifest = manifest
-        self.reporting = Reporting(listener.broken)
         self._grid = manifest.grid
         self._arena = arena
         self._listener = listener
@@ -281,6 +284,10 @@ class Transfer:
         return joined
 
     # -- from the sinks, on the transports' threads ------------------------------------------
+
+    def raised(self, error: BaseException) -> None:
+        """A sink raised what this code did not expect."""
+        self._listener.broken(unexpected(error))
 
     def part_done(self, sink: _PartSink) -> None:
         # Lease first, then generation, then digest: bytes read past a lease prove nothing.

@@ -22,8 +22,7 @@ from mx.errors import EXIT_OK, PeerBusyError
 from mx.target.connector import Connector
 from mx.target.locator import Locator
 from mx.target.options import PullOptions
-from mx.target.paths import plan_paths
-from mx.target.planning import target_place
+from mx.target.paths import plan_paths, target_place
 from mx.wire.v1 import peer_pb2
 from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer

@@ -28,9 +28,9 @@ from mx.errors import (
     NoSourceError,
     StaleGenerationError,
 )
-from mx.target.lease import Lease
 from mx.units import MIB
 from mx.wire.channel import dial
+from mx.wire.lease import Lease
 from tests.conftest import Holdings
 from tests.integration.conftest import (
     Run,

@@ -19,11 +19,11 @@ from mx.runtime import uncut
 from mx.target.connector import Connector
 from mx.target.events import EventLog
 from mx.target.job import Job
-from mx.target.lease import Lease
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths
 from mx.target.reads import Connection
 from mx.transport import Session
+from mx.wire.lease import Lease
 from tests.support.records import make_documents, make_record
 
 

@@ -31,10 +31,9 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
-from mx.target.pacing import Pacer
-from mx.target.reads import Connection
 from mx.transport import TlsFiles
 from mx.wire.channel import Remote, Role, cut, translate
+from mx.wire.pacing import Pacer
 from mx.wire.rpc import Malformed, Stub
 from mx.wire.tls import diagnose
 from mx.wire.v1 import peer_pb2
@@ -64,6 +63,7 @@ class Lease:
         channel: grpc.aio.Channel,
         source: SourceRecord,
         on_change: Callable[[], None],
+        read_nbytes: Callable[[], int] = lambda: 0,
         reader_id: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
@@ -72,6 +72,7 @@ class Lease:
             channel: To the source.
             source: Who gives the lease.
             on_change: Called on the loop when the lease is lost, or reading becomes coordinated.
+            read_nbytes: Gives the bytes read on the lease so far, for the source.
             reader_id: Names the pull, if it can be part of a swarm.
             tls: The channel's.
         """
@@ -90,7 +91,7 @@ class Lease:
         self._lease_s = 0.0
         self._error: MxError | None = None
         self._pacer: Pacer | None = None
-        self.connections: list[Connection] = []  # what is read on it, for the source to be told
+        self._read_nbytes = read_nbytes
         self.coordinated = False  # did the source say that other pulls read there too?
 
     @property
@@ -238,8 +239,8 @@ class Lease:
             self._lose(error)
 
     def _renewal(self) -> peer_pb2.OpenRequest:
-        read_nbytes = sum(each.verified_nbytes for each in self.connections)
-        return peer_pb2.OpenRequest(source_id=self._source.source_id, read_bytes=read_nbytes)
+        nbytes = self._read_nbytes()
+        return peer_pb2.OpenRequest(source_id=self._source.source_id, read_bytes=nbytes)
 
     def _busy(self, retry_after_s: float) -> PeerBusyError:
         if not 0 <= retry_after_s < math.inf:  # NaN is not either
@@ -297,7 +298,7 @@ class Lease:
         self._call = self._listener = self._renewer = None  # the connection lives as long as it
 
     async def _last_words(self) -> None:
-        if self.connections:
+        if self._read_nbytes():
             await self._call.write(self._renewal())  # so that all that was read is counted
         await self._call.done_writing()
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from mx.core.digest import chunk_digest
 from mx.core.types import Manifest
-from mx.errors import MxError
 from mx.memory.device import HostReader
 from mx.storage.writer import CheckpointWriter
-from mx.target.report import Reporting
 from mx.transport import Span, host_view
 
 
@@ -25,7 +23,12 @@ class Output:
     """
 
     def __init__(
-        self, out: Path, manifest: Manifest, on_error: Callable[[MxError], None], *, keep: bool
+        self,
+        out: Path,
+        manifest: Manifest,
+        on_error: Callable[[BaseException], None],
+        *,
+        keep: bool,
     ) -> None:
         self._writer = CheckpointWriter(out, manifest, keep=keep)
         self._manifest = manifest
@@ -67,8 +70,10 @@ class Output:
             self._futures.append(self._pool.submit(self._write, layer, view))
 
     def _write(self, layer: int, view: Span) -> None:
-        with Reporting(self._on_error):
+        try:
             self._writer.write_layer(layer, self._reader.whole(view))
+        except BaseException as error:  # noqa: BLE001 - the pull is told, and ends with it
+            self._on_error(error)
 
     def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
         """Write some bytes to each side file of this digest. Blocks."""

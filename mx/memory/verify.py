@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 from blake3 import blake3
 
 from mx.core.digest import chunk_digest
 from mx.core.types import Manifest
-from mx.errors import DigestError, MxError
+from mx.errors import DigestError
 from mx.memory.device import HostReader
-from mx.target.report import Reporting
 from mx.transport import Span
 
 
@@ -52,40 +48,3 @@ def check_identity(
                 f"tensor {name} is not the one that the model's identity names",
                 hint="the source lied about the model; do not use it",
             )
-
-
-class Verifier:
-    """`--verify strong`: each layer's tensors against the identity, before its event fires.
-
-    Two threads, beside the transfer. `check_all` is for memory that was attached: chunk digests
-    too, since nothing was read. Memory of a GPU is copied to the host for it, piece by piece.
-    """
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._tensors = tensors_of_layers(manifest)
-        self._reader = HostReader()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="mx-verify")
-
-    def submit(
-        self,
-        arena: Span,
-        layer: int,
-        on_ready: Callable[[], None],
-        on_error: Callable[[MxError], None],
-    ) -> None:
-        def check() -> None:
-            with Reporting(on_error):
-                check_identity(self._manifest, arena, self._tensors[layer], self._reader)
-                on_ready()
-
-        self._pool.submit(check)
-
-    def check_all(self, arena: Span, layer: int) -> None:
-        """Raises DigestError."""
-        check_chunks(self._manifest, arena, layer, self._reader)
-        check_identity(self._manifest, arena, self._tensors[layer], self._reader)
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        self._reader.close()
