@@ -1,1 +1,1 @@
-"""What mx is measured with: the race against bare mechanisms, run by `mx bench`."""
+"""The benchmarks of mx against bare mechanisms, run by `mx bench`."""

@@ -1,4 +1,4 @@
-"""Checkpoints to measure with: Llama's names and shapes, random bytes, no model behind them."""
+"""Makes checkpoints to measure with: the names and shapes of Llama, with random bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADER_ALIGNMENT = 8
 def llama_shapes(
     layers: int, hidden: int, intermediate: int, vocabulary: int
 ) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of a Llama with these dimensions: 9 tensors a layer and 3 more."""
+    """Return names and shapes of a Llama with these dimensions: 9 tensors a layer and 3 more."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for number in range(layers):
         prefix = f"model.layers.{number}."
@@ -32,7 +32,7 @@ def llama_shapes(
 
 
 def write_checkpoint(path: Path, shapes: Mapping[str, tuple[int, ...]], *, seed: int = 0) -> int:
-    """Write bf16 tensors of random bytes as one safetensors file. Returns the payload's bytes."""
+    """Write bf16 tensors of random bytes as one safetensors file and return the payload's bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
@@ -58,7 +58,7 @@ def write_checkpoint(path: Path, shapes: Mapping[str, tuple[int, ...]], *, seed:
 
 
 def two_gigabyte_checkpoint(folder: Path) -> Path:
-    """A checkpoint of 2.6 GB in 26 layers, made once and kept in `folder`."""
+    """Return a checkpoint of 2.6 GB in 26 layers, made once and kept in `folder`."""
     path = folder / "llama-2gb.safetensors"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def two_gigabyte_checkpoint(folder: Path) -> Path:
 
 
 def many_tensors_checkpoint(folder: Path, count: int) -> Path:
-    """A mixture-of-experts checkpoint of `count` tensors of 512 bytes each."""
+    """Return a mixture-of-experts checkpoint of `count` tensors of 512 bytes each."""
     path = folder / f"experts-{count}.safetensors"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The coordinator under a thousand sources, as rows of the table."""
+"""Measures the coordinator under a thousand sources, as rows of the table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,19 @@ def _cpu_s(pid: int) -> float:
 
 
 def measure(cluster: Cluster, *, seconds: float = 10.0, **load: int) -> Mapping[str, Any]:
-    """Run the load generator as a process. Returns what it printed, with the coordinator's share
-    of a core ("core") while calls were timed. Raises LocalError where it fails."""
+    """Run the load generator as a process.
+
+    Args:
+        cluster: The coordinator to load.
+        seconds: How long calls are timed.
+        load: Options of the load generator.
+
+    Returns:
+        What it printed, and the coordinator's share of a core ("core") while calls were timed.
+
+    Raises:
+        LocalError: The load generator fails.
+    """
     options = [f"--{name}={value}" for name, value in {**load, "seconds": seconds}.items()]
     command = [sys.executable, str(LOAD), cluster.coordinator, *options]
     before = after = 0.0
@@ -44,7 +55,7 @@ def measure(cluster: Cluster, *, seconds: float = 10.0, **load: int) -> Mapping[
 
 
 def rows() -> list[Row]:
-    """1,000 sources at 1 Hz, 50 resolves a second, 50 watchers."""
+    """Return the rows for 1,000 sources at 1 Hz, 50 resolves a second and 50 watchers."""
     cluster = Cluster()
     try:
         found = measure(cluster, sources=1000, watchers=50, resolves=50)

@@ -1,8 +1,7 @@
-"""Load on a coordinator, as a process of its own: sources, watchers and resolves.
+"""Puts load on a coordinator, as a process of its own: sources, watchers and resolves.
 
-All sources connect and register at once, each over a connection of its own, and then send a
-heartbeat each second. When all are registered the storm is over, and what comes after it is timed.
-Prints one JSON object.
+All sources connect and register at once, each over its own connection, and then send a heartbeat
+each second. Calls are timed once all are registered. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -40,8 +39,11 @@ _REGISTER_TIMEOUT_S = 120.0
 
 @dataclass
 class Found:
-    """What the load met. `lost` counts heartbeat streams and watches that ended by themselves,
-    `refused` calls that failed; `retries` are attempts to register that were made again."""
+    """The results of the load.
+
+    `lost` counts heartbeat streams and watches that ended by themselves, `refused` calls that
+    failed, `retries` attempts to register that were repeated.
+    """
 
     lost: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -52,14 +54,14 @@ class Found:
 
 
 def documents_of(model: int) -> dict[bytes, bytes]:
-    """Four documents by digest, in a manifest's order; the layout is every model's."""
+    """Return four documents by digest, in a manifest's order; all models share the layout."""
     texts = [f"identity {model}", "layout", f"chunking {model}", "packaging"]
     made = [text.encode().ljust(16 << 10, b".") for text in texts]
     return {document_digest(data): data for data in made}
 
 
 def record_of(number: int) -> SourceRecord:
-    """A source as a server with two interfaces registers it."""
+    """Return the record of a source as a server with two interfaces registers it."""
     model = number % MODELS
     documents = documents_of(model)
     one, two, three, four = documents
@@ -91,7 +93,7 @@ def record_of(number: int) -> SourceRecord:
 
 
 class Load:
-    """All of it, in one event loop."""
+    """All sources, watchers and resolvers, in one event loop."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -105,7 +107,7 @@ class Load:
 
     @staticmethod
     def _name(error: BaseException) -> str:
-        """One for each cause: ids are left out."""
+        """Return a name for the error's cause, without ids."""
         if isinstance(error, grpc.aio.AioRpcError):
             text = f"{error.code().name}: {error.details()}"
         else:
@@ -113,7 +115,7 @@ class Load:
         return _UUID.sub("ID", text)[:200]
 
     async def source(self, number: int, registered: asyncio.Queue[int]) -> None:
-        """Register one, and keep its heartbeats going until the end."""
+        """Register a source and send its heartbeats until the end."""
         record = record_of(number)
         client = CoordinatorClient(self._address, timeout_s=60.0)
         channel = dial(self._address)
@@ -170,7 +172,7 @@ class Load:
             self.found.seconds.append(time.monotonic() - start_s)
 
     async def watcher(self) -> None:
-        """Watch everything until the end. What comes is counted, not decoded."""
+        """Watch everything until the end. Changes are counted, not decoded."""
         channel = dial(self._address)
         call = self._stub(channel).Watch(pb.WatchRequest(batches=True))
         try:
@@ -183,7 +185,7 @@ class Load:
             await channel.close(None)
 
     async def resolver(self, per_s: float) -> None:
-        """Resolve some model that many times a second, whether answers come or not."""
+        """Resolve some model `per_s` times a second, without waiting for answers."""
         channels = [dial(self._address) for _ in range(MODELS)]
         stubs = [self._stub(channel) for channel in channels]
         try:
@@ -203,7 +205,7 @@ class Load:
         try:
             await stub.Resolve(pb.ResolveRequest(name=name), timeout=60)
         except grpc.aio.AioRpcError as error:
-            # Before its first source has registered a model is not known, and rightly so.
+            # A model is unknown until its first source has registered.
             if self._storm_over or error.code() is not grpc.StatusCode.NOT_FOUND:
                 self.found.refused[f"resolve: {self._name(error)}"] += 1
             return
@@ -222,7 +224,7 @@ class Load:
                 await registered.get()
             storm_s = time.monotonic() - start_s
             print(json.dumps({"storm_s": storm_s}), flush=True)
-            await asyncio.sleep(3.0)  # what the storm has left behind
+            await asyncio.sleep(3.0)  # until the registrations' remaining work is done
             self._storm_over = True
             print(json.dumps({"timing": True}), flush=True)
             await asyncio.sleep(seconds)

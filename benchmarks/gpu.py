@@ -1,11 +1,11 @@
-"""The GPU rows of the design's table, next to the bare copies in the same process.
+"""Measures the GPU rows of the design's table against bare copies in the same process.
 
     PYTHONPATH=.:transports python -m benchmarks.gpu [--rounds 5] [--gib 8] [--resident-gb 100]
 
 Sources are processes of their own; bare copies are the driver's calls on memory of this process,
-in the same chunks, with no word said to anybody. Rounds interleave them; a row is a ratio of
-medians. What does not fit is scaled down and says so. Needs one GPU, cuda-bindings, and Triton for
-the digests.
+in the same chunks, without any messages. Rounds interleave them; a row is a ratio of medians. A
+measurement that does not fit is scaled down and says so. Needs one GPU, cuda-bindings, and Triton
+for the digests.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from mx_transports.pcie_p2p import PciePeerTransport
 from . import harness
 
 READ_BYTES = 64 * MIB
-#: What the source keeps to itself of the GPU's memory, and what this process needs there.
+#: GPU memory that the source does not serve, and that this process needs.
 SPARE_BYTES = 4 * GIB
 
-#: Serves `argv[2]` bytes of memory of the kind argv[1] by the transport argv[3]; says the ticket.
+#: Serves argv[2] bytes of memory of kind argv[1] by the transport argv[3], and prints the ticket.
 _SOURCE = f"""
 import sys
 from {__package__}.gpu import serve
@@ -52,7 +52,7 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {
 
 
 def serve(kind: str, nbytes: int, transport: str, device: str) -> None:
-    """The source process: until its standard input ends."""
+    """Run the source process until its standard input ends."""
     from mx.cuda.vmm import VmmMemory
     from mx.testing.memory import Kind, Memory
     from mx.transport import DeviceView, ExposedRegion, ExposeOptions
@@ -77,13 +77,13 @@ def serve(kind: str, nbytes: int, transport: str, device: str) -> None:
         sys.stdin.read()
         exposure.close()
         exposure.join()
-        # Views of the memory must be gone before it is.
+        # Views of the memory must be dropped before the memory.
         del region
 
 
 @dataclass
 class Remote:
-    """A source in its own process, and how to open it from `place`."""
+    """A source in its own process, which a session opens from `place`."""
 
     transport: Transport
     ticket: bytes
@@ -124,7 +124,7 @@ def remote(
 
 
 class _Countdown:
-    """A sink for many reads."""
+    """A sink that waits for the end of many reads."""
 
     def __init__(self, count: int) -> None:
         self._left = count
@@ -147,7 +147,7 @@ class _Countdown:
 
 
 def read_all(session: Session, target: Span) -> float:
-    """Seconds to read region 0 into `target`, by reads of 64 MiB, as a pull merges them."""
+    """Return the seconds to read region 0 into `target`, by reads of 64 MiB as in a pull."""
     starts = range(0, len(target), READ_BYTES)
     sink = _Countdown(len(starts))
     begun_s = time.perf_counter()
@@ -168,7 +168,7 @@ Copy = Callable[[int, int, int, int], None]
 
 
 def bare(device: Device, copy: Copy, target: int, source: int, nbytes: int) -> float:
-    """Seconds for the driver's copies alone, in the same pieces, on one stream."""
+    """Return the seconds for the driver's copies alone, in the same pieces, on one stream."""
     with Stream(device) as stream, Event(device) as event:
         begun_s = time.perf_counter()
         with device.current():
@@ -180,7 +180,7 @@ def bare(device: Device, copy: Copy, target: int, source: int, nbytes: int) -> f
 
 
 def attach_row(device: Device, place: Place, resident: int, rounds: int) -> list[harness.Row]:
-    """Open, attach, and look at both ends of what is attached."""
+    """Measure opening and attaching, and read both ends of the attached memory."""
     free, _ = device.memory_info()
     nbytes = min(resident, free - SPARE_BYTES) // MIB * MIB
     rows = []
@@ -218,7 +218,7 @@ def device_copy_row(device: Device, place: Place, nbytes: int, rounds: int) -> h
     driver = device.driver
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(remote("vmm", nbytes, "cuda_ipc", device, place))
-        # Memory of this process for the bare copy; the targets are one and the same.
+        # Memory of this process for the bare copy; both have the same target.
         own = stack.enter_context(DeviceMemory(device, nbytes))
         target = spans.room(nbytes, device.key)
         session = source.open()
@@ -239,7 +239,7 @@ def device_copy_row(device: Device, place: Place, nbytes: int, rounds: int) -> h
 
 
 def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[harness.Row]:
-    """Host to device and back, against copies from and to memory that is pinned already."""
+    """Measure host to device and back, against copies from and to pinned memory."""
     driver, rows = device.driver, []
     on_host = replace(place, device="cpu")
     with PinnedMemory(device, nbytes) as pinned, DeviceMemory(device, nbytes) as own:
@@ -279,7 +279,7 @@ def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[ha
 
 
 def _registered_row(device: Device, target: int, nbytes: int, rounds: int) -> harness.Row:
-    """What pinning a source's memfd where it is would give: to be weighed against the slots."""
+    """Measure pinning a source's memfd in place, to compare it with copying through slots."""
     descriptor = os.memfd_create("mx-bench", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -304,7 +304,7 @@ def _registered_row(device: Device, target: int, nbytes: int, rounds: int) -> ha
 
 
 def digest_row(device: Device, nbytes: int, rounds: int) -> harness.Row:
-    """Digests of 1 MiB blocks, in the batches that a read of 64 MiB makes."""
+    """Measure digests of 1 MiB blocks, in the batches that a read of 64 MiB makes."""
     from mx.cuda.digest import BlockDigester
 
     with DeviceMemory(device, nbytes) as memory:
@@ -329,14 +329,14 @@ def digest_row(device: Device, nbytes: int, rounds: int) -> harness.Row:
 def run(
     *, nbytes: int, resident: int, rounds: int, say: Callable[[str], None]
 ) -> list[harness.Row]:
-    """All rows. Raises LocalError where there is no CUDA."""
+    """Measure and return all rows. Raises LocalError if there is no CUDA."""
     found = cuda.probe()
     if isinstance(found, Unavailable):
         raise LocalError(found.reason)
     say(found.detail)
     rows: list[harness.Row] = []
     with Device(cuda.load(), 0) as device:
-        # Where bytes go is all that a session asks of its place on a machine of one GPU.
+        # On a machine with one GPU a session uses only the device of its place.
         place = Place(device=device.key)
         steps: list[Callable[[], Sequence[harness.Row]]] = [
             lambda: attach_row(device, place, resident, rounds),

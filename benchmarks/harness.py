@@ -1,7 +1,7 @@
-"""Rounds that interleave what is compared, and ratios of medians out of them.
+"""Runs contestants in interleaved rounds, from which rows take ratios of medians.
 
-Machines drift: a ratio is only worth something when both sides were measured in turn, in one
-run. Every contestant runs once before the rounds begin, to load code and caches.
+Machines drift: a ratio is meaningful only if both sides were measured in turn, in one run. Every
+contestant runs once before the rounds begin, to load code and caches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `value` and `bar` are in `unit`; `ok` says whether the bar holds."""
+    """One line of the table. `value` and `bar` are in `unit`; `ok`: the bar is met."""
 
     work: str
     value: float
@@ -41,13 +41,13 @@ class Row:
 def interleave(
     contestants: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run each contestant once per round, in turn. Each returns its own seconds."""
+    """Run each contestant once per round, in turn, and return the seconds that each returned."""
     for run in contestants.values():
         run()
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for number in range(rounds):
-        # Another one begins each round, so that nobody always follows the same neighbour.
+        # Another one begins each round, so that none always follows the same one.
         for step in range(len(names)):
             name = names[(number + step) % len(names)]
             samples[name].append(contestants[name]())
@@ -59,14 +59,14 @@ def median(samples: Mapping[str, list[float]], name: str) -> float:
 
 
 def best(samples: Mapping[str, list[float]], prefix: str) -> tuple[str, float]:
-    """The contestant with the lowest median among those whose names begin so."""
+    """Return the name and median of the fastest contestant whose name begins with `prefix`."""
     found = {n: statistics.median(t) for n, t in samples.items() if n.startswith(prefix)}
     name = min(found, key=lambda n: found[n])
     return name, found[name]
 
 
 def machine() -> str:
-    """One line on what this was measured on."""
+    """Describe this machine in one line."""
     model = "unknown CPU"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

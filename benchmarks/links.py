@@ -1,5 +1,8 @@
-"""Rows for several links: how much more k of them carry than one. Between network namespaces whose
-links are limited to 1 Gbit/s, so the machine's own speed is not what is measured."""
+"""Measures how much more k links carry than one, as rows of the table.
+
+The links join network namespaces and are limited to 1 Gbit/s, so that the machine's own speed does
+not count.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ COUNTS = (1, 2, 4)
 START_TIMEOUT_S = 60.0
 NEAR, FAR = "near", "far"
 MX = (sys.executable, "-m", "mx")
-#: Pulls once for each line of interfaces that it reads: the code is loaded after the first.
+#: Pulls once for each line of interfaces that it reads; the first pull loads the code.
 TARGET = """
 import json, sys
 from mx import api, config
@@ -35,7 +38,7 @@ COORDINATOR = (sys.executable, "-c", "from mx.cli import coordinator_main; coord
 
 
 class _Rig:
-    """A source in one host, the links to another, pulls there: each a process of its own."""
+    """A source on one host, links to another host, and a process that pulls there."""
 
     def __init__(self, hosts: Hosts, checkpoint: Path) -> None:
         self._hosts = hosts
@@ -44,13 +47,13 @@ class _Rig:
         at = control.address(NEAR)
         self._options = ("--coordinator", f"{at}:7600", "--insecure", "--json")
         self._start(NEAR, [*COORDINATOR, "--listen", f"{at}:7600", "--insecure"])
-        self._answer(NEAR, [*MX, "models", *self._options], START_TIMEOUT_S, patient=True)
+        self._answer(NEAR, [*MX, "models", *self._options], START_TIMEOUT_S, retry=True)
         nics = self._nics(NEAR, self._links)
         serving = [*MX, "serve", str(checkpoint), "--model", "m", "--listen", f"{at}:0", *nics]
         self._start(NEAR, [*serving, *self._options])
         sources = [*MX, "sources", "m", *self._options]
         deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not self._answer(NEAR, sources, START_TIMEOUT_S, patient=True).get("sources"):
+        while not self._answer(NEAR, sources, START_TIMEOUT_S, retry=True).get("sources"):
             if time.monotonic() > deadline_s:
                 raise RuntimeError("the source did not register")
 
@@ -58,7 +61,7 @@ class _Rig:
         self._job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def pull(self, connector: int) -> float:
-        """Seconds, as the report says: from the call in a running process to the last layer."""
+        """Return the report's seconds: from the call in a running process to the last layer."""
         to, back = self._job.stdin, self._job.stdout
         assert to is not None
         assert back is not None
@@ -74,7 +77,7 @@ class _Rig:
         return float(report["seconds"])
 
     def close(self) -> None:
-        """End the process that pulls; the hosts end the others."""
+        """End the process that pulls; the hosts end all others."""
         self._job.kill()
         self._job.communicate()
 
@@ -85,9 +88,9 @@ class _Rig:
         self._hosts.start(host, command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def _answer(
-        self, host: str, command: Sequence[str], timeout_s: float, *, patient: bool = False
+        self, host: str, command: Sequence[str], timeout_s: float, *, retry: bool = False
     ) -> dict[str, Any]:
-        """The JSON that a command prints. Tries again until `timeout_s` if it is `patient`."""
+        """Return the JSON that a command prints; `retry` repeats it until `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             done = subprocess.run(
@@ -99,14 +102,14 @@ class _Rig:
             if not done.returncode:
                 found: dict[str, Any] = json.loads(done.stdout)
                 return found
-            if not patient or time.monotonic() > deadline_s:
+            if not retry or time.monotonic() > deadline_s:
                 text = (done.stdout + done.stderr).decode(errors="replace")
                 raise RuntimeError(f"{' '.join(command)}: {text.strip()}")
             time.sleep(0.2)
 
 
 def rows(folder: Path, rounds: int, say: Callable[[str], None]) -> list[harness.Row]:
-    """One row for each k but 1; none, and the reason said, where hosts can't be made."""
+    """Return a row for each k but 1; none, with the reason to `say`, if hosts can't be made."""
     reason = unavailable()
     if reason is not None:
         say(f"links: skipped, {reason}")

@@ -1,4 +1,4 @@
-"""Peak proportional set size of real processes, less the model, less the same process idle."""
+"""Measures the peak proportional set size of processes, less the model and the idle process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.stdin.readline()
 
 
 class _Sampler(threading.Thread):
-    """The highest PSS seen of a process."""
+    """Samples the PSS of a process and keeps the highest value."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -77,7 +77,7 @@ def _say(child: subprocess.Popen[str]) -> None:
 
 
 def target_overhead_nbytes(cluster: Cluster, model: str, transport: str) -> int:
-    """A pulling process's peak, beyond its arena."""
+    """Return the peak of a pulling process, beyond its arena."""
     child = _child(_TARGET, model, cluster.coordinator, transport)
     try:
         idle = pss_nbytes(child.pid)
@@ -95,7 +95,7 @@ def target_overhead_nbytes(cluster: Cluster, model: str, transport: str) -> int:
 
 
 def source_overhead_nbytes(cluster: Cluster, checkpoint: Path) -> int:
-    """`mx serve`'s peak while it loads and then serves one pull, beyond the model."""
+    """Return the peak of `mx serve` while it loads and serves one pull, beyond the model."""
     idle_child = _child(_IDLE_SOURCE)
     try:
         idle = pss_nbytes(idle_child.pid)

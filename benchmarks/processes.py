@@ -1,4 +1,4 @@
-"""The real processes that are measured: a coordinator and sources, each `python -m mx ...`."""
+"""Starts the processes to measure: a coordinator and sources, each `python -m mx ...`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 class Cluster:
-    """A coordinator on a free loopback port and whatever is served to it. Close it."""
+    """A coordinator on a free loopback port and the sources registered with it. Close it."""
 
     def __init__(self) -> None:
         self.coordinator = f"127.0.0.1:{free_port()}"
@@ -83,7 +83,7 @@ class Cluster:
 
 
 def pss_nbytes(pid: int) -> int:
-    """A process's proportional set size, memfds that it maps included."""
+    """Return a process's proportional set size in bytes, memfds that it maps included."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024

@@ -1,7 +1,7 @@
-"""What a read costs in the target beyond its bytes: the machine, the sink, the books.
+"""Measures what a read costs in the target beyond its bytes: state machine, sink, bookkeeping.
 
-A session that completes every read at once, over layers of 256 bytes, leaves nothing to measure
-but the control work.
+A session that completes every read at once, over layers of 256 bytes, leaves only the control work
+to measure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ import time
 from collections.abc import Sequence
 
 from mx.core import manifest as manifests
-from mx.core.types import CHUNK_BYTES, Chunking, Manifest, Packaging
+from mx.core.planner import SourcePath
+from mx.core.topology import Place
+from mx.core.types import (
+    CHUNK_BYTES,
+    AddressTable,
+    Chunking,
+    Manifest,
+    ManifestRef,
+    ModelKey,
+    Packaging,
+    SourceRecord,
+)
 from mx.errors import MxError
 from mx.target.reads import Connection
 from mx.target.transfer import Transfer
@@ -20,7 +31,7 @@ READS = 4000
 
 
 class _AtOnce:
-    """A session whose reads are done before `read` returns; the bytes are right by themselves."""
+    """A session whose reads are done before `read` returns; the bytes are right already."""
 
     depth = 4
 
@@ -31,7 +42,7 @@ class _AtOnce:
     def read(self, reads: Sequence[Read]) -> None:
         self._queue.extend(reads)
         if self._busy:
-            return  # called back from `done`: the loop below goes on
+            return  # called from `done`: the loop below goes on
         self._busy = True
         while self._queue:
             read = self._queue.pop(0)
@@ -53,8 +64,20 @@ class _AtOnce:
 
 
 class _Lease:
+    coordinated = False
+
     def check(self) -> MxError | None:
         return None
+
+    def end(self) -> None: ...
+
+
+def _path() -> SourcePath:
+    ref = ManifestRef(bytes(32), bytes(32), bytes(32), bytes(32), (0, 0, 0, 0))
+    table = AddressTable(layout_digest=bytes(32), regions=(), held=())
+    key = ModelKey("none", "main", "checkpoint")
+    source = SourceRecord("none", key, ref, "none:1", Place(), 1, table, ("none",))
+    return SourcePath(source, "none", 0.0, False, "")
 
 
 class _Listener:
@@ -104,7 +127,7 @@ def microseconds_per_read() -> float:
     transfer = Transfer(manifest, arena, listener)
     transfer.start()
     start_s = time.process_time()
-    transfer.add_connection(Connection("none", "none", _AtOnce(), _Lease(), 0.0))
+    transfer.add_connection(Connection(_path(), _Lease(), _AtOnce()))
     spent_s = time.process_time() - start_s
     if listener.layers != READS or listener.error:
         raise RuntimeError(f"{listener.layers} of {READS} layers: {listener.error}")

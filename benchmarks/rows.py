@@ -1,4 +1,4 @@
-"""The rows of the design's table that one machine without a GPU can measure."""
+"""Measures the rows of the design's table that need one machine and no GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _filled_memfd(nbytes: int) -> int:
 
 
 def attach_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
-    """Ready by attaching, at the checkpoint's size and at 100 GB (a sparse memfd)."""
+    """Measure attaching, at the checkpoint's size and at 100 GB (a sparse memfd)."""
     rows = []
     small = [_pull(cluster).seconds for _ in range(rounds + 1)][1:]
     rows.append(_milliseconds("attach, 2.6 GB: ready", small, 60))
@@ -51,7 +51,7 @@ def attach_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
             with api.pull("bench-sparse", coordinator=cluster.coordinator) as pull:
                 report = pull.wait(60)
                 view = pull.buffer()
-                # Readable: first, middle and last page.
+                # The first, middle and last page must be readable.
                 assert not any(view[at] for at in (0, view.nbytes // 2, view.nbytes - 1))
                 large.append(report.seconds)
     rows.append(_milliseconds("attach, 100 GB sparse: ready", large[1:], 60))
@@ -76,7 +76,7 @@ def _ratio(
 
 
 def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
-    """Verified copies through shared memory against one thread's memcpy, which does not hash."""
+    """Measure verified shm copies against one thread's memcpy, which does not hash."""
     fd = _filled_memfd(nbytes)
     reused = memcpy.Reused(fd, nbytes)
     arena_nbytes = _arena_nbytes(cluster)
@@ -138,8 +138,10 @@ def tcp_row(cluster: Cluster, nbytes: int, rounds: int) -> harness.Row:
 def ucx_rows(
     cluster: Cluster, nbytes: int, rounds: int, say: Callable[[str], None]
 ) -> list[harness.Row]:
-    """A verified pull by NIXL's UCX back-end against bare NIXL with the same knobs, which hashes
-    too; nothing where NIXL is not installed."""
+    """Measure a verified pull by ucx against bare NIXL with the same settings, which hashes too.
+
+    Returns no row if NIXL is not installed.
+    """
     viable = transports()["ucx"].probe()
     if isinstance(viable, Unavailable):
         say(f"ucx is left out: {viable.reason}")
@@ -165,7 +167,7 @@ def ucx_rows(
 
 
 def first_layer_row(cluster: Cluster, rounds: int) -> harness.Row:
-    """When layer 0 was ready, over its share of the transfer."""
+    """Measure when layer 0 is ready, against its share of the transfer."""
     over, allowed = [], []
     for _ in range(rounds + 1):
         with api.pull(MODEL, coordinator=cluster.coordinator, transport="tcp") as pull:
@@ -186,7 +188,7 @@ def first_layer_row(cluster: Cluster, rounds: int) -> harness.Row:
 
 
 def control_rows(cluster: Cluster, folder: Path, rounds: int) -> list[harness.Row]:
-    """From the call to the first read, by number of tensors."""
+    """Measure the time from the call to the first read, by number of tensors."""
     rows = []
     for count, bar_ms in ((723, 50), (50_000, 300)):
         model = f"bench-{count}"
@@ -232,7 +234,7 @@ def memory_rows(cluster: Cluster, checkpoint: Path) -> list[harness.Row]:
     return rows
 
 
-#: What `run` can measure, in its order.
+#: The rows that `run` can measure, in its order.
 NAMES = (
     "attach",
     "copy",
@@ -250,7 +252,10 @@ NAMES = (
 def run(
     folder: Path, say: Callable[[str], None], only: Sequence[str] | None, rounds: int
 ) -> list[harness.Row]:
-    """The rows named in `only` (None: all). `folder` keeps the checkpoints between runs."""
+    """Measure and return rows: those named in `only`, or all if it is None.
+
+    `folder` keeps the checkpoints between runs.
+    """
     say(f"writing checkpoints to {folder}")
     checkpoint = two_gigabyte_checkpoint(folder)
     cluster = Cluster()

@@ -1,7 +1,7 @@
-"""A source of a model that is mostly not there: a sealed sparse memfd, for attaching at size.
+"""Serves a huge model in a sealed sparse memfd, to measure attaching at that size.
 
-Everything but the bytes is real: manifest, coordinator, leases, transports. The chunk digests
-are of no use, since attaching believes the seal.
+Everything but the bytes is real: manifest, coordinator, leases, transports. The chunk digests are
+not used, since attaching trusts the seal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .checkpoints import llama_shapes
 
 
 class SparseArena(MemfdArena):
-    """A `MemfdArena` without the question whether there is memory for it: none is touched."""
+    """A `MemfdArena` that does not check for free memory, since none is touched."""
 
     require_memory = False
 

@@ -1,9 +1,9 @@
-"""Many targets at once from one origin: how long the last of them takes, against one alone.
+"""Measures how long the last of many simultaneous targets takes, against one alone.
 
-Hosts are network namespaces around a switch, each with so many Mbit/s out and in; every process is
-real. `python -m benchmarks.swarm --targets 8` prints what was seen.
+Hosts are network namespaces around a switch, with limited links each way; every process is real.
+`python -m benchmarks.swarm --targets 8` prints the results.
 
-All hosts share this machine's processors, which real ones don't: how busy they were is printed.
+All hosts share this machine's processors, unlike real ones; the results say how busy they were.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ORIGIN = "origin"
 START_TIMEOUT_S = 60.0
 MX = (sys.executable, "-m", "mx")
 COORDINATOR = (sys.executable, "-c", "from mx.cli import coordinator_main; coordinator_main()")
-#: Pulls once for each line that it reads, and holds on until the next one.
+#: Pulls once for each line that it reads, and closes the pull at the next line.
 TARGET = """
 import json, sys
 from mx import api, config
@@ -57,7 +57,7 @@ if held is not None:
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds; `origin_copies` is what the origin sent, in models."""
+    """The results of a round, in seconds; `origin_copies` is what the origin sent, in models."""
 
     finish_s: float
     median_s: float
@@ -65,11 +65,11 @@ class Round:
     first_quarter_s: float
     origin_copies: float
     retries: int
-    busy: float  # of the processors' time
+    busy: float  # part of the processors' time
 
 
 class Rig:
-    """An origin with a coordinator, and `targets` processes that pull when they are told to."""
+    """An origin with a coordinator, and `targets` processes that pull on command."""
 
     def __init__(
         self, hosts: Hosts, checkpoint: Path, targets: int, mbit_per_s: float, log: Path | None
@@ -121,7 +121,7 @@ class Rig:
         )
 
     def pull(self, targets: int) -> Round:
-        """The first `targets` pull at once."""
+        """Let the first `targets` processes pull at once, and return the results."""
         origin: Link = self._links[ORIGIN]
         before = self._hosts.sent_nbytes(origin, ORIGIN)
         used = self._targets[:targets]
@@ -173,14 +173,14 @@ class Rig:
 
 
 def _idle_s() -> float:
-    """Of all processors together, since the machine's start."""
+    """Return the idle seconds of all processors together, since the machine's start."""
     with open("/proc/stat") as stat:
         fields = stat.readline().split()
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
 def checkpoint(folder: Path, mib: int) -> Path:
-    """Layers of two chunks each."""
+    """Return a checkpoint with layers of two chunks each, made once and kept in `folder`."""
     path = folder / f"swarm-{mib}.safetensors"
     if not path.exists():
         rows = 16 * MIB // 2 // 2048
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--mbit", type=float, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--log", type=Path, help="a folder for what the processes say")
+    parser.add_argument("--log", type=Path, help="a folder for the output of the processes")
     arguments = parser.parse_args()
     reason = unavailable()
     if reason is not None:

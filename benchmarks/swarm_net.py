@@ -1,4 +1,4 @@
-"""A network in simulated time: links that transfers share, and events in their order."""
+"""Simulates a network: links that transfers share, and events in order of time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-#: What may be left of a transfer, in chunks, when it counts as done (rounding).
+#: A transfer with less than this left, in chunks, counts as done (rounding).
 _DONE = 1e-9
 
 
 class Link:
-    """One node's way out and way in, in chunks per second, full duplex."""
+    """One node's link: its rates out and in, in chunks per second, full duplex."""
 
     __slots__ = ("down", "downs", "up", "ups")
 
@@ -23,7 +23,7 @@ class Link:
 
 
 class Transfer:
-    """One chunk on its way from a sender to a receiver."""
+    """The transfer of one chunk from a sender to a receiver."""
 
     __slots__ = ("_from", "_to", "chunk", "due", "left", "rate", "receiver", "sender", "since")
 
@@ -45,7 +45,7 @@ class Transfer:
         self._share(network)
 
     def end(self, network: Network) -> None:
-        """Take it off the links, done or not."""
+        """Remove the transfer from the links, whether it is done or not."""
         if self.due != -1:
             self.due = -1
             self._from.ups.remove(self)
@@ -59,8 +59,10 @@ class Transfer:
             each.pace(network)
 
     def pace(self, network: Network) -> None:
-        """The lesser of its equal shares in the sender's way out and in the receiver's way in:
-        what one of them leaves unused nobody gets (TCP would do better)."""
+        """Set the rate: the lesser of its equal shares of the sender's and the receiver's link.
+
+        What one of them leaves unused stays unused (TCP would do better).
+        """
         rate = self._from.up / len(self._from.ups)
         share = self._to.down / len(self._to.downs)
         if share < rate:
@@ -71,13 +73,13 @@ class Transfer:
             self.since = now_s
             self.rate = rate
             due = now_s + self.left / rate
-            if due < self.due:  # a later end is found out when the earlier event comes up
+            if due < self.due:  # the earlier event finds out that the transfer ends later
                 self.due = due
                 network.at(due, self._due, network)
 
     def _due(self, network: Network) -> None:
         if self.due != network.now_s:
-            return  # it has ended, or another event stands for it
+            return  # it has ended, or has another event
         left = self.left - self.rate * (network.now_s - self.since)
         if left > _DONE:
             self.due = network.now_s + left / self.rate
@@ -88,7 +90,7 @@ class Transfer:
 
 
 class Network:
-    """Calls `landed` with each transfer that is through."""
+    """Runs the events, and calls `landed` with each completed transfer."""
 
     def __init__(self, landed: Callable[[Transfer], None]) -> None:
         self.now_s = 0.0
@@ -97,16 +99,16 @@ class Network:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
 
     def at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
-        self.events += 1  # also keeps those of one time in order
+        self.events += 1  # also keeps events of equal time in order
         heapq.heappush(self._heap, (time_s, self.events, call, args))
 
     def run(self, *, limit_s: float) -> None:
-        """Until nothing is left to happen, or `limit_s`."""
+        """Run until no event is left, or until `limit_s`."""
         heap, pop = self._heap, heapq.heappop
         while heap and self.now_s < limit_s:
             self.now_s, _, call, args = pop(heap)
             call(*args)
 
     def stop(self) -> None:
-        """Nothing more is to happen."""
+        """Drop all remaining events."""
         self._heap.clear()

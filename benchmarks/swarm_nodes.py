@@ -1,4 +1,4 @@
-"""The nodes of a simulated swarm: mx's own machines, with simulated messages between them."""
+"""Simulates the nodes of a swarm: mx's own state machines, with simulated messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Node:
     speed: float
     link: Link
     receiver: Receiver
-    gate: Slots
+    slots: Slots
     neighbours: Neighbours
     joined_s: float
     readers: set[int] = field(default_factory=set)
@@ -38,7 +38,7 @@ class Node:
 
 
 class Swarm:
-    """One run."""
+    """One run of the simulation."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -76,13 +76,13 @@ class Swarm:
         if setting.policy == "rarest":
             receiver = RarestFirst(setting.k, width=self._width(speed))
             receiver.rng = random.Random(setting.seed * 1000 + number)
-        gate = setting.n if setting.policy in ("star", "tree") else self._width(speed)
+        width = setting.n if setting.policy in ("star", "tree") else self._width(speed)
         neighbours = Neighbours(str(number), seed=setting.seed)
         if number == ORIGIN:
             neighbours = Neighbours("0", most=setting.origin_readers, picks=0)
         joined_s = self.rng.uniform(0, setting.join_s) if number > 1 else 0.0
         return Node(
-            number, speed, Link(rate, rate), receiver, Slots(width=gate), neighbours, joined_s
+            number, speed, Link(rate, rate), receiver, Slots(width=width), neighbours, joined_s
         )
 
     def _width(self, speed: float) -> int:
@@ -112,7 +112,7 @@ class Swarm:
     def _slow(self, node: Node) -> bool:
         return self.setting.slow < 1 and node.number == self.setting.n
 
-    # -- who knows whom -------------------------------------------------------------------------
+    # -- neighbours -----------------------------------------------------------------------------
 
     def _join(self, node: Node) -> None:
         number = node.number
@@ -120,27 +120,27 @@ class Swarm:
             parents = {"star": 0, "chain": number - 1, "tree": number & (number - 1)}
             self._link(node, self.nodes[parents[self.setting.policy]])
         else:
-            self._seek(node)
+            self._discover(node)
         self.network.at(self.network.now_s + TICK_S * self.rng.uniform(1, 2), self._tick, node)
 
-    def _seek(self, node: Node) -> None:
-        """The coordinator's list has come."""
+    def _discover(self, node: Node) -> None:
+        """Connect to peers from the coordinator's list."""
         if not node.alive or node.finish_s is not None:
             return
         now_s = self.network.now_s
         there = (str(n.number) for n in self.nodes[1:] if n.alive and n.joined_s <= now_s)
         self._greet(node, node.neighbours.listed(there))
-        self._seek_origin(node)
-        self.network.at(now_s + LIST_S, self._seek_more, node)
+        self._discover_origin(node)
+        self.network.at(now_s + LIST_S, self._discover_more, node)
 
-    def _seek_more(self, node: Node) -> None:
+    def _discover_more(self, node: Node) -> None:
         if len(node.neighbours.linked) < min(6, self.setting.n - 1):
-            self._seek(node)
+            self._discover(node)
         elif node.finish_s is None:
-            self._seek_origin(node)
-            self.network.at(self.network.now_s + LIST_S, self._seek_more, node)
+            self._discover_origin(node)
+            self.network.at(self.network.now_s + LIST_S, self._discover_more, node)
 
-    def _seek_origin(self, node: Node) -> None:
+    def _discover_origin(self, node: Node) -> None:
         if ORIGIN not in node.receiver.peers:
             at_s = self.network.now_s + self._latency
             self.network.at(at_s, self._greeted, self.nodes[ORIGIN], node)
@@ -159,12 +159,12 @@ class Swarm:
         self.network.at(self.network.now_s + self._latency, self._answered, by, node, welcome)
 
     def _part(self, node: Node, other: Node) -> None:
-        """The one has closed its streams to the other."""
+        """End all transfers between two nodes, one of which closed its streams to the other."""
         for here, there in ((node, other), (other, node)):
             for key in [key for key in here.flights if key[0] == there.number]:
                 here.flights.pop(key).end(self.network)
             at_s = self.network.now_s + self._latency
-            self.network.at(at_s, self._mourn, here, there.number)
+            self.network.at(at_s, self._lost, here, there.number)
 
     def _answered(self, by: Node, node: Node, welcome: bool) -> None:
         if node.number != ORIGIN:
@@ -173,7 +173,7 @@ class Swarm:
             self._link(by, node)
 
     def _link(self, node: Node, other: Node) -> None:
-        """Two become neighbours; either may be the origin's."""
+        """Make two nodes neighbours; one may be the origin."""
         now_s = self.network.now_s
         if other.number in node.receiver.peers:
             return
@@ -203,15 +203,15 @@ class Swarm:
                     other.flights.pop((transfer.receiver, transfer.chunk), None)
         for number in node.readers:
             at_s = self.network.now_s + self.setting.detect_s
-            self.network.at(at_s, self._mourn, self.nodes[number], node.number)
+            self.network.at(at_s, self._lost, self.nodes[number], node.number)
 
-    def _mourn(self, node: Node, dead: int) -> None:
+    def _lost(self, node: Node, dead: int) -> None:
         if not node.alive:
             return
         now_s = self.network.now_s
         node.readers.discard(dead)
         self._greet(node, node.neighbours.gone(str(dead)))
-        self._answers(node, node.gate.gone(dead))
+        self._answers(node, node.slots.gone(dead))
         if node.number != ORIGIN:
             self._do(node, node.receiver.gone(dead, now_s))
         elif self.seeder is not None:
@@ -229,7 +229,7 @@ class Swarm:
         at, now_s, latency_s = self.network.at, self.network.now_s, self.setting.latency_s
         for each in commands:
             if type(each) is Request:
-                # There and back in one event: an answer takes as long as the first byte.
+                # Request and answer in one event: an answer takes as long as the first byte.
                 at(now_s + 2 * latency_s, self._requested, node, self.nodes[each.peer], each.chunk)
             elif type(each) is Cancel:
                 peer = self.nodes[each.peer]
@@ -239,23 +239,23 @@ class Swarm:
             elif type(each) is ReadFreely:
                 at(now_s + 2 * latency_s, self._taken, node, self.nodes[each.peer], each.chunk)
             elif type(each) is Interested:
-                at(now_s + latency_s, self._wanting, node.number, self.nodes[each.peer])
+                at(now_s + latency_s, self._interested, node.number, self.nodes[each.peer])
             else:
-                at(now_s + latency_s, self._passed, node.number, self.nodes[each.peer])
+                at(now_s + latency_s, self._not_interested, node.number, self.nodes[each.peer])
 
     def _requested(self, node: Node, source: Node, chunk: int) -> None:
         if not node.alive or not source.alive:
             return
         if source.number not in node.receiver.requested(chunk):
-            return  # given up on the way
+            return  # the reader has given it up meanwhile
         self._requests += 1
         number = node.number
         answer = Answer.REJECT
         if source.number != ORIGIN or self.seeder is None:
-            answer = source.gate.request(number, chunk)
+            answer = source.slots.request(number, chunk)
         elif self.seeder.may_request(number, chunk):
             suggested = self.seeder.suggested(number, chunk)
-            answer = source.gate.request(number, chunk, suggested=suggested)
+            answer = source.slots.request(number, chunk, suggested=suggested)
         if answer is Answer.ALLOW:
             self._begin(source, node, chunk)
         elif answer is Answer.REJECT:
@@ -267,7 +267,7 @@ class Swarm:
 
     def _begin(self, source: Node, node: Node, chunk: int) -> None:
         if (node.number, chunk) in source.flights:
-            return  # it is read already, without having been asked for
+            return  # it is read already, without a request
         transfer = Transfer(source.number, node.number, chunk, source.link, node.link)
         source.flights[node.number, chunk] = transfer
         transfer.begin(self.network)
@@ -277,7 +277,7 @@ class Swarm:
         source, node = self.nodes[transfer.sender], self.nodes[transfer.receiver]
         del source.flights[transfer.receiver, transfer.chunk]
         self.sent[transfer.sender] += 1
-        # It is told before the next ask, and arrives before it.
+        # `finished` is sent before the next request, and arrives before it.
         at_s = now_s + 2 * self.setting.latency_s
         self.network.at(at_s, self._done, source, transfer.receiver, transfer.chunk)
         receiver = node.receiver
@@ -300,22 +300,22 @@ class Swarm:
         if source.alive:
             if source.number == ORIGIN and self.seeder is not None:
                 self._suggest(self.seeder.done(reader, chunk, self.network.now_s))
-            self._answers(source, source.gate.done(reader, chunk))
+            self._answers(source, source.slots.done(reader, chunk))
 
     def _cancelled(self, reader: int, source: Node, chunk: int) -> None:
         transfer = source.flights.pop((reader, chunk), None)
         if transfer is not None:
             transfer.end(self.network)
-        self._answers(source, source.gate.done(reader, chunk))
+        self._answers(source, source.slots.done(reader, chunk))
         if source.number == ORIGIN and self.seeder is not None:
             self._suggest(self.seeder.failed(reader, chunk, self.network.now_s))
 
-    def _wanting(self, reader: int, source: Node) -> None:
+    def _interested(self, reader: int, source: Node) -> None:
         later = source.number == ORIGIN and self.seeder is not None and not self.seeder.all_out
-        self._answers(source, source.gate.interested(reader, later=later))
+        self._answers(source, source.slots.interested(reader, later=later))
 
-    def _passed(self, reader: int, source: Node) -> None:
-        self._answers(source, source.gate.not_interested(reader))
+    def _not_interested(self, reader: int, source: Node) -> None:
+        self._answers(source, source.slots.not_interested(reader))
 
     def _answers(self, source: Node, answers: Iterable[Allow | Unchoke | Reject]) -> None:
         for each in answers:
@@ -327,21 +327,21 @@ class Swarm:
                 at_s = self.network.now_s + self._latency
                 self.network.at(at_s, self._refused, node, source, each.chunk)
             else:
-                self.network.at(self.network.now_s + self._latency, self._room, node, source)
+                self.network.at(self.network.now_s + self._latency, self._unchoked, node, source)
 
     def _refused(self, node: Node, source: Node, chunk: int) -> None:
         self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
 
-    def _room(self, node: Node, source: Node) -> None:
+    def _unchoked(self, node: Node, source: Node) -> None:
         self._do(node, node.receiver.unchoked(source.number, self.network.now_s))
 
     def _announce(self, node: Node) -> None:
         at_s = self.network.now_s + self.setting.latency_s
         self.network.at(at_s, self._hear, node, node.receiver.announcements())
 
-    def _hear(self, node: Node, unchoked: list[tuple[int, int]]) -> None:
+    def _hear(self, node: Node, announced: list[tuple[int, int]]) -> None:
         now_s, nodes = self.network.now_s, self.nodes
-        for number, chunks in unchoked:
+        for number, chunks in announced:
             if number == ORIGIN:
                 if self.seeder is not None:
                     self.seeder.announced(node.number, chunks)
@@ -351,12 +351,12 @@ class Swarm:
             if commands:
                 self._do(other, commands)
 
-    # -- the origin's offers --------------------------------------------------------------------
+    # -- the origin's suggestions ---------------------------------------------------------------
 
     def _suggest(self, suggestions: Iterable[Suggest]) -> None:
         at_s = self.network.now_s + self.setting.latency_s
         for each in suggestions:
-            self.network.at(at_s, self._offered, self.nodes[each.reader], each.chunk)
+            self.network.at(at_s, self._suggested, self.nodes[each.reader], each.chunk)
         if self.seeder is not None and self.seeder.all_out and not self._opened:
             self._opened = True
             for number in self.nodes[ORIGIN].readers:
@@ -365,7 +365,7 @@ class Swarm:
     def _open_to(self, node: Node) -> None:
         self._do(node, node.receiver.announced(ORIGIN, self._all, self.network.now_s))
 
-    def _offered(self, node: Node, chunk: int) -> None:
+    def _suggested(self, node: Node, chunk: int) -> None:
         self._do(node, node.receiver.suggested(ORIGIN, chunk, self.network.now_s))
 
     def _declined(self, reader: int, chunk: int) -> None:
@@ -375,13 +375,13 @@ class Swarm:
     def _tick(self, node: Node) -> None:
         if not node.alive or node.finish_s is not None:
             return
-        self._answers(node, node.gate.tick(self.network.now_s))
+        self._answers(node, node.slots.tick(self.network.now_s))
         self._do(node, node.receiver.tick(self.network.now_s))
         self.network.at(self.network.now_s + TICK_S, self._tick, node)
 
     def _tick_origin(self) -> None:
         if self.seeder is not None and self._unfinished:
             origin = self.nodes[ORIGIN]
-            self._answers(origin, origin.gate.tick(self.network.now_s))
+            self._answers(origin, origin.slots.tick(self.network.now_s))
             self._suggest(self.seeder.tick(self.network.now_s))
             self.network.at(self.network.now_s + TICK_S, self._tick_origin)

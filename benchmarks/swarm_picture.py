@@ -1,4 +1,4 @@
-"""The simulated swarm as a picture: plain SVG, without a library."""
+"""Draws the simulated swarm as plain SVG, without a library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .swarm_setting import Row, Setting
 
-#: Of a medium lightness: they can be told from white and from black.
+#: Colours of medium lightness, visible on white and on black.
 COLORS = {
     "star": "#d1495b",
     "tree": "#b07d00",
@@ -27,14 +27,14 @@ NAMES = {
 }
 INK = "#7d8590"
 WIDTH, HEIGHT = 960, 430
-LABEL_PX = 15  # at least between two labels
-#: Out of the way of the bold line.
+LABEL_PX = 15  # the least distance between two labels
+#: Shifts of labels away from the bold line.
 SHIFT_PX = {"chain": -9, "rarest": 10}
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of logarithmic axes."""
+    """A diagram with two logarithmic axes."""
 
     title: str
     left: float
@@ -87,7 +87,7 @@ class Panel:
 
 
 def picture(rows: Sequence[Row]) -> str:
-    """Of those rows that differ in receivers and policy only."""
+    """Return a picture of the rows that differ only in receivers and policy."""
     usual = Setting()
     drawn = [
         row

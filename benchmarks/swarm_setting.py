@@ -1,4 +1,4 @@
-"""What is simulated, and what comes out."""
+"""The settings and the results of the simulation."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from mx.core.holdings import members
 from mx.core.swarm.commands import Command
 from mx.core.swarm.receiver import WIDTH, Receiver
 
-#: Who asks whom for what. star: all the origin; chain: each the one before; tree: a binomial tree;
-#: naive: a swarm without offers, in order; rarest: the same, the rarest chunk first, as BitTorrent.
+#: From whom each receiver requests chunks. star: all from the origin; chain: each from the one
+#: before; tree: a binomial tree; naive: a swarm without suggestions, in order; rarest: the same,
+#: with the rarest chunk first, as in BitTorrent.
 POLICIES = ("ours", "star", "chain", "tree", "naive", "rarest")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Speeds are multiples of the link's; times in seconds."""
+    """A setting. Speeds are multiples of the link's; times are in seconds."""
 
     n: int = 31  # receivers
     k: int = 128  # chunks
     policy: str = "ours"
     seed: int = 0
-    gbit_per_s: float = 1.0  # of each link, each way
+    gbit_per_s: float = 1.0  # of each link, in each direction
     chunk_nbytes: int = 16 << 20
     latency_s: float = 0.0005  # of a message, one way
-    width: int = WIDTH  # asks of a receiver, and reads that a source serves at a time
+    width: int = WIDTH  # requests of a receiver, and slots of a source
     origin_readers: int = 16
     origin_speed: float = 1.0
     join_s: float = 0.0  # all have joined by then
-    deaths: float = 0.0  # this part of the nodes dies, at least one if it is not 0; never all
-    detect_s: float = 0.1  # until the neighbours of a dead node know
+    deaths: float = 0.0  # the part of the nodes that dies; at least one if it is not 0; never all
+    detect_s: float = 0.1  # until neighbours know of a death
     slow: float = 1.0  # speed of the last node
-    uneven: float = 1.0  # links differ from the usual one by up to this factor, either way
+    uneven: float = 1.0  # links differ from the usual one by up to this factor, up or down
 
     @property
     def chunks_per_s(self) -> float:
@@ -43,12 +44,12 @@ class Setting:
 
     @property
     def ideal_s(self) -> float:
-        """S/B: how long one link takes for the model."""
+        """S/B: the model's time over one link."""
         return self.k / self.chunks_per_s
 
 
-def unchoked(setting: Setting) -> str:
-    """The setting in short: N and K, and whatever is unusual but the seed."""
+def label(setting: Setting) -> str:
+    """Describe the setting briefly: N, K, and every unusual value except the seed."""
     usual = asdict(Setting(policy=setting.policy, seed=setting.seed))
     odd = {name: value for name, value in asdict(setting).items() if value != usual[name]}
     names = {"n": setting.n, "k": setting.k} | odd
@@ -57,21 +58,24 @@ def unchoked(setting: Setting) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Times are over S/B (B: the node's own link or the origin's, whichever is slower), each
-    counted from when the node joined. A slowed node counts for none of them."""
+    """The results of a run.
 
-    finish: float  # the last one's, of those that live
+    Times are multiples of S/B (B: the slower of the node's link and the origin's), counted from
+    when the node joined. A slowed node counts for none of them.
+    """
+
+    finish: float  # of the last living receiver
     finish_mean: float
     quarter: float  # mean time to hold the first quarter of all chunks
-    origin_sent: float  # times the model
+    origin_sent: float  # in models
     requests_per_chunk: float
     hedges: float
-    neighbours: float  # that a node had at most, besides the origin
+    neighbours: float  # the most of any node, without the origin
     events: float
 
 
 def median(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of each figure by itself."""
+    """Return the median of each figure by itself."""
     values = {
         field.name: statistics.median(getattr(each, field.name) for each in outcomes)
         for field in fields(Outcome)
@@ -86,7 +90,7 @@ class Row:
     setting: Setting
     seeds: int
     outcome: Outcome
-    worst: float  # the longest finish of any seed
+    worst: float  # the longest finish of all seeds
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,7 +120,7 @@ class SimulatedReceiver(Receiver):
 
 
 class RarestFirst(SimulatedReceiver):
-    """Asks for the chunk that the fewest neighbours hold, any of those."""
+    """A receiver that requests a random one of the chunks that the fewest neighbours hold."""
 
     rng: random.Random
 

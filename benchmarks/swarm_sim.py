@@ -1,13 +1,13 @@
-"""How long N pulls from one origin take, simulated with mx's own swarm machines.
+"""Simulates how long N pulls from one origin take, with mx's own swarm machines.
 
     python -m benchmarks.swarm_sim [--n 31 ...] [--k 128 ...] [--policy ours ...] [--seeds 10]
     python -m benchmarks.swarm_sim --all [--jobs 2] [--json FILE] [--svg FILE]
     python -m benchmarks.swarm_sim --read FILE --svg FILE
 
-Times are over S/B, what one link takes for the model: `finish` is the last receiver's, `quarter`
-the mean time until a receiver holds the first quarter of all chunks, in order. Each row has the
-medians over the seeds. Links are shared equally, full duplex; messages take `--latency`, and what
-a receiver holds its neighbours know no sooner than its announcement arrives.
+Times are multiples of S/B, the model's time over one link: `finish` is that of the last receiver,
+`quarter` the mean time until a receiver holds the first quarter of all chunks, in order. Each row
+has the medians over the seeds. Links are shared equally, full duplex. Messages take `--latency`;
+neighbours know what a receiver holds only when its announcement arrives.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 
 from .swarm_nodes import Swarm
 from .swarm_picture import picture
-from .swarm_setting import POLICIES, Row, Setting, median, unchoked
+from .swarm_setting import POLICIES, Row, Setting, label, median
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What the project asks for."""
+    """A bar that the project sets."""
 
     setting: Setting
     finish: float
@@ -54,7 +54,7 @@ BARS = (
 
 
 def experiments() -> dict[str, list[tuple[Setting, int]]]:
-    """What docs/swarm.md shows: title -> (setting, seeds)."""
+    """Return the experiments of docs/swarm.md: title -> (setting, seeds)."""
     small = [1, 2, 3, 5, 7, 15, 31]
     policies = [(replace(USUAL, n=n, policy=p), 10) for p in POLICIES for n in small]
     sizes = [(replace(USUAL, n=n), 1 if n > 300 else 3) for n in (63, 127, 255, 511, 1000)]
@@ -92,7 +92,7 @@ def experiments() -> dict[str, list[tuple[Setting, int]]]:
 
 
 def measure(task: tuple[Setting, int]) -> Row:
-    """Run one setting with seeds 0, 1, ..."""
+    """Run one setting with seeds 0, 1, ... and return its row."""
     setting, seeds = task
     outcomes = [Swarm(replace(setting, seed=seed)).run() for seed in range(seeds)]
     return Row(setting, seeds, median(outcomes), max(each.finish for each in outcomes))
@@ -101,7 +101,7 @@ def measure(task: tuple[Setting, int]) -> Row:
 def show(row: Row) -> str:
     out = row.outcome
     text = (
-        f"{row.setting.policy:7} {unchoked(row.setting):44} {row.seeds:3} {out.finish:7.3f} "
+        f"{row.setting.policy:7} {label(row.setting):44} {row.seeds:3} {out.finish:7.3f} "
         f"{row.worst:7.3f} {out.finish_mean:7.3f} {out.quarter:7.3f} {out.origin_sent:7.2f} "
         f"{out.requests_per_chunk:5.1f} {out.neighbours:4.0f}"
     )
@@ -113,12 +113,12 @@ def show(row: Row) -> str:
 
 HEAD = (
     f"{'policy':7} {'setting':44} {'of':>3} {'finish':>7} {'worst':>7} {'mean':>7} {'quarter':>7} "
-    f"{'origin':>7} {'asks':>5} {'nbrs':>4}"
+    f"{'origin':>7} {'reqs':>5} {'nbrs':>4}"
 )
 
 
 def run(tasks: Iterable[tuple[Setting, int]], jobs: int) -> list[Row]:
-    """Measure, and print each row as soon as it and those before it are done."""
+    """Run settings and print their rows in order, each as soon as possible."""
     rows: list[Row] = []
     if jobs < 2:
         for row in map(measure, tasks):
@@ -172,9 +172,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--policy", choices=POLICIES, nargs="+", default=["ours"])
     add("--seeds", type=_positive(int), default=10)
     add("--jobs", type=_positive(int), default=1, help="processes")
-    add("--all", action="store_true", help="all that docs/swarm.md shows: a quarter of an hour")
-    add("--json", type=Path, metavar="FILE", help="write the rows there")
-    add("--read", type=Path, metavar="FILE", help="rows written earlier, instead of a run")
+    add(
+        "--all",
+        action="store_true",
+        help="all experiments of docs/swarm.md; takes a quarter of an hour",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    add("--read", type=Path, metavar="FILE", help="read rows written earlier, instead of a run")
     add("--svg", type=Path, metavar="FILE", help="draw the rows")
     add("--gbit", dest="gbit_per_s", type=_positive(float), default=USUAL.gbit_per_s)
     add("--chunk-nbytes", type=_positive(int), default=USUAL.chunk_nbytes)
@@ -183,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         "--width",
         type=_positive(int),
         default=USUAL.width,
-        help="asks of a receiver, reads at a source",
+        help="requests of a receiver, slots of a source",
     )
     add("--origin-readers", type=_positive(int), default=USUAL.origin_readers)
     add("--origin-speed", type=_positive(float), default=USUAL.origin_speed, help="x the link's")

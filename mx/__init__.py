@@ -8,7 +8,7 @@
             ...
         tensors = pull.state_dict()
 
-What these names need is imported when they are first used, so that `import mx` costs nothing.
+Each of these names imports its module on first use, so that `import mx` costs nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HOMES = {
     "topology": "mx.api",
 }
 
-#: Modules that `import mx` alone gives, too.
+#: Modules that are attributes of `mx`, too.
 _MODULES = ("config", "errors")
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`python -m mx` is `mx`."""
+"""Makes `python -m mx` run the command `mx`."""
 
 from mx.cli import main
 

@@ -1,7 +1,7 @@
-"""mx.core.types <-> protobuf. What comes in is checked here, once, and believed afterwards.
+"""mx.core.types <-> protobuf. Incoming messages are checked here, once, and trusted afterwards.
 
-`*_from_wire` raise PeerProtocolError, which a server turns into INVALID_ARGUMENT, for anything that
-a well-behaved peer would not send; `*_to_wire` trust their argument.
+Every `*_from_wire` raises PeerProtocolError for a message that a well-behaved peer would not send;
+a server answers it with INVALID_ARGUMENT. Every `*_to_wire` trusts its argument.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ SECRET_BYTES = (16, 64)
 MAX_DOCUMENT_BYTES = 256 * MIB
 #: A source has one region, or one for each allocation of a live engine.
 MAX_REGIONS = 64
-#: No memory is larger: what a source's regions have together, and what a pull moves.
+#: The largest total of a source's regions, and of the bytes that a pull moves.
 MAX_TOTAL_BYTES = MAX_ARENA_BYTES
 #: No layout has more layers than tensors.
 MAX_LAYERS = MAX_TENSORS
-#: Beyond it a rate (GB/s) or a time (s) was not measured.
+#: The largest rate (GB/s) or time (s); a larger one was not measured.
 MAX_QUANTITY = 1e9
-#: A source of as many layers as a name may give, every other one of them held.
+#: Enough for a source with the most named layers that holds every other one.
 MAX_RANGES = 2048
 MAX_ROWS = 2_000_000
-# Eight GPUs with all their peers and eight interfaces take 11,300; a place as it is registered,
-# with one GPU at most, 2,500 to 3,700.
+# Eight GPUs with all their peers and eight interfaces take 11,300 characters; a registered place,
+# with at most one GPU, takes 2,500 to 3,700.
 _MAX_PLACE_CHARS = 16_384
 _MAX_TRANSPORTS = 16
 _U64 = 1 << 64
@@ -66,21 +66,25 @@ def _refuse(text: str) -> PeerProtocolError:
     return PeerProtocolError(text)
 
 
-def _why_no_name(what: str, text: str) -> str | None:
+def _why_not_a_name(what: str, text: str) -> str | None:
     if not 1 <= len(text) <= NAME_CHARS:
         return f"a {what} has 1 to {NAME_CHARS} characters, not {len(text)}"
     if "@" in text or not text.isprintable() or text != text.strip():
         return f"{what} {text!a}: '@', control characters and outer spaces are not allowed"
-    # What `mx.core.reference` reads as the end of it.
+    # `mx.core.reference` reads these characters as the end of the name.
     if set(text) & set(_NOT_IN[what]):
         return f"{what} {text!a}: {' and '.join(map(repr, _NOT_IN[what]))} are not allowed"
     return None
 
 
 def check_model_key(key: ModelKey) -> None:
-    """Raises ConfigError for a name, revision or variant that no coordinator would accept."""
+    """Check a key that the user gave.
+
+    Raises:
+        ConfigError: No coordinator would accept the name, the revision or the variant.
+    """
     for what, text in _key_texts(key):
-        why = _why_no_name(what, text)
+        why = _why_not_a_name(what, text)
         if why is not None:
             raise ConfigError(why)
 
@@ -94,33 +98,36 @@ def _key_texts(key: ModelKey) -> tuple[tuple[str, str], ...]:
 
 
 def key_to_wire(key: ModelKey) -> pb.ModelKey:
+    """Return the message of a key."""
     return pb.ModelKey(name=key.name, revision=key.revision, variant=key.variant)
 
 
 def key_from_wire(message: pb.ModelKey) -> ModelKey:
-    """ "" stands for the default revision and variant; the name must be there."""
+    """Return a key. "" stands for the default revision and variant, but not for a name."""
     key = ModelKey(message.name, message.revision or "main", message.variant or "checkpoint")
     for what, text in _key_texts(key):
-        why = _why_no_name(what, text)
+        why = _why_not_a_name(what, text)
         if why is not None:
             raise _refuse(why)
     return key
 
 
 def digest_from_wire(data: bytes, what: str) -> bytes:
-    """A 32-byte blake3 digest."""
+    """Return a 32-byte blake3 digest; `what` names it in errors."""
     if len(data) != 32:
         raise _refuse(f"{what}: a digest has 32 bytes, not {len(data)}")
     return data
 
 
 def source_id_from_wire(text: str) -> str:
+    """Return a source id, which is a UUID in lower case."""
     if not _UUID.fullmatch(text):
-        raise _refuse("source_id: a UUID in lower case is wanted")
+        raise _refuse("source_id must be a UUID in lower case")
     return text
 
 
 def secret_from_wire(data: bytes) -> bytes:
+    """Return a binding secret of valid length."""
     low, high = SECRET_BYTES
     if not low <= len(data) <= high:
         raise _refuse(f"binding_secret: {low} to {high} bytes, not {len(data)}")
@@ -128,6 +135,7 @@ def secret_from_wire(data: bytes) -> bytes:
 
 
 def ref_to_wire(ref: ManifestRef) -> pb.ManifestRef:
+    """Return the message of a manifest's digests and sizes."""
     parts = [
         pb.DocumentRef(digest=digest, nbytes=nbytes)
         for digest, nbytes in zip(ref.digests, ref.sizes, strict=True)
@@ -136,6 +144,7 @@ def ref_to_wire(ref: ManifestRef) -> pb.ManifestRef:
 
 
 def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
+    """Return a manifest's digests and sizes."""
     parts = (message.identity, message.layout, message.chunking, message.packaging)
     names = ("identity", "layout", "chunking", "packaging")
     for name, part in zip(names, parts, strict=True):
@@ -147,13 +156,15 @@ def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
 
 
 def ranges_to_wire(ranges: Iterable[tuple[int, int]]) -> list[pb.Range]:
+    """Return the messages of half-open ranges."""
     return [pb.Range(begin=begin, end=end) for begin, end in ranges]
 
 
 def ranges_from_wire(
     message: Sequence[pb.Range], what: str = "held"
 ) -> tuple[tuple[int, int], ...]:
-    """Half-open, not empty, ascending, disjoint, and of layers that a layout may have."""
+    """Return half-open ranges of layers: not empty, ascending, disjoint, and within the bounds of
+    a layout. `what` names them in errors."""
     if len(message) > MAX_RANGES:
         raise _refuse(f"{what}: more than {MAX_RANGES} ranges")
     ranges = tuple((item.begin, item.end) for item in message)
@@ -163,19 +174,22 @@ def ranges_from_wire(
             raise _refuse(f"{what}: [{begin}, {end}) is empty, out of order or overlaps")
         last_end = end
     if last_end > MAX_LAYERS:
-        raise _refuse(f"{what}: layer {last_end - 1} is more than any layout has")
+        raise _refuse(f"{what}: layer {last_end - 1} is beyond the limit of {MAX_LAYERS} layers")
     return ranges
 
 
 def rate_from_wire(value: float, what: str) -> float:
-    """A rate or time, which is finite and may be added to others."""
-    if not 0 <= value <= MAX_QUANTITY:  # NaN is not either
-        raise _refuse(f"{what}: {value:g} is no rate or time")
+    """Return a rate or time: finite, not negative, and small enough to add up."""
+    if not 0 <= value <= MAX_QUANTITY:  # refuses NaN too
+        raise _refuse(f"{what}: {value:g} is not a valid rate or time")
     return value
 
 
 def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.AddressTable:
-    """Without the rows, which travel in pages; `row_count` says how many where `table` has none."""
+    """Return the message of a table without its rows, which travel in pages.
+
+    `row_count` is the number of rows if `table` does not carry them.
+    """
     regions = []
     for region in table.regions:
         message = pb.Region(
@@ -204,12 +218,12 @@ def _region_from_wire(index: int, message: pb.Region) -> Region:
     if message.HasField("layers"):
         layers = (message.layers.begin, message.layers.end)
         if not layers[0] < layers[1] <= MAX_LAYERS:
-            raise _refuse(f"{where}: layers [{layers[0]}, {layers[1]}) are empty or none")
+            raise _refuse(f"{where}: layers [{layers[0]}, {layers[1]}) are not a valid range")
     return Region(index, message.device, message.base, message.nbytes, layers)
 
 
 def table_from_wire(message: pb.AddressTable) -> AddressTable:
-    """The table without its rows, which `RowsDecoder` checks against it."""
+    """Return a table without its rows, which `RowsDecoder` checks against it."""
     if len(message.regions) > MAX_REGIONS:
         raise _refuse(f"more than {MAX_REGIONS} regions")
     if message.rows > MAX_ROWS:
@@ -229,7 +243,7 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
         held=ranges_from_wire(message.held),
     )
     if message.rows and all(region.layers for region in regions):
-        raise _refuse("rows are announced, but no region wants any")
+        raise _refuse("rows are announced, but every region has layers of its own")
     check_held(table, table.held, rows=message.rows)
     return table
 
@@ -237,16 +251,23 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
 def check_held(
     table: AddressTable, held: Sequence[tuple[int, int]], *, rows: int | None = None
 ) -> None:
-    """Held layers must lie in regions; where rows say where, they are not checked here.
+    """Check that held layers lie in regions.
 
-    `rows` is their number, by default that of the table.
+    Args:
+        table: The table.
+        held: The half-open ranges of layers, ascending.
+        rows: The number of the table's rows, by default those that it carries. A table with rows
+            is not checked here, since its rows say where layers are.
+
+    Raises:
+        PeerProtocolError: A held layer is in no region.
     """
     if rows if rows is not None else len(table.rows):
         return
     spans = iter(sorted(region.layers for region in table.regions if region.layers))
     low = high = 0
     for begin, end in held:
-        # Both are ascending: each span is looked at once. Spans that touch are one.
+        # Both are ascending, so each span is read once. Adjacent spans count as one.
         while end > high and (span := next(spans, None)) is not None:
             low = low if span[0] == high else span[0]
             high = span[1]
@@ -261,7 +282,14 @@ def source_to_wire(
     binding_secret: bytes = b"",
     replaces_revision: bool = False,
 ) -> cpb.Source:
-    """Without table rows. Only a registration carries `binding_secret`."""
+    """Return the message of a record without its table's rows.
+
+    Args:
+        record: The source.
+        row_count: The number of rows if the record's table does not carry them.
+        binding_secret: For registrations only.
+        replaces_revision: For registrations only.
+    """
     return cpb.Source(
         model=key_to_wire(record.model),
         manifest=ref_to_wire(record.ref),
@@ -279,10 +307,12 @@ def source_to_wire(
 
 
 def state_to_wire(state: SourceState) -> cpb.SourceState:
+    """Return the message's value for a state."""
     return _STATES[state]
 
 
 def state_from_wire(value: int) -> SourceState:
+    """Return the state that a value stands for."""
     for state, number in _STATES.items():
         if number == value:
             return state
@@ -306,9 +336,9 @@ def _endpoint_from_wire(text: str) -> str:
     return text
 
 
-@functools.lru_cache(maxsize=64)  # pulls hear of the same places again and again
+@functools.lru_cache(maxsize=64)  # the same few places arrive again and again
 def place_from_wire(text: str) -> Place:
-    """A reader's or source's whereabouts from their JSON."""
+    """Return the place that JSON describes."""
     if len(text) > _MAX_PLACE_CHARS:
         raise _refuse(f"place: more than {_MAX_PLACE_CHARS} characters")
     try:
@@ -318,16 +348,17 @@ def place_from_wire(text: str) -> Place:
 
 
 def transports_from_wire(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of transports, each once."""
     if len(names) > _MAX_TRANSPORTS or len(set(names)) != len(names):
         raise _refuse(f"transports: at most {_MAX_TRANSPORTS}, each once")
     for name in names:
         if not _TRANSPORT.fullmatch(name):
-            raise _refuse(f"transports: {name[:40]!a} is no name of one")
+            raise _refuse(f"transports: {name[:40]!a} is not a valid name")
     return tuple(names)
 
 
 def source_from_wire(message: cpb.Source) -> SourceRecord:
-    """A record whose table has no rows yet. Secrets are not looked at."""
+    """Return a record whose table has no rows yet. The secret is not read."""
     ref = ref_from_wire(message.manifest)
     table = table_from_wire(message.table)
     if table.layout_digest != ref.layout:

@@ -1,7 +1,7 @@
-"""Settings: flag, then environment, then file, then default; each value knows where it is from.
+"""Settings: flag, then environment, then file, then default; the origin of each value is kept.
 
-This is the only module that reads the environment. Its variables are the settings' names in
-capitals behind `MX_PEER_`; the file is TOML with the same names at the top level.
+This is the only module that reads the environment. Its variables are `MX_PEER_` and the setting's
+name in capitals; the file is TOML with the same names at the top level.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _state(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every setting, validated. `origins` says for each name where its value came from."""
+    """All settings, validated. `origins` maps names to where their values came from."""
 
     coordinator: str = _setting(
         "127.0.0.1:7600", "where the coordinator is (HOST:PORT)", values.address
@@ -121,7 +121,7 @@ class Settings:
     )
     advertise: str = _setting(
         "",
-        "what serve and pull register in place of the address they listen on",
+        "the address that serve and pull register in place of the one they listen on",
         values.address_or_none,
     )
     data_ports: str = _setting(
@@ -157,16 +157,21 @@ class Settings:
         0.0, "how long a pull waits for a source when there is none", _seconds(0, 7 * 86400)
     )
     max_readers: int = _setting(
-        0, "how many may read from a source at a time (0: any number)", _count(0, 100_000)
+        0, "how many pulls may read from a source at a time (0: any number)", _count(0, 100_000)
     )
     max_bandwidth: int = _setting(
-        0, "what a source gives at most, in bytes per second over all readers (0: no limit)", _rate
+        0, "bytes per second that a source sends at most, over all readers (0: no limit)", _rate
     )
     drain_grace_s: float = _setting(
         10.0, "how long running reads may take to finish when a source stops", _seconds(0, 3600)
     )
     chunk_bytes: int = _setting(
         16 * MIB, "size of a chunk, the unit of verification and retry", _chunk_size
+    )
+    coordinated_reading: str = _setting(
+        "auto",
+        "when pulls of one model share out who reads what: auto (over networks) or always",
+        values.choice("auto", "always"),
     )
     streams: int = _setting(2, "TCP connections for weights, per pull", _count(1, 64))
     log_level: str = _setting(
@@ -179,21 +184,21 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def origin(self, name: str) -> str:
-        """Where `name`'s value came from: "default", or the flag, variable or file and line."""
+        """Return the origin of a value: "default", or the flag, the variable, or file and line."""
         return self.origins.get(name, DEFAULT_ORIGIN)
 
     def is_set(self, name: str) -> bool:
-        """Did somebody choose `name`'s value?"""
+        """Return True if the value is not the default one."""
         return name in self.origins
 
 
 def setting_names() -> list[str]:
-    """The settings' names, in the order in which they are shown."""
+    """Return the settings' names in the order of display."""
     return [item.name for item in fields(Settings) if item.name != "origins"]
 
 
 def describe(name: str) -> str:
-    """One line on what a setting means."""
+    """Return one line on what a setting means."""
     return str(_metadata(name)["help"])
 
 
@@ -202,7 +207,7 @@ def _metadata(name: str) -> Mapping[str, Any]:
 
 
 def format_value(value: object) -> str:
-    """A setting's value as people write it; sizes are left as numbers of bytes."""
+    """Return a setting's value as users write it; sizes stay numbers of bytes."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -211,29 +216,35 @@ def format_value(value: object) -> str:
 
 
 def default_file(environ: Mapping[str, str]) -> Path:
-    """Where the configuration file is looked for if none is named."""
+    """Return the configuration file that is read if none is named."""
     base = environ.get("XDG_CONFIG_HOME", "")
-    # The XDG specification: a relative path is as good as none.
+    # The XDG specification says to ignore a relative path.
     home = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/"), ".config")
     return home / "mx" / "config.toml"
 
 
 def inherited(*prefixes: str) -> dict[str, str]:
-    """This process's variables whose names begin so: what those who run the machine have set for
-    a library that mx uses, to be passed on to a child that uses it."""
+    """Return the environment variables whose names begin with one of the prefixes.
+
+    They are the user's settings of a library, for a child process that uses it.
+    """
     return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
 
 
 def quieten_grpc() -> None:
-    """Keep gRPC's own lines off standard error, unless somebody has set how much it says. Before
-    grpc is imported."""
+    """Keep gRPC's own log off standard error, unless the user has set its level.
+
+    Call this before grpc is imported.
+    """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 @contextlib.contextmanager
 def library_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """While a library is loaded that reads its settings from the environment and nowhere else:
-    set those variables that nobody has set, and take them out again."""
+    """Set variables that are not set yet, and remove them at the end of the block.
+
+    For loading a library that reads its settings from the environment alone.
+    """
     with _environment_lock:
         added = {name: text for name, text in values.items() if name not in os.environ}
         os.environ.update(added)
@@ -251,11 +262,18 @@ def load(
     environ: Mapping[str, str] | None = None,
     flag_names: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Read all settings. `flags` maps names to what the command line gave, None for not given;
-    `flag_names` to how it is typed there; without it they are named as arguments.
+    """Read all settings.
 
-    `file` (else `MX_PEER_CONFIG`) must exist; the default one need not. Raises ConfigError that
-    names the flag, the variable, or the file and line, and says what would be right.
+    Args:
+        flags: The values given on the command line or as arguments, by name; None if not given.
+        file: The configuration file, by default `MX_PEER_CONFIG`, else `default_file`. A named file
+            must exist; the default one need not.
+        environ: The environment, by default this process's.
+        flag_names: The spelling of each flag, for errors; by default flags are named as arguments.
+
+    Raises:
+        ConfigError: A value is not valid. The message names the flag, the variable, or the file
+            and line, and says what would be right.
     """
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
@@ -284,8 +302,11 @@ def load(
 
 
 def given(settings: Settings, **arguments: object) -> Settings:
-    """The settings with those of a call's arguments that are not None in their place. Raises
-    ConfigError as `load` does."""
+    """Return the settings with a call's arguments, as far as those are not None.
+
+    Raises:
+        ConfigError: A value is not valid.
+    """
     values: dict[str, Any] = {}
     for name, raw in arguments.items():
         if raw is not None:
@@ -311,13 +332,13 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if variable not in known:
             raise _unknown("environment", variable, [*known, FILE_VARIABLE])
-        if text:  # an empty variable is as good as none
+        if text:  # an empty variable counts as not set
             found[known[variable]] = text
     return found
 
 
 def _read_file(path: Path, *, required: bool) -> dict[str, tuple[object, int]]:
-    """Name -> (value, line number, 0 if it could not be told)."""
+    """Return name -> (value, line number, or 0 if it is unknown)."""
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:

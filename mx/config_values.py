@@ -1,4 +1,4 @@
-"""Readers of settings' values. Each raises ValueError that says what would be right."""
+"""Readers of settings' values. Each raises a ValueError that says what would be right."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def flag(value: object) -> bool:
 
 
 def names(value: object) -> tuple[str, ...]:
-    """Read a list of names, or one with commas between them."""
+    """Read a list of names, or a text with commas between names."""
     wrong = ValueError('must be names, like "eth0,eth1" or ["eth0", "eth1"]')
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]

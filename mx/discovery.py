@@ -1,5 +1,5 @@
-"""What this process and machine are, as a `Place`: read from /proc, the kernel and, for a GPU's
-place, NVML. What does not change is read once per process."""
+"""Describes this process and machine as a `Place`, from /proc, the kernel and, for a GPU's place,
+NVML. Facts that do not change are read once per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from mx.transport import Transport
 
 log = logging.getLogger(__name__)
 
-# A place travels with every request: bounds that only odd machines reach, well inside the codec's.
+# A place travels with every request, so it is bounded, well within the codec's bounds. Only unusual
+# machines reach these.
 _MAX_NICS = 16
 _MAX_ADDRESSES = 4
 
@@ -37,12 +38,15 @@ def _namespace(kind: str) -> int:
 
 
 def process_start_ticks(pid: int) -> int:
-    """Field 22 of /proc/PID/stat: with the pid it names a process for good. 0 if it is gone."""
+    """Return field 22 of /proc/PID/stat, or 0 if the process is gone.
+
+    The pid and this number identify a process even if its pid is reused.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
-    # The command name, in brackets, may hold spaces and brackets of its own.
+    # The command name is in brackets, and may itself contain spaces and brackets.
     return int(stat[stat.rindex(")") + 2 :].split()[19])
 
 
@@ -60,7 +64,7 @@ def _interfaces() -> list[Interface]:
     try:
         return read_interfaces()
     except OSError as error:
-        log.warning("the network interfaces are not known: %s", error)
+        log.warning("cannot read the network interfaces: %s", error)
         return []
 
 
@@ -69,19 +73,24 @@ def _is_ipv6(address: str) -> bool:
 
 
 def _plain(interface: Interface) -> list[str]:
-    """Its addresses without their networks."""
+    """Return an interface's addresses without their networks."""
     return [address.partition("/")[0] for address in interface.addresses]
 
 
 def here(
     device: str = "cpu", addresses: Sequence[str] | None = None, *, nics: Sequence[str] = ()
 ) -> Place:
-    """This process's place, as it registers it: with the interfaces that have addresses, and of
-    the GPUs that which `device` names ("cuda:UUID"; NVML is not touched for "cpu").
+    """Return this process's place as it registers it: with the interfaces that have addresses,
+    and the GPU of `device`.
 
-    `addresses` are those that its data endpoints listen on; without any being given, those that
-    it can be dialled from: of every interface that is up, or of those named `nics`. Raises
-    ConfigError for one of those that is not there.
+    Args:
+        device: "cpu" or "cuda:UUID". NVML is not used for "cpu".
+        addresses: The addresses that data endpoints listen on; None for all usable ones: of every
+            interface that is up, or of those in `nics`.
+        nics: Names of interfaces.
+
+    Raises:
+        ConfigError: An interface of `nics` does not exist, is down, or has no address.
     """
     found = _interfaces()
     registered = _registered(found)
@@ -101,9 +110,10 @@ def here(
 
 
 def topology(transports: Mapping[str, Transport], *, nics: Sequence[str] = ()) -> Topology:
-    """This process's place with all that the machine has, and what each transport says of itself.
+    """Return this process's place with all hardware of the machine, and each transport's probe.
 
-    Raises ConfigError as `here`.
+    Raises:
+        ConfigError: As `here`.
     """
     missing = {}
     try:
@@ -151,7 +161,7 @@ def _place(
 
 
 def _registered(interfaces: Iterable[Interface]) -> tuple[Nic, ...]:
-    """Interfaces that have addresses; where those are too many, the ones with hardware first."""
+    """Return the interfaces that have addresses; of too many, those with hardware first."""
     nics = [nic for nic in read_nics(list(interfaces), known=_nic_hardware) if nic.addresses]
     if len(nics) > _MAX_NICS:
         nics = sorted(nics, key=lambda nic: not nic.pci_address)[:_MAX_NICS]
@@ -159,8 +169,8 @@ def _registered(interfaces: Iterable[Interface]) -> tuple[Nic, ...]:
 
 
 def _chosen(interfaces: Iterable[Interface], nics: Sequence[str]) -> list[Interface]:
-    """Those that are up and have addresses, or of these the ones named, in that order. Raises
-    ConfigError."""
+    """Return the interfaces that are up and have addresses, or those of them that `nics` names, in
+    that order. Raises ConfigError."""
     usable = {each.name: each for each in interfaces if each.usable and each.addresses}
     missing = [nic for nic in nics if nic not in usable]
     if missing:
@@ -172,8 +182,8 @@ def _chosen(interfaces: Iterable[Interface], nics: Sequence[str]) -> list[Interf
 
 
 def _of_family(interfaces: Iterable[Interface], *families: bool) -> list[str]:
-    """Of each interface its first address of the families (is it IPv6?) in the order given; of
-    one that has none of them, its first."""
+    """Return each interface's first address of each family (True: IPv6), in the order given; of
+    an interface without any of these, its first address."""
     found = []
     for plain in map(_plain, interfaces):
         best = [next((a for a in plain if _is_ipv6(a) is family), None) for family in families]
@@ -182,18 +192,20 @@ def _of_family(interfaces: Iterable[Interface], *families: bool) -> list[str]:
 
 
 def interface_addresses() -> dict[str, str]:
-    """The address of each interface that is up, IPv4 if it has one; loopback is left out."""
+    """Return the address of each interface that is up, IPv4 if it has one; without loopback."""
     chosen = _chosen(_interfaces(), ())
     return {each.name: _of_family([each], False)[0] for each in chosen}
 
 
 def data_hosts(control_host: str, nics: Sequence[str] = ()) -> tuple[str, ...]:
-    """Where data endpoints open: on the control address where that is loopback, else on every
-    interface that is up, or on those of `nics`.
+    """Return the addresses on which data endpoints listen.
 
-    They speak the control address's IP version ("::" is both), which readers are known to have;
-    the other one on interfaces that have no address of it. Raises ConfigError for an interface
-    that is not there.
+    That is the control address if it is loopback, else an address of every interface that is up,
+    or of those in `nics`. They have the control address's IP version ("::" means both), which
+    readers are known to have; interfaces without an address of it use the other one.
+
+    Raises:
+        ConfigError: An interface of `nics` does not exist, is down, or has no address.
     """
     host = "127.0.0.1" if control_host == "localhost" else control_host.strip("[]")
     try:
@@ -213,7 +225,7 @@ def data_hosts(control_host: str, nics: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def dialable_host(control_host: str) -> str:
-    """The address that others should dial when this process listens on `control_host`."""
+    """Return the address that others should dial when this process listens on `control_host`."""
     if control_host.strip("[]") in ("0.0.0.0", "::", ""):
         return next(iter(interface_addresses().values()), "127.0.0.1")
     return control_host

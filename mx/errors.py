@@ -1,8 +1,8 @@
-"""Every error that mx raises on purpose, each saying whose fault it was and what to do.
+"""Every error that mx raises on purpose. Each says whose fault it is, and what to do.
 
-The five families are whose fault: the source's (`SourceError`), this process's or machine's
+There are five families, by fault: the source's (`SourceError`), this process's or machine's
 (`LocalError`), the coordinator's (`CoordinatorError`), the bytes' (`IntegrityError`), the
-caller's (`ConfigError`). `exit_code` is what the commands end with.
+caller's (`ConfigError`). Commands exit with an error's `exit_code`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXIT_INCOMPLETE = 6
 
 
 class MxError(Exception):
-    """Base of all. `hint` is one line that says what the user can do about it, or ""."""
+    """The base of all errors. `hint` is one line that says what the user can do, or ""."""
 
     exit_code = EXIT_OTHER
 
@@ -37,8 +37,11 @@ class MxError(Exception):
 
 
 def another(error: MxError) -> MxError:
-    """Return an error like this one, with its cause and its traceback so far, to be raised beside
-    it: an object that is raised again and again has a traceback that grows each time."""
+    """Return a copy of an error, with its cause and its traceback so far.
+
+    The copy can be raised elsewhere: the traceback of an object that is raised repeatedly grows
+    each time.
+    """
     made = type(error).__new__(type(error), *error.args)
     made.__dict__.update(error.__dict__)
     made.__cause__, made.__context__ = error.__cause__, error.__context__
@@ -47,11 +50,12 @@ def another(error: MxError) -> MxError:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Let the tracebacks of an error, and of what it came from, keep nothing that mx has: views of
-    a model's memory above all. Where it was raised they still say, and the callers' frames stay.
+    """Release what the frames of mx hold in the tracebacks of an error and its causes, above all
+    views of a model's memory.
 
-    Only once the work that raised it has ended: a coroutine of mx's that is yet to go on, and is in
-    such a traceback, would be closed.
+    The tracebacks still show where the error was raised, and the callers' frames stay. Call this
+    only after the work that raised the error has ended: it closes a suspended coroutine of mx that
+    is part of such a traceback.
     """
     seen = set()
     left = [error]
@@ -64,9 +68,9 @@ def release_frames(error: BaseException | None) -> None:
         trace = error.__traceback__
         while trace is not None:
             frame: FrameType | None = trace.tb_frame
-            while frame is not None:  # it keeps those that called it too
+            while frame is not None:  # a frame refers to its callers too
                 if str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
-                    # One that is still being executed needs what it has.
+                    # A frame that is still executing cannot be cleared.
                     with contextlib.suppress(RuntimeError):
                         frame.clear()
                 frame = frame.f_back
@@ -74,25 +78,26 @@ def release_frames(error: BaseException | None) -> None:
 
 
 class ConfigError(MxError):
-    """What the caller asked for can't be done: a bad flag, address, path or combination."""
+    """The caller's request is not possible: a bad flag, address, path or combination."""
 
     exit_code = EXIT_CONFIG
 
 
 class LocalError(MxError):
-    """This process or machine could not: memory, disk, descriptors, a busy port."""
+    """This process or machine failed: memory, disk, descriptors, a busy port."""
 
 
 class CapacityError(LocalError):
-    """Too little memory or disk for the model; said before anything is allocated if possible."""
+    """A limit is reached, or memory or disk is too small for the model; raised before anything is
+    allocated if possible."""
 
 
 class ForkError(LocalError):
-    """This process was forked from one in which mx was running, and can't use mx itself."""
+    """This process was forked from one in which mx was running, so it cannot use mx."""
 
 
 class OutputError(LocalError):
-    """`--out` could not be written; what was begun has been removed."""
+    """`--out` could not be written; partial files have been removed."""
 
 
 class CoordinatorError(MxError):
@@ -106,7 +111,7 @@ class UnknownModelError(CoordinatorError):
 
 
 class UnknownSourceError(CoordinatorError):
-    """No such source is registered (any more): its lease ended, or the coordinator restarted."""
+    """No such source is registered: its lease ended, the coordinator restarted, or it never was."""
 
 
 class BindingError(CoordinatorError):
@@ -122,7 +127,7 @@ class NotAllowedError(CoordinatorError):
 
 
 class SourceError(MxError):
-    """A peer's fault. `peer` names it (HOST:PORT, or "" where unknown)."""
+    """A peer's fault. `peer` names it (HOST:PORT, or "" if unknown)."""
 
     exit_code = EXIT_NO_SOURCE
 
@@ -132,7 +137,7 @@ class SourceError(MxError):
 
 
 class NoSourceError(SourceError):
-    """Nobody that can be reached holds the model; lists what was tried and why it failed."""
+    """No reachable source holds the model; the message lists what was tried and why it failed."""
 
 
 class PeerLostError(SourceError):
@@ -140,34 +145,34 @@ class PeerLostError(SourceError):
 
 
 class PeerTimeoutError(SourceError):
-    """The peer is there but made no progress within the deadline (stopped, clogged, cut off)."""
+    """The peer made no progress within the deadline: it is stopped, overloaded or cut off."""
 
 
 class PathSlowError(SourceError):
-    """The path works, but the others would do its work long before it: it was given up."""
+    """The path works, but was given up: the other paths finish its work much sooner."""
 
 
 class PathError(SourceError):
-    """One way to the peer does not work here: a driver's call, peer access, a registration or an
-    export failed. The message names the way; others to the same peer may well work."""
+    """One path to the peer does not work here: a driver's call, peer access, a registration or an
+    export failed. The message names the path; others to the same peer may work."""
 
 
 class PeerProtocolError(SourceError):
-    """The peer said something that the protocol does not allow."""
+    """The peer sent something that the protocol does not allow."""
 
 
 class PeerRefusedError(SourceError):
-    """The source refused: wrong secret, revoked grant, draining, out-of-range request."""
+    """The source refused: a wrong secret, a revoked grant, draining, an out-of-range request."""
 
     exit_code = EXIT_NOT_ALLOWED
 
 
 class PeerUntrustedError(PeerRefusedError):
-    """There is no secure connection to the source: its certificate, or ours there, is wrong."""
+    """No secure connection to the source is possible: its certificate or ours is wrong."""
 
 
 class PeerBusyError(SourceError):
-    """The source has as many readers as it admits. It may be asked again after `retry_after_s`."""
+    """The source has as many readers as it admits. Retry after `retry_after_s`."""
 
     def __init__(
         self, message: str, *, peer: str = "", hint: str = "", retry_after_s: float = 0.5
@@ -191,15 +196,15 @@ class IntegrityError(MxError):
 
 
 class CheckpointError(IntegrityError):
-    """A checkpoint on disk that is not one: truncated, malformed, hostile. Says file and place."""
+    """A checkpoint on disk is truncated, malformed or hostile. The message says file and place."""
 
 
 class ManifestError(IntegrityError):
-    """A manifest document that is malformed, contradicts itself, or is not what was promised."""
+    """A manifest document is malformed, contradicts itself, or is not the announced one."""
 
 
 class DigestError(IntegrityError):
-    """A chunk, tensor or document whose digest differs. `peer` names who sent it."""
+    """A chunk, tensor or document does not match its digest. `peer` names its sender."""
 
     def __init__(self, message: str, *, peer: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -207,6 +212,6 @@ class DigestError(IntegrityError):
 
 
 class IncompleteError(SourceError):
-    """A pull that ended before every layer was ready; the message says how far it came."""
+    """A pull ended before every layer was ready; the message says how far it came."""
 
     exit_code = EXIT_INCOMPLETE

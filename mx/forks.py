@@ -1,10 +1,10 @@
-"""What a forked child must not keep of its parent's: sockets, locked files, shared memory files.
+"""Closes a parent's descriptors in a forked child: sockets, locked files, shared memory files.
 
-A child that keeps a descriptor keeps what it stands for: a port stays taken, a lock stays held
-and a peer hears of no end, although the parent is gone. Modules that make descriptors say here
-which those are; `give_up` lets go of them in the child. Each number stays in use, for a file of
-no meaning: the objects that were copied with the process believe that it is theirs, and what they
-do with it must reach neither the parent's connection nor a file that the child opens later.
+A child that keeps a descriptor keeps its effect: after the parent's end a port stays in use, a
+lock stays held, and a peer sees no end of the connection. Modules that make descriptors register
+them here, and `give_up` replaces them in the child. Each number stays in use, for /dev/null: the
+copied objects still use it, and what they do with it must reach neither the parent's connection
+nor a file that the child opens later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import weakref
 from collections.abc import Callable
 
-#: Says of a descriptor, and what /proc says that it is, whether it belongs to mx.
+#: Returns True for a descriptor of mx, given its number and its link in /proc/self/fd.
 Belongs = Callable[[int, str], bool]
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -23,21 +23,25 @@ _tests: list[Belongs] = []
 
 
 def own(*sockets: socket.socket) -> None:
-    """These sockets are this process's alone, as long as they are open."""
+    """Register sockets that a forked child must not keep."""
     _sockets.update(sockets)
 
 
 def recognise(belongs: Belongs) -> None:
-    """What `belongs` returns True for is this process's alone. It may raise OSError."""
+    """Register a test for descriptors that a forked child must not keep.
+
+    Args:
+        belongs: Returns True for such a descriptor. It may raise OSError, which counts as False.
+    """
     _tests.append(belongs)
 
 
 def give_up() -> None:
-    """In a forked child: let go of every descriptor that is the parent's alone."""
+    """Replace every registered descriptor by /dev/null. Call this in a forked child."""
     theirs = {sock.fileno() for sock in list(_sockets)}
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        with contextlib.suppress(OSError):  # the listing's own is gone by now
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             link = os.readlink(f"/proc/self/fd/{name}")
             if fd in theirs or any(_passes(test, fd, link) for test in _tests):
                 _replace(fd)

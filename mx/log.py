@@ -1,8 +1,8 @@
-"""What happened, as events with fields: text for people, a JSON object a line for programs.
+"""Logging of events with fields: as text for users, or a JSON object per line for programs.
 
-Modules log with ordinary loggers named after themselves (`logging.getLogger(__name__)`), below
-`mx`, and nothing is installed by importing them: a program that embeds mx sees its events as it
-sees other libraries'. The commands call `set_up`.
+Modules use ordinary loggers named after themselves (`logging.getLogger(__name__)`), below `mx`, and
+importing them installs no handler: a program that embeds mx sees its events as it sees other
+libraries'. The commands call `set_up`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TextIO
 
 from mx.text import plain, plain_lines
 
-#: Loggers of this project; others are shown from WARNING on, unless everything is debugged.
+#: Loggers of this project; others are shown from WARNING on, except at level "debug".
 _OURS = ("mx", "mx_transports")
 
 
@@ -36,20 +36,21 @@ class Event:
 def event(
     logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: object
 ) -> None:
-    """Log what happened.
+    """Log an event.
 
     Args:
-        logger: the module's.
-        name: what, in dotted words, such as "source.registered".
-        level: one of logging's.
-        fields: its circumstances; texts from elsewhere are printed without control characters.
+        logger: The module's logger.
+        name: The event, in dotted words, such as "source.registered".
+        level: A level of `logging`.
+        fields: The event's fields. Untrusted texts are printed without control characters.
     """
     if logger.isEnabledFor(level):
         logger.log(level, Event(name, fields), stacklevel=2)
 
 
 class Throttle:
-    """Lets a few lines through each second, and counts the others: for what strangers cause."""
+    """Lets a few lines through each second, and counts the others: for events that any client can
+    cause."""
 
     def __init__(self, per_s: int = 10) -> None:
         self._per_s = per_s
@@ -58,7 +59,11 @@ class Throttle:
         self._held_back = 0
 
     def passes(self, now_s: float | None = None) -> int | None:
-        """None: not this line. Else how many were held back since the last that passed."""
+        """Decide about the next line.
+
+        Returns:
+            None to hold it back, else the number of lines held back since the last that passed.
+        """
         second = int(time.monotonic() if now_s is None else now_s)
         if second != self._second:
             self._second, self._passed = second, 0
@@ -76,13 +81,13 @@ def set_up(
     stream: TextIO | None = None,
     words: Callable[[str], str] = lambda text: text,
 ) -> None:
-    """Show log records on standard error from now on, in place of what was set up before.
+    """Show log records from now on, in place of an earlier `set_up`.
 
     Args:
-        level: "debug", "info", "warning" or "error", for mx's own; "debug" shows others' too.
+        level: "debug", "info", "warning" or "error", for loggers of mx; "debug" shows others too.
         style: "text" or "json".
-        stream: where to, if not to standard error.
-        words: puts a text into the words of the interface that the user sees.
+        stream: The output, by default standard error.
+        words: Translates a text into the words of the interface that the user sees.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.set_name("mx")
@@ -92,22 +97,22 @@ def set_up(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
-    # What gRPC says of calls that end with a process is no news to who runs it.
+    # gRPC logs calls that end with a process, which is no news to the user.
     logging.getLogger("grpc").setLevel(logging.NOTSET if level == "debug" else logging.CRITICAL + 1)
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
 
 
 def json_line(level: str, name: str, fields: Mapping[str, object], at_s: float) -> str:
-    """One event as JSON: ts (UTC), level, event, fields. `at_s` is seconds since the epoch."""
+    """Return one event as JSON: ts (UTC), level, event, fields. `at_s` is in Unix time."""
     ts = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
     line = {"ts": ts.replace("+00:00", "Z"), "level": level, "event": name, "fields": fields}
-    # JSON escapes all controls but this one, which some terminals act on.
+    # JSON escapes all control characters but this one, to which some terminals react.
     return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
 class TextFormatter(logging.Formatter):
-    """Log records, each on one line but for the traceback, without control characters."""
+    """Formats a log record as one line, and its traceback below, without control characters."""
 
     def __init__(self, words: Callable[[str], str] = lambda text: text) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Transports by entry point.
+"""Transports by entry point, each imported when it is first needed.
 
 Installed, each is named in its distribution's metadata under `mx.transports`. From a plain
 checkout there is no metadata, and the built-in ones are found by name. One that can't be
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 
@@ -74,8 +75,46 @@ class BrokenTransport:
         raise LocalError(f"transport {self.name}: {self._reason}")
 
 
+class LazyTransport:
+    """A transport of which only the name is known until it is asked something.
+
+    Its module is imported by the first call of a method, on whatever thread that is, and it is made
+    once. Where that fails it answers as a BrokenTransport.
+
+    Args:
+        name: What it is listed as.
+        load: Imports the module, and returns a callable that makes the transport.
+    """
+
+    def __init__(self, name: str, load: Callable[[], object]) -> None:
+        self.name = name
+        self._load = load
+        self._lock = threading.Lock()
+        self._made: Transport | None = None
+
+    def loaded(self) -> Transport:
+        """Return the transport itself, imported now if it was not before."""
+        if self._made is None:
+            with self._lock:
+                if self._made is None:
+                    self._made = _make(self.name, self._load)
+        return self._made
+
+    def probe(self) -> Viable | Unavailable:
+        return self.loaded().probe()
+
+    def reach(self, here: Place, there: Place) -> Path | None:
+        return self.loaded().reach(here, there)
+
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        return self.loaded().expose(regions, options)
+
+    def open(self, grant: Grant) -> Session:
+        return self.loaded().open(grant)
+
+
 def transports() -> dict[str, Transport]:
-    """Every transport by name, built-in ones first. Imports them; asks none of them anything.
+    """Return every transport by name, built-in ones first, without importing any.
 
     Each call makes new ones; a process keeps what it got. A built-in name can't be taken over
     by another distribution.
@@ -83,7 +122,7 @@ def transports() -> dict[str, Transport]:
     found: dict[str, Transport] = {}
     for name, load in _loaders():
         if name not in found:
-            found[name] = _make(name, load)
+            found[name] = LazyTransport(name, load)
     return found
 
 

@@ -1,12 +1,12 @@
-"""The one event loop of a process's control side, on a thread of its own.
+"""The one event loop of a process's control side, on its own thread.
 
-gRPC's asyncio server and clients live on it; blocking callers hand it coroutines. It starts with
-its first user and stops soon after the last, so that a process that embeds mx is left as it was
-found. Soon, not at once: gRPC reports the ends of closed calls a little later, and complains on
-standard error if their loop is gone by then; and who pulls twice in a row keeps its loop.
+gRPC's asyncio server and clients run on it; blocking callers submit coroutines to it. It starts
+with its first user and stops soon after the last, so that mx leaves an embedding process as it
+found it. It does not stop at once: gRPC reports the ends of closed calls a little later, and logs
+errors if their loop is gone by then; and two pulls in a row use the same loop.
 
-What ends a process is here too: at its exit whatever is still open is closed, and in a forked
-child, which has neither the loop's thread nor gRPC's, whatever was inherited is closed to it.
+This module also handles exits and forks: at a process's exit it closes whatever is still open; a
+forked child has neither the loop's thread nor gRPC's, so everything inherited is closed in it.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ T = TypeVar("T")
 
 LINGER_S = 0.5
 _STOP_TIMEOUT_S = 2.0
-#: How long a fork waits for gRPC's threads to end, once, after everything of mx's was closed.
+#: How long the first fork after everything of mx was closed waits for gRPC's threads to end.
 _GRPC_ENDS_WITHIN_S = 3.0
 #: Threads of gRPC's core, as the kernel names them.
 _GRPC_THREADS = ("event_engine", "grpc_global_tim", "lifeguard", "timer_manager")
 
 
 class Stoppable(Protocol):
-    """A server of gRPC's."""
+    """A server of gRPC."""
 
     def stop(self, grace: float | None) -> Coroutine[Any, Any, None]: ...
 
 
 class Embedded(Protocol):
-    """What uses the loop until it is closed."""
+    """A user of the loop: a pull or a source, until it is closed."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close it. Blocks."""
 
     def forked(self) -> None:
-        """In a forked child: be closed, without touching what is the parent's, and without
-        waiting for a lock, which a thread of the parent's may have held."""
+        """Count as closed in a forked child, without using anything of the parent, and without
+        waiting for a lock, which a thread of the parent may have held."""
 
 
 _servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
@@ -60,8 +61,8 @@ _open: weakref.WeakSet[Embedded] = weakref.WeakSet()
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end, even if the caller is cancelled meanwhile; only then does the
-    cancellation go on. For a thread's work, which cannot be cut, and for giving things back."""
+    """Await `work` to its end, even if the caller is cancelled, and only then pass on the
+    cancellation. For work on a thread, which cannot be cancelled, and for cleaning up."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -70,23 +71,23 @@ async def uncut(work: Coroutine[Any, Any, T]) -> T:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait((task,))
         if not task.cancelled():
-            task.exception()  # asked for, so that nobody complains that it was not
+            task.exception()  # retrieved, so that asyncio does not log it
         raise
 
 
 async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Await `work(*arguments, **named)` on a thread of its own.
+    """Await `work(*arguments, **named)` on a new thread.
 
-    `asyncio.to_thread` does that too, but not at the interpreter's end, when things are closed
-    that were left open: no thread can start then, and the work is done on the loop.
+    Unlike `asyncio.to_thread` this works at the interpreter's end, when open things are closed: no
+    thread can start then, and the work runs on the loop.
     """
-    # The future is kept by no frame: an exception that it holds would keep that frame in turn.
+    # No frame keeps the future: an exception in it would keep that frame in turn.
     return await asyncio.wrap_future(_started(functools.partial(work, *arguments, **named)))
 
 
 def _started(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # whoever stops waiting does not stop the work
+    future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
     arguments = (future, contextvars.copy_context(), work)
     try:
         threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True).start()
@@ -113,11 +114,11 @@ _forked = False  # from a process in which mx was running
 
 
 class LoopThread:
-    """A running loop. Get it with `acquire`, give it back with `release`."""
+    """A running loop. `acquire` returns it, and `release` returns it to the process."""
 
     def __init__(self) -> None:
         self.users = 0
-        self.inherited = False  # by a forked child, which has no such thread
+        self.inherited = False  # True in a forked child, which does not have the thread
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="mx-loop", daemon=True)
         self._thread.start()
@@ -132,11 +133,15 @@ class LoopThread:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            # It has no executor whose end is to be awaited: see `in_thread`.
+            # There is no executor to shut down: see `in_thread`.
             self.loop.close()
 
     def require_other_thread(self) -> None:
-        """Raise ConfigError on the loop's own thread, which would wait for itself."""
+        """Refuse a blocking call on the loop's own thread, which would wait for itself.
+
+        Raises:
+            ConfigError: This is the loop's thread.
+        """
         if threading.current_thread() is self._thread:
             raise ConfigError(
                 "a blocking call of mx was made in a callback of mx",
@@ -144,16 +149,27 @@ class LoopThread:
             )
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop; from any thread but the loop's own. Raises ForkError."""
+        """Start a coroutine on the loop, from any other thread.
+
+        Raises:
+            ForkError: This process is a forked child.
+        """
         if self.inherited:
             coroutine.close()
             raise fork_error()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine to its end and return its result. On a KeyboardInterrupt it is
-        cancelled. Raises ConfigError on the loop's own thread, which would wait for itself, and
-        ForkError in a forked child."""
+        """Run a coroutine to its end and return its result. A KeyboardInterrupt cancels it.
+
+        Args:
+            coroutine: The coroutine.
+            timeout_s: How long to wait before it is cancelled, with TimeoutError; None: forever.
+
+        Raises:
+            ConfigError: This is the loop's own thread, which would wait for itself.
+            ForkError: This process is a forked child.
+        """
         try:
             self.require_other_thread()
         except ConfigError:
@@ -167,13 +183,13 @@ class LoopThread:
             raise
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Stop the loop and wait; not from its own thread."""
+        """Stop the loop and wait for its end. Do not call this on its own thread."""
         with contextlib.suppress(RuntimeError):  # it has just stopped by itself
             self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
 
     def stop_if_idle(self) -> None:
-        """On the loop: end, unless somebody came back in the meantime."""
+        """Stop the loop if it has no user. Call this on the loop."""
         global _current
         with _lock:
             if self.users or _current is not self:
@@ -183,9 +199,10 @@ class LoopThread:
 
 
 def acquire() -> LoopThread:
-    """The process's loop, started if need be. Each `acquire` wants one `release`.
+    """Return the process's loop, and start it if necessary. Each `acquire` needs one `release`.
 
-    Raises ForkError in a child of a process in which mx was running.
+    Raises:
+        ForkError: This process was forked from one in which mx was running.
     """
     global _current, _used
     with _lock:
@@ -199,12 +216,12 @@ def acquire() -> LoopThread:
 
 
 def release(loop_thread: LoopThread) -> None:
-    """Give the loop back; it ends `LINGER_S` after the last one did, or with the process."""
+    """End one use of the loop. It stops `LINGER_S` after the last use, or with the process."""
     with _lock:
         loop_thread.users -= 1
         if loop_thread.users or loop_thread.inherited:
             return
-    with contextlib.suppress(RuntimeError):  # it was stopped, since the process ends
+    with contextlib.suppress(RuntimeError):  # it is stopped already: the process is exiting
         loop_thread.loop.call_soon_threadsafe(
             loop_thread.loop.call_later, LINGER_S, loop_thread.stop_if_idle
         )
@@ -214,27 +231,28 @@ def release(loop_thread: LoopThread) -> None:
 
 
 def opened(user: Embedded) -> None:
-    """Until it is `closed` this is closed at the interpreter's end, and in a forked child."""
+    """Close this user at the interpreter's end and in a forked child, unless it is `closed`."""
     _open.add(user)
 
 
 def closed(user: Embedded) -> None:
+    """Undo `opened`."""
     _open.discard(user)
 
 
 def stop_at_exit(server: Stoppable) -> None:
-    """On the loop: stop this server at the interpreter's end, if nobody has until then; it would
-    complain that its loop is gone. It is not kept alive for that."""
+    """Stop this server at the interpreter's end, if it is still alive: otherwise it would log that
+    its loop is gone. Call this on the loop. It keeps only a weak reference."""
     if _current is not None and asyncio.get_running_loop() is _current.loop:
         _servers.add(server)
 
 
 @atexit.register
 def _stop_at_exit() -> None:
-    """A daemon thread must not be in gRPC's code while the interpreter is taken apart."""
+    """Close everything: a daemon thread must not run gRPC's code while the interpreter ends."""
     global _current
     for user in list(_open):
-        # Whatever comes of it, the others are closed too.
+        # An error must not keep the others from being closed.
         with contextlib.suppress(Exception, KeyboardInterrupt):
             user.close()
     with _lock:
@@ -251,7 +269,7 @@ def _stop_at_exit() -> None:
 
 
 def fork_error() -> ForkError:
-    """What everything of mx's raises in a child of a process in which mx was running."""
+    """Return the error that calls of mx raise in a child of a process in which mx was running."""
     return ForkError(
         "this process was forked from one in which mx was running, and can't use mx",
         hint="start it by multiprocessing's 'spawn' or 'forkserver', or fork it before the first "
@@ -259,12 +277,12 @@ def fork_error() -> ForkError:
     )
 
 
-_running = False  # is mx, or what it stands on, at work while a fork is under way?
+_running = False  # True if mx or gRPC's asyncio is in use during the current fork
 
 
 def _before_fork() -> None:
-    """Let a loop end that has no users any more: the child of a process that has closed
-    everything may use mx. Then hold the lock, which the child will find free."""
+    """Stop a loop without users, so that the child of a process that has closed everything may use
+    mx. Then hold the lock, so that no other thread holds it during the fork."""
     global _current, _used, _running
     with _lock:
         idle = _current if _current is not None and not _current.users else None
@@ -298,7 +316,7 @@ def _after_fork_in_child() -> None:
     if inherited is not None:
         inherited.inherited = True
         _keep_for_ever(inherited)
-        # They must not be taken apart: their cleaning up would be done to the parent's things.
+        # They must not be destroyed: their clean-up would act on the parent's objects.
         for task in asyncio.all_tasks(inherited.loop):
             _keep_for_ever(task)
     for server in list(_servers):
@@ -307,17 +325,17 @@ def _after_fork_in_child() -> None:
 
 
 def _keep_for_ever(what: object) -> None:
-    """Not even the interpreter's end takes it apart, nor what it refers to."""
+    """Leak an object, so that not even the interpreter's end destroys it or what it refers to."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def _polling() -> bool:
-    """Is gRPC's asyncio at work, for mx or for others? It does not survive a fork."""
+    """Return True if gRPC's asyncio is in use, by mx or others. It does not survive a fork."""
     return any("_poll_wrapper" in thread.name for thread in threading.enumerate())
 
 
 def _let_grpc_end() -> None:
-    """gRPC ends its threads when its last object is gone: some are in reference cycles."""
+    """Wait for gRPC's threads, which end with its last object; some are in reference cycles."""
     gc.collect()
     deadline_s = time.monotonic() + _GRPC_ENDS_WITHIN_S
     while (_polling() or _grpc_threads()) and time.monotonic() < deadline_s:
@@ -325,6 +343,7 @@ def _let_grpc_end() -> None:
 
 
 def _grpc_threads() -> bool:
+    """Return True if a thread of gRPC's core is running."""
     for number in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{number}/comm") as comm:
             if comm.read().strip() in _GRPC_THREADS:

@@ -1,11 +1,11 @@
-"""Text from elsewhere, as it may be shown: what steers a terminal is no part of it."""
+"""Makes untrusted text safe to print: it removes characters that control a terminal."""
 
 from __future__ import annotations
 
 import re
 
-# C0 and C1 controls, DEL, the marks that turn the direction of text, line and paragraph
-# separators; and halves of surrogate pairs, which no terminal can be sent.
+# C0 and C1 controls, DEL, marks that change the direction of text, line and paragraph separators;
+# and halves of surrogate pairs, which cannot be encoded.
 _TURNS = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 _BREAKS = "\t-\r\x1c-\x1e\x85\u2028\u2029"
 _CONTROL = re.compile(f"[\0-\x1f\x7f-\x9f\u2028\u2029{_TURNS}\ud800-\udfff]")
@@ -14,15 +14,18 @@ _CONTROL_BUT_LINES = re.compile(f"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{_TURNS}
 
 
 def has_control(text: str) -> bool:
-    """Does the text hold a character that `plain` takes away or replaces?"""
+    """Return True if the text has a character that `plain` removes or replaces."""
     return not text.isprintable() and _CONTROL.search(text) is not None
 
 
 def plain(text: str) -> str:
-    """The text on one line: without control characters, a space for each line break or tab."""
+    """Return the text on one line, without control characters.
+
+    A run of line breaks and tabs becomes one space.
+    """
     return _CONTROL.sub("", _BREAK.sub(" ", text)) if has_control(text) else text
 
 
 def plain_lines(text: str) -> str:
-    """The text without control characters but for line feeds and tabs."""
+    """Return the text without control characters other than line feeds and tabs."""
     return _CONTROL_BUT_LINES.sub("", text) if has_control(text) else text

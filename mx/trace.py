@@ -1,10 +1,10 @@
-"""Hooks: each step of the work tells whoever listens that it started, completed or failed.
+"""Tracing hooks: each step of the work reports to listeners that it started, completed or failed.
 
-    with trace.span("puller.resolve", model="llama-8b") as span:
+    with trace.span("pull.locate", model="llama-8b") as span:
         ...
         span.set(sources=3)
 
-Nobody listens by default, and then a span is one shared object that does nothing. Listeners are
+Without listeners, the default, every span is one shared object that does nothing. Listeners are
 called on the thread that does the work, so they must be quick and must not raise.
 """
 
@@ -26,10 +26,11 @@ Kind = Literal["started", "completed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened to one span.
+    """One event of one span.
 
-    `span` tells spans of one process apart. `at_s` is the listener's clock; `duration_s` is
-    None for "started". `attributes` are those set so far. `error` is set for "failed".
+    `span` is a number that is unique in the process. `at_s` is the time on the listener's clock;
+    `duration_s` is None for "started". `attributes` are those set so far. `error` is set for
+    "failed".
     """
 
     kind: Kind
@@ -41,7 +42,7 @@ class Event:
     error: BaseException | None = None
 
     def to_json(self) -> str:
-        """One line; values that JSON lacks are written as their text."""
+        """Return the event as one line; values that JSON does not have are written as text."""
         record: dict[str, object] = {
             "event": self.kind,
             "name": self.name,
@@ -59,9 +60,10 @@ Listener = Callable[[Event], None]
 
 
 class Span(Protocol):
-    """What `span()` gives: a context manager that takes more attributes while it is open."""
+    """What `span()` returns: a context manager that takes more attributes while it is open."""
 
-    def set(self, **attributes: object) -> None: ...
+    def set(self, **attributes: object) -> None:
+        """Add attributes to the span's later events."""
 
     def __enter__(self) -> Span: ...
 
@@ -73,8 +75,8 @@ class Span(Protocol):
     ) -> None: ...
 
 
-class _Silent:
-    """The span of a process in which nobody listens."""
+class _NullSpan:
+    """The span of a process without listeners."""
 
     __slots__ = ()
 
@@ -93,17 +95,20 @@ class _Silent:
         pass
 
 
-class _Heard:
-    """A span told to those who listened when it was made."""
+class _ReportedSpan:
+    """A span that reports to the listeners of the moment at which it was made."""
 
-    __slots__ = ("_attributes", "_audience", "_id", "_name", "_started_s")
+    __slots__ = ("_attributes", "_id", "_listeners", "_name", "_started_s")
 
     def __init__(
-        self, name: str, attributes: dict[str, object], audience: tuple[tuple[Listener, Clock], ...]
+        self,
+        name: str,
+        attributes: dict[str, object],
+        listeners: tuple[tuple[Listener, Clock], ...],
     ) -> None:
         self._name = name
         self._attributes = attributes
-        self._audience = audience
+        self._listeners = listeners
         self._id = next(_ids)
         self._started_s: list[float] = []
 
@@ -111,7 +116,7 @@ class _Heard:
         self._attributes.update(attributes)
 
     def __enter__(self) -> Span:
-        for listener, clock in self._audience:
+        for listener, clock in self._listeners:
             now = clock()
             self._started_s.append(now)
             listener(Event("started", self._name, self._id, now, None, dict(self._attributes)))
@@ -124,49 +129,60 @@ class _Heard:
         traceback: TracebackType | None,
     ) -> None:
         outcome: Kind = "completed" if error is None else "failed"
-        for (listener, clock), start in zip(self._audience, self._started_s, strict=True):
+        for (listener, clock), start in zip(self._listeners, self._started_s, strict=True):
             now = clock()
             attributes = dict(self._attributes)
             listener(Event(outcome, self._name, self._id, now, now - start, attributes, error))
 
 
-_SILENT = _Silent()
+_NULL_SPAN = _NullSpan()
 _ids = itertools.count(1)
 _lock = threading.Lock()
-#: Replaced, never changed, so that `span` reads it without a lock.
-_audience: tuple[tuple[Listener, Clock], ...] = ()
+#: Replaced, never changed in place, so that `span` reads it without a lock.
+_listeners: tuple[tuple[Listener, Clock], ...] = ()
 
 
 def span(name: str, **attributes: object) -> Span:
-    """A step of the work, to be used with `with`; from any thread. An exception fails it."""
-    return _Heard(name, attributes, _audience) if _audience else _SILENT
+    """Return a span for a `with` statement, on any thread. An exception in the block fails it."""
+    return _ReportedSpan(name, attributes, _listeners) if _listeners else _NULL_SPAN
 
 
 @contextmanager
 def listening(listener: Listener, *, clock: Clock = time.monotonic) -> Iterator[None]:
-    """Tell `listener` about every span that is made inside, on any thread of the process."""
-    global _audience
+    """Call `listener` for every span that is made during the block, on any thread of the process.
+
+    Args:
+        listener: Called with each event, on the span's thread. It must be quick and not raise.
+        clock: Returns the times of the events, in seconds.
+    """
+    global _listeners
     entry = (listener, clock)
     with _lock:
-        _audience = (*_audience, entry)
+        _listeners = (*_listeners, entry)
     try:
         yield
     finally:
         with _lock:
-            _audience = tuple(other for other in _audience if other is not entry)
+            _listeners = tuple(other for other in _listeners if other is not entry)
 
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Append every event to a file as a JSON line. Raises OSError if it cannot be opened.
+    """Append every event to a file as a JSON line during the block.
 
     Times are the machine's monotonic clock, which all of its processes share.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
     lock = threading.Lock()
     file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def write(event: Event) -> None:
-        # A span may outlive the listening; what it says then is dropped.
+        # A span may outlive the block; its later events are dropped.
         with lock:
             if not file.closed:
                 file.write(event.to_json() + "\n")

@@ -1,4 +1,4 @@
-"""Sizes and their spelling.
+"""Sizes, rates and times, and their spelling.
 
 Units are part of names everywhere in mx: `_bytes`, `_s`, `_gb_per_s` (decimal gigabytes, 1e9
 bytes, per second). The binary sizes here are plain ints.
@@ -29,14 +29,15 @@ _SUFFIXES = {
 
 
 def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` (a positive int) that is >= `value`."""
+    """Return the smallest multiple of `alignment` (a positive int) that is >= `value`."""
     return -(-value // alignment) * alignment
 
 
 def parse_bytes(text: str) -> int:
     """Read "16MiB", "1.5 GB" or "4096" as a number of bytes.
 
-    Raises ValueError for anything else, negative numbers included.
+    Raises:
+        ValueError: The text is anything else, such as a negative number.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in _SUFFIXES:
@@ -50,8 +51,9 @@ _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": GB}
 def parse_rate(text: str) -> int:
     """Read "500MB/s", "2Gbit/s" or "4096" as a number of bytes per second.
 
-    Raises ValueError for anything else, negative numbers included, and for "Gb/s", which some
-    mean bytes by and some bits.
+    Raises:
+        ValueError: The text is anything else, such as a negative number or "Gb/s", which may mean
+            bytes or bits.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)(?:/s)?\s*", text)
     unit = match[2] if match else ""
@@ -80,7 +82,7 @@ def parse_seconds(text: str) -> float:
         The seconds; not negative.
 
     Raises:
-        ValueError: It is anything else.
+        ValueError: The text is anything else.
     """
     wrong = ValueError(f"{text!r} is not a time: write it like 90, 500ms, 1m or 1h30m")
     plain = text.strip().lower()
@@ -93,9 +95,10 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_ports(text: str) -> range:
-    """Read "7602" or "7602-7609" as ports; "" is none.
+    """Read "7602" or "7602-7609" as ports; "" means none.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: The text is anything else.
     """
     if not text:
         return range(0)
@@ -107,7 +110,7 @@ def parse_ports(text: str) -> range:
 
 
 def format_bytes(nbytes: int | float) -> str:
-    """ "2.15 GB", "16.8 MB", "96 B": decimal, as the rates beside it are."""
+    """Return a size like "2.15 GB", "16.8 MB" or "96 B": decimal, as rates are."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
@@ -115,7 +118,7 @@ def format_bytes(nbytes: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """ "1.24 s", "18.3 ms", "45 us"."""
+    """Return a time like "1.24 s", "18.3 ms" or "45 us"."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     if seconds >= 1e-3:
@@ -124,12 +127,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """ "2.15 GB/s", "4.7 MB/s": never so coarse a unit that the figure becomes 0.00."""
+    """Return a rate like "2.15 GB/s" or "4.7 MB/s", in a unit in which it is not 0.00."""
     if bytes_per_s >= 1e8:
         return f"{bytes_per_s / 1e9:.2f} GB/s"
     return f"{format_bytes(bytes_per_s)}/s"
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 layer", "26 layers"; `noun` is in the singular."""
+    """Return a count like "1 layer" or "26 layers"; `noun` is in the singular."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

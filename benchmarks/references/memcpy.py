@@ -1,8 +1,8 @@
-"""The bare copy: one thread's memmove from a map of a memfd into a destination.
+"""Measures the bare copy: one thread's memmove from a map of a memfd into a destination.
 
 *Fresh* maps the source and allocates the destination inside the timed region, as a new replica
 does; the destination is advised to huge pages and either populated first or faulted by the copy
-itself. *Reused* copies between maps that are already there.
+itself. *Reused* copies between existing maps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _map(fd: int, nbytes: int, prot: int, flags: int) -> int:
 
 
 def fresh(memfd: int, nbytes: int, *, populate: bool) -> float:
-    """Seconds for map, allocate, (populate) and copy. Everything is unmapped after the clock."""
+    """Return the seconds to map, allocate, perhaps populate, and copy; unmapping is not timed."""
     start_s = time.perf_counter()
     source = _map(memfd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
     room = _map(
@@ -57,7 +57,7 @@ def fresh(memfd: int, nbytes: int, *, populate: bool) -> float:
 
 
 class Reused:
-    """A source map and a destination that are there already, every page faulted."""
+    """A source map and a destination with every page faulted already."""
 
     def __init__(self, memfd: int, nbytes: int) -> None:
         self.nbytes = nbytes

@@ -1,8 +1,8 @@
-"""Bare NIXL: one agent on each side, reads of one size with several under way, hashed per MiB.
+"""Measures bare NIXL: one agent on each side, reads of one size, several under way, hashed per MiB.
 
-The server is a process of its own whose only work is to poll. The knobs are the transport's: TCP
-without shared memory, 256 KiB segments, no progress threads. No control connection, no grants, no
-verification beyond the hash.
+The server is a process of its own that only polls. The settings are the transport's: TCP without
+shared memory, 256 KiB segments, no progress threads. There is no control connection, no grant, and
+no verification beyond the hash.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-from mx_transports._ucx_agent import load_rdma_core
+from mx_transports.ucx.agent import load_rdma_core
 
 _MIB = 1 << 20
 _HUGE = 2 << 20
@@ -33,14 +33,14 @@ _CONFIG = "TLS=^sm,NET_DEVICES=lo,TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
 
 
 def _agent() -> tuple[Any, Any, list[int]]:
-    """(the bindings, an agent, its back-end)"""
+    """Return the bindings, an agent, and its back-end."""
     for package in ("nixl_cu12", "nixl_cu13"):
         try:
             nixl = importlib.import_module(f"{package}._bindings")
             break
         except ModuleNotFoundError:
             continue
-    load_rdma_core()  # else this process dies when it exits, where rdma-core is installed
+    load_rdma_core()  # without it this process dies at exit where rdma-core is installed
     options = nixl.nixlAgentConfig()
     options.useProgThread = options.useListenThread = options.captureTelemetry = False
     options.syncMode = nixl.NIXL_THREAD_SYNC_NONE
@@ -78,8 +78,8 @@ class BareNixl:
         self._process.send_signal(signal.SIGSTOP)
 
     def receive(self, read_nbytes: int, under_way: int, *, populate: bool) -> float:
-        """Seconds for an agent, a fresh destination, reading and hashing."""
-        # It spins: stopped in between, it does not take a core from whoever is measured next.
+        """Return the seconds to make an agent and a fresh destination, read and hash."""
+        # The server spins: stopped in between, it takes no core from the next contestant.
         self._process.send_signal(signal.SIGCONT)
         try:
             return self._receive(read_nbytes, under_way, populate=populate)

@@ -1,8 +1,8 @@
-"""Bare TCP: k connections, each a slice of the model, received and hashed per MiB as it lands.
+"""Measures bare TCP: k connections with a slice of the model each, hashed per MiB as it lands.
 
-The server is a process of its own that maps the same kind of memory as a source does. No
-framing, no acknowledgement, no verification beyond the hash: what any protocol on top of
-sockets is measured against.
+The server is a process of its own that maps the same kind of memory as a source. There is no
+framing, no acknowledgement and no verification beyond the hash: any protocol over sockets is
+measured against this.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RawSockets:
         self._port = int(self._process.stdout.readline())
 
     def receive(self, connections: int) -> float:
-        """Seconds for connecting, allocating a fresh destination, receiving and hashing."""
+        """Return the seconds to connect, allocate a fresh destination, receive and hash."""
         start_s = time.perf_counter()
         room = mmap.mmap(-1, self.nbytes + _HUGE, flags=mmap.MAP_PRIVATE)
         room.madvise(mmap.MADV_HUGEPAGE)
@@ -103,7 +103,7 @@ runpy.run_path(sys.argv[1])["_server"](int(sys.argv[2]), int(sys.argv[3]))
 
 
 def memfd_of(data: memoryview) -> int:
-    """A memfd with a copy of `data`; the caller closes it."""
+    """Return a memfd with a copy of `data`; the caller closes it."""
     fd = os.memfd_create("mx-bench", os.MFD_CLOEXEC)
     os.ftruncate(fd, len(data))
     with mmap.mmap(fd, len(data)) as mapping:

@@ -1,7 +1,7 @@
-"""What people embed: `serve` on the warm side, `pull` on the new one. Blocking and async.
+"""The API that programs embed: `serve` where the weights are, `pull` where they are needed.
 
-Both run their control side on one background loop per process, started with the first user and
-stopped with the last. Nothing here needs an event loop of the caller's.
+Both have blocking and async forms. Their control side runs on one background loop per process,
+which starts with the first user and stops with the last: the caller needs no event loop.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from mx.api.listing import list_models, list_sources
 from mx.api.load_tensors import load
 from mx.api.observe import Observer, Overview
-from mx.api.planning import plan
+from mx.api.planning import PlannedPull, plan
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
 from mx.api.target import Pull, pull
 from mx.errors import MxError
-from mx.target.planning import PlannedPull
 from mx.target.report import LayerEvent, Progress, PullReport
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Closing what uses the loop: once, to its end, and at the latest when the process ends."""
+"""Closes objects that use the loop: once, to the end, and at the latest when the process ends."""
 
 from __future__ import annotations
 
@@ -15,26 +15,35 @@ Step = Callable[[], None]
 
 
 class Closable:
-    """Uses the loop, which it was given, until it is closed. Also a context manager, blocking and
-    async."""
+    """An object that uses the loop until it is closed; a context manager, blocking and async."""
 
     def __init__(self, loop: runtime.LoopThread) -> None:
-        """Called last by the subclass's constructor: nothing is closed that has not begun."""
+        """Register the object for closing at exit.
+
+        The subclass's constructor calls this last, so that an object that failed to start is never
+        closed.
+
+        Args:
+            loop: The loop, acquired for this object, which releases it when it is closed.
+        """
         self._loop = loop
-        self._steps: list[Step] | None = None  # that are left, once it is being closed
+        self._steps: list[Step] | None = None  # the remaining steps; None before `close`
         self._step_lock = threading.RLock()
         self._uses_loop = True
         runtime.opened(self)
 
     def _closing_steps(self) -> list[Step]:
-        """What is to be done, in this order; a step that is interrupted is done again."""
+        """Return the steps that close the object, in order. An interrupted step runs again."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close it. Idempotent; a close that was interrupted goes on when it is called again.
+        """Close the object. Idempotent; an interrupted close goes on when it is called again.
 
-        Each step is tried, whatever becomes of the others. Raises the first error of theirs, and
-        ConfigError in a callback of mx's.
+        Every step runs, even if another one fails.
+
+        Raises:
+            ConfigError: Called from a callback on mx's own thread.
+            Exception: The first error of a step, after all steps have run.
         """
         if not self._loop.inherited:
             self._loop.require_other_thread()
@@ -46,7 +55,7 @@ class Closable:
                 step = self._steps[0]
                 try:
                     step()
-                except Exception as error:  # noqa: BLE001 - raised when the others are done
+                except Exception as error:  # noqa: BLE001 - raised after the other steps
                     failures.append(error)
                 if self._steps and self._steps[0] is step:  # else another call has done it
                     del self._steps[0]
@@ -54,7 +63,7 @@ class Closable:
             raise failures[0]
 
     def forked(self) -> None:
-        """In a forked child: be closed."""
+        """Mark the object as closed in a forked child."""
         self._step_lock = threading.RLock()
         self._steps = []
 
@@ -64,8 +73,10 @@ class Closable:
             raise runtime.fork_error()
 
     def _awaiting(self, work: Callable[[], Coroutine[Any, Any, object]]) -> Step:
-        """A step that waits until `work` has run on the loop. The work goes on if the wait is
-        interrupted, and the step waits for it again."""
+        """Return a step that runs `work` on the loop and waits for it.
+
+        If the wait is interrupted the work goes on, and the step waits for it again.
+        """
         started: list[Future[object]] = []
 
         def step() -> None:

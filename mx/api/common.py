@@ -1,4 +1,4 @@
-"""What serving and pulling both need of the process and its settings."""
+"""Helpers that serving and pulling share: transports, TLS files, device names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ DEFAULT_VARIANT = "checkpoint"
 
 @functools.cache
 def transports() -> dict[str, Transport]:
-    """This process's transports: reading every distribution's metadata takes its time."""
+    """Return this process's transports by name; cached, since finding them is slow."""
     return plugins.transports()
 
 
 def tls_of(settings: config.Settings) -> TlsFiles | None:
+    """Return the TLS files that the settings name; None if they name no certificate."""
     if not settings.tls_cert:
         return None
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
@@ -44,15 +45,16 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], hint: st
 
 
 def resolve_device(device: str) -> str:
-    """ "cpu", or "cuda:UUID" for "cuda:N", "cuda" and "cuda:GPU-...".
+    """Return the device's key: "cpu", or "cuda:UUID" for "cuda:N", "cuda" and "cuda:GPU-...".
 
-    Raises ConfigError where there is no such GPU, naming those there are, or none at all.
+    Raises:
+        ConfigError: There is no such device, or no usable GPU; the message lists the GPUs.
     """
     if device == "cpu":
         return device
     check_type("device", device, str, "it is cpu or cuda:N")
     if device != "cuda" and not device.startswith("cuda:"):
-        raise ConfigError(f"there is no device {device!r}", hint="it is cpu or cuda:N")
+        raise ConfigError(f"there is no device {device!r}", hint="use cpu or cuda:N")
     try:
         driver = load()
     except CudaUnavailableError as error:

@@ -18,7 +18,12 @@ class _Pull(Protocol):
 
 
 def layer_tensors(view: Span, layout: Layout, layer: int) -> dict[str, torch.Tensor]:
-    """Return a layer's tensors and all that are tied to them, as views of an arena.
+    """Return a layer's tensors, and the tensors tied to them, as views of an arena.
+
+    Args:
+        view: The arena's memory; the tensors keep it alive.
+        layout: Where the tensors are in it.
+        layer: The layer's index.
 
     Raises:
         ConfigError: torch is not installed.
@@ -31,7 +36,10 @@ def layer_tensors(view: Span, layout: Layout, layer: int) -> dict[str, torch.Ten
 
 
 def tensors_of(pull: weakref.ref[_Pull]) -> TensorsOf:
-    """Return what a layer's event gives its tensors by. The event does not keep the pull."""
+    """Return the function by which a layer's event finds its tensors.
+
+    It refers to the pull weakly, so that an event does not keep the pull's memory.
+    """
 
     def of_layer(layer: int) -> dict[str, torch.Tensor]:
         found = pull()

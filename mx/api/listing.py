@@ -1,4 +1,4 @@
-"""Asking a coordinator what there is."""
+"""Lists the models and sources that a coordinator knows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,33 @@ T = TypeVar("T")
 def list_models(
     *, coordinator: str | None = None, settings: config.Settings | None = None
 ) -> list[ModelStatus]:
-    """Every model that the coordinator knows. Raises CoordinatorError."""
+    """Return every model that the coordinator knows.
+
+    Args:
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        CoordinatorError: The coordinator does not answer.
+        ConfigError: A setting is wrong.
+    """
     return _ask(lambda client: client.list_models(), coordinator, settings)
 
 
 def list_sources(
     model: str = "", *, coordinator: str | None = None, settings: config.Settings | None = None
 ) -> list[SourceStatus]:
-    """Every source (of `model`, if given: NAME, NAME:REVISION or NAME@PIN) with its lease.
+    """Return every registered source with its lease.
 
-    Raises CoordinatorError, ConfigError."""
+    Args:
+        model: NAME, NAME:REVISION or NAME@PIN to list only its sources; empty lists all.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        CoordinatorError: The coordinator does not answer.
+        ConfigError: `model` or a setting is wrong.
+    """
     wanted = parse_reference(model)
     found = _ask(lambda client: client.list_sources(wanted.name), coordinator, settings)
     return [each for each in found if wanted.fits(each.record.model, each.record.ref.identity)]

@@ -1,4 +1,4 @@
-"""A model's tensors in one call: `load`."""
+"""Loads a model's tensors in one call: `load`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ def load(model: str, **options: Any) -> dict[str, torch.Tensor]:
 
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.
-        options: Those of `pull`, but for `hold`, which needs the pull itself.
+        options: The options of `pull`, except `hold`, which needs the `Pull` itself.
 
     Returns:
-        Views of memory that they keep alive: the source's own, mapped privately, where it could
-        be attached, else this process's. Writing to them reaches no other process.
+        Views that keep their memory alive: the source's memory, mapped privately, where it could
+        be attached, else this process's own. Writing to them changes no other process's bytes.
 
     Raises:
         ConfigError: An argument is wrong, or torch is not installed.
-        MxError: What a pull fails with, see `pull`.
+        MxError: The error that ended the pull, see `pull`.
     """
     check_type("model", model, str, "it is NAME, NAME:REVISION or NAME@PIN")
     if options.get("hold"):
-        raise ConfigError("`load` keeps no pull that could give to others", hint="use pull()")
-    import mx.memory.tensors  # noqa: F401  # says at once if torch is missing
+        raise ConfigError(
+            "`load` can't hold a model for others", hint="call mx.pull with `hold=True`"
+        )
+    import mx.memory.tensors  # noqa: F401  # fails before the pull if torch is missing
 
     with pull(model, **options) as running:
         return running.state_dict()

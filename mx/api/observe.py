@@ -1,4 +1,4 @@
-"""Looking at what goes on: who pulls what, who serves it."""
+"""Shows the pulls and the sources that a coordinator knows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,30 @@ from mx.wire.listing import SourceStatus
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What a coordinator knew at one moment, each the oldest first."""
+    """The pulls and sources that a coordinator knew at one moment, oldest first."""
 
     pulls: tuple[PullStatus, ...]
     sources: tuple[SourceStatus, ...]
 
 
 class Observer(Closable):
-    """One connection to a coordinator, to look again and again. Close it, or use it as a context
-    manager; blocking."""
+    """A connection to a coordinator that `look` reads from repeatedly; blocking.
+
+    Close it, or use it as a context manager.
+    """
 
     def __init__(
         self, *, coordinator: str | None = None, settings: config.Settings | None = None
     ) -> None:
-        """Raises ConfigError."""
+        """Connect on first use.
+
+        Args:
+            coordinator: HOST:PORT; None takes the address in the settings.
+            settings: Settings to use; None loads them from the environment and the files.
+
+        Raises:
+            ConfigError: A setting is wrong.
+        """
         settings = settings or config.load()
         loop = runtime.acquire()
         self._client: CoordinatorClient | None = None
@@ -51,9 +61,15 @@ class Observer(Closable):
         )
 
     def look(self, model: str = "") -> Overview:
-        """Everything, or what concerns one model (NAME, NAME:REVISION or NAME@PIN).
+        """Return the current pulls and sources.
 
-        Raises CoordinatorError, ConfigError, ClosedError.
+        Args:
+            model: NAME, NAME:REVISION or NAME@PIN to show one model; empty shows all.
+
+        Raises:
+            CoordinatorError: The coordinator does not answer.
+            ConfigError: `model` is not a model's name.
+            ClosedError: The observer was closed.
         """
         if self._client is None:
             raise ClosedError("the observer was closed")
@@ -62,7 +78,7 @@ class Observer(Closable):
     @staticmethod
     async def _look(client: CoordinatorClient, model: str) -> Overview:
         wanted = parse_reference(model)
-        any_pin = replace(wanted, pin="")  # a pull does not tell its identity
+        any_pin = replace(wanted, pin="")  # pulls do not report their identity
         pulls, sources = await asyncio.gather(
             client.list_pulls(wanted.name), client.list_sources(wanted.name)
         )

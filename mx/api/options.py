@@ -1,4 +1,4 @@
-"""The arguments of `pull` and `plan`, checked."""
+"""Checks a pull's arguments and settings and turns them into `PullOptions`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 from mx import config
 from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
-from mx.api.relay import Relay
 from mx.api.source import source_options
 from mx.core.reference import parse_reference
+from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
+from mx.memory.arena import Arena
 from mx.source.endpoint import dialled_host
+from mx.source.relay import Relay
+from mx.swarm.node import MakeHost
 from mx.target.options import PullOptions
-from mx.target.relay import MakeRelay
 from mx.wire.address import is_local
 
 
@@ -63,10 +65,10 @@ def pull_options(
             f"there is no transport {transport!r}", hint=f"there are: {', '.join(sorted(known))}"
         )
     if sum(where is not None for where in (peer, path, fallback)) > 1:
-        raise ConfigError("only one of `peer`, `path` and `fallback` says where to pull from")
+        raise ConfigError("give only one of `peer`, `path` and `fallback`")
     disk = path if path is not None else fallback
     tls = tls_of(settings)
-    relay, alone_because = _relays(settings, peer or rest.get("coordinator"))
+    host, alone_because = _host(settings, peer, rest.get("coordinator"))
     if rest.get("hold") and rest.get("coordinator"):
         dialled_host(settings.listen, settings.advertise, rest["coordinator"])
     return PullOptions(
@@ -88,7 +90,8 @@ def pull_options(
         chunk_nbytes=settings.chunk_bytes,
         nics=settings.nics,
         transport=transport,
-        relay=relay,
+        host=host,
+        coordinate_always=settings.coordinated_reading == "always",
         alone_because=alone_because,
         **rest,
     )
@@ -114,20 +117,23 @@ def _check_types(**given: object) -> None:
             check_type(name, value, bool, "it is True or False")
 
 
-def _relays(settings: config.Settings, asked: str | None) -> tuple[MakeRelay | None, str]:
-    """Return what makes a relay of a pull that finds its sources at `asked`, and "".
-
-    None, and the reason, where the others could not reach it: it listens on loopback, and they are
-    on other machines.
-    """
-    dialled = settings.advertise or settings.listen
+def _host(
+    settings: config.Settings, peer: str | None, coordinator: str | None
+) -> tuple[MakeHost | None, str]:
+    """Return what lets others read from a pull that finds its sources at `peer` or `coordinator`;
+    None, and why, where others could not reach it: it listens on loopback, they are elsewhere."""
+    dialled, asked = settings.advertise or settings.listen, peer or coordinator
     if asked is not None and is_local(dialled) and not is_local(asked):
         return None, (
             f"only this machine reaches {dialled}: this pull passes nothing on to others "
             "(`listen=HOST:0` with an address of this machine, or `advertise=HOST:PORT`, lets it)"
         )
     options = source_options(settings, asked)
-    return lambda source_id: Relay(source_id, options, transports()), ""
+
+    def make(source_id: str, key: ModelKey, manifest: Manifest, arena: Arena) -> Relay:
+        return Relay(source_id, options, transports(), coordinator, key, manifest, arena)
+
+    return make, ""
 
 
 def writable_bytes(into: object) -> memoryview:

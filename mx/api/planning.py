@@ -1,11 +1,73 @@
-"""What a pull would do: `plan`."""
+"""Shows what a pull would do: `plan`."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from mx import config, runtime
 from mx.api.common import transports
 from mx.api.options import pull_options
-from mx.target.planning import PlannedPull, plan_pull, target_place
+from mx.core import manifest as manifests
+from mx.core.planner import Plan
+from mx.core.topology import Place
+from mx.core.types import ManifestRef, ModelKey
+from mx.runtime import in_thread
+from mx.target.locator import Locator
+from mx.target.options import PullOptions
+from mx.target.paths import plan_paths, target_place
+from mx.transport import Transport
+from mx.units import count, format_bytes
+
+
+@dataclass(frozen=True, repr=False)
+class PlannedPull:
+    """`nbytes` are those of the model's tensors, `place` is the target's."""
+
+    model: ModelKey
+    ref: ManifestRef
+    nbytes: int
+    layers: int
+    place: Place
+    plan: Plan
+
+    def __repr__(self) -> str:
+        """One line: the model, and the paths that a pull would take."""
+        chosen = ", ".join(f"{path.label} from {path.source.endpoint}" for path in self.plan.chosen)
+        size = f"{format_bytes(self.nbytes)} in {count(self.layers, 'layer')}"
+        return f"<PlannedPull {self.model}: {size}, {chosen or 'no way to get them here'}>"
+
+    @property
+    def estimate_s(self) -> float | None:
+        """How long the chosen ways should take; None if there is none. Attached memory is there
+        at once."""
+        if not self.plan.chosen:
+            return None
+        if self.plan.chosen[0].attach:
+            return 0.0
+        return self.nbytes / (self.plan.gb_per_s * 1e9)
+
+
+async def plan_pull(
+    options: PullOptions, place: Place, transports: Mapping[str, Transport]
+) -> PlannedPull:
+    """Resolve, fetch the manifest, plan. Raises UnknownModelError, CoordinatorError,
+    SourceError."""
+    locator = Locator(options)
+    try:
+        located = await locator.locate()
+        documents = await locator.documents(located)
+        manifest = await in_thread(manifests.decode, located.ref, documents)
+    finally:
+        await locator.close()
+    return PlannedPull(
+        located.key,
+        located.ref,
+        manifest.layout.payload_nbytes,
+        len(manifest.layout.layers),
+        place,
+        plan_paths(options, place, transports, located.sources),
+    )
 
 
 def plan(
@@ -19,10 +81,26 @@ def plan(
     attach: bool = True,
     settings: config.Settings | None = None,
 ) -> PlannedPull:
-    """The ways from the sources of `model` to this process, which of them a `pull` with the same
-    arguments would use and what each should carry, and why not the others. Moves no weights.
+    """Return the paths from the sources of `model` to this process, without moving weights.
 
-    Raises ConfigError, UnknownModelError, CoordinatorError, SourceError.
+    The plan says which paths a `pull` with the same arguments would use, what each should carry,
+    and why it would not use the others.
+
+    Args:
+        model: NAME, NAME:REVISION or NAME@IDENTITY.
+        peer: HOST:PORT of the one source to consider, without a coordinator.
+        revision: The revision, where `model` names none.
+        variant: The variant; "checkpoint" if empty.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        transport: The name of the only transport to consider.
+        attach: False leaves out paths that share memory.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        UnknownModelError: The coordinator knows no such model.
+        CoordinatorError: The coordinator does not answer.
+        SourceError: The source at `peer` can't be used.
     """
     settings = settings or config.load()
     options = pull_options(

@@ -1,4 +1,4 @@
-"""What may be given as `reuse` to `pull`."""
+"""Checks the `reuse` argument of `pull`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ from mx.target.prefill import Held
 
 
 class Holder(Protocol):
-    """Has weights in host memory: a `Pull` or a `Source` of this process."""
+    """An object that has weights in host memory: a `Pull` or a `Source` of this process."""
 
     @property
     def manifest(self) -> Manifest | None: ...
 
     def buffer(self) -> memoryview:
-        """The weights, as an arena of the manifest lays them out; blocks until they are there."""
+        """Wait for the weights and return them as the manifest's arena lays them out."""
 
 
 def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
-    """The weights of each. Raises ConfigError for what has none, or for a pull into a GPU, and
-    what `buffer` raises."""
+    """Return the weights of each holder in `reuse`, waiting for those that still arrive.
+
+    Args:
+        reuse: One holder or several.
+        device: The device that is pulled into.
+
+    Raises:
+        ConfigError: An element is neither a pull nor a source, has no weights, or `device` is a
+            GPU.
+        MxError: An error that a holder's `buffer` raises.
+    """
     holders = [*reuse] if isinstance(reuse, Sequence) else [reuse]
     if holders and device != "cpu":
-        raise ConfigError("a pull into a GPU can't reuse what is in host memory")
+        raise ConfigError("a pull into a GPU can't reuse weights in host memory")
     found = []
     for holder in holders:
         if not hasattr(holder, "buffer"):
-            raise ConfigError(f"`reuse` is a pull or a source, and not {holder!r}")
+            raise ConfigError(f"`reuse` must be a pull or a source, not {holder!r}")
         view, manifest = holder.buffer(), holder.manifest
         if manifest is None:
             raise ConfigError("`reuse` has no weights")

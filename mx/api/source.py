@@ -1,4 +1,4 @@
-"""The warm side: `serve` and the `Source` it gives."""
+"""The serving side: `serve`, and the `Source` that it returns."""
 
 from __future__ import annotations
 
@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A coordinator that is not up yet is asked again so often.
+#: Seconds between two attempts to reach a coordinator that does not answer yet.
 _ASK_AGAIN_S = 0.5
 
 
 class Source(Closable):
-    """A process's warm model. Made by `serve`; close it, or use it as a context manager."""
+    """A model that this process serves; `serve` makes it.
+
+    Close it, or use it as a context manager, blocking or async. `endpoint` is the HOST:PORT that
+    readers connect to, `coordinator_address` the coordinator that it is registered with.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,16 @@ class Source(Closable):
         embedded: Coordinator | None,
         settings: config.Settings | None = None,
     ) -> None:
-        """`settings` are those to hold new weights with; without them there is no `update`."""
+        """Take over a server that serves `held`.
+
+        Args:
+            loop: The loop, acquired for this object.
+            server: The server, which this object closes.
+            held: The model that it serves.
+            coordinator_address: HOST:PORT; empty if it is registered with none.
+            embedded: The coordinator in this process, if `serve` started one.
+            settings: Settings for `update` to hold new weights with; None allows no update.
+        """
         self._server = server
         self._held = held
         self._embedded = embedded
@@ -60,43 +73,59 @@ class Source(Closable):
         super().__init__(loop)
 
     def __repr__(self) -> str:
-        """One line: what is served, and where."""
+        """Return one line: the model, its size and where it is served."""
         state = "closed" if self._closed.is_set() else f"at {self.endpoint}"
         size = format_bytes(self.manifest.layout.payload_nbytes)
         return f"<Source {self.model}: {size}, {state}>"
 
     @property
     def model(self) -> ModelKey:
+        """The name, revision and variant that are served."""
         return self._held.key
 
     @property
     def manifest(self) -> Manifest:
+        """The manifest of the weights."""
         return self._held.manifest
 
     def buffer(self) -> memoryview:
-        """The weights as an arena of the manifest lays them out: read-only, and kept by being
-        referred to. Raises LocalError for those in a GPU."""
+        """Return the weights as the manifest's arena lays them out.
+
+        Returns:
+            A read-only view that keeps the memory alive.
+
+        Raises:
+            LocalError: The weights are in a GPU.
+        """
         return host_view(self._held.arena.view)
 
     @property
     def identity_hex(self) -> str:
+        """The identity of the weights, in hexadecimal."""
         return self._held.manifest.ref.identity.hex()
 
     @property
     def embedded(self) -> bool:
-        """Does the coordinator live in this process?"""
+        """True if the coordinator runs in this process."""
         return self._embedded is not None
 
     def stats(self) -> SourceStats:
+        """Return what the source serves at the moment, and what it has served."""
         return self._server.stats()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the source is closed; False if `timeout_s` passed first."""
+        """Block until the source is closed; return False if `timeout_s` seconds pass first."""
         return self._closed.wait(timeout_s)
 
     def drain(self, grace_s: float = 10.0) -> bool:
-        """Give no new grants and wait for the running readers, at most `grace_s`. True if all
-        finished. Then `close`."""
+        """Stop giving grants and wait for the current readers, before `close`.
+
+        Args:
+            grace_s: Seconds to wait at most.
+
+        Returns:
+            True if all readers finished in time.
+        """
         return self._loop.run(self._server.drain(grace_s))
 
     def update(
@@ -106,25 +135,36 @@ class Source(Closable):
         grace_s: float = 10.0,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> ModelKey:
-        """Serve new weights in place of these (what it can be, `serve` says), as a new revision.
-        Blocks until the old ones are out of memory; returns the new key, which is also `model`
-        from then on. Weights that are the same to the bit change nothing.
+        """Serve new weights as a new revision in place of the current ones.
 
-        The new weights get memory of their own, so for a while there are both: nothing is ever
-        written where somebody may read. Once they are registered NAME means them, whoever reads
-        the old ones may finish within `grace_s` seconds, and is then cut off: such a pull goes on
-        from others that hold the old ones, or fails. None is ever given a mixture. What was
-        attached stays as it was.
+        Blocks until the old weights are out of memory. Weights that are identical change nothing.
 
-        Only who has bound the name may update it. Raises what `serve` raises, BindingError,
-        ConfigError for a pull that is held, and ClosedError; the old weights are served on then.
+        The new weights get memory of their own, so that no memory changes while readers use it;
+        for a while both are in memory. Once the new weights are registered, NAME means them.
+        Readers of the old ones may finish within `grace_s` seconds and are then cut off: such a
+        pull goes on from other sources of the old weights, or fails. No reader gets a mixture of
+        the two. Memory that readers attached to keeps the old weights.
+
+        Args:
+            what: The new weights, as for `serve`.
+            grace_s: Seconds that readers of the old weights have to finish.
+            on_progress: As for `serve`.
+
+        Returns:
+            The new key, which `model` is from then on.
+
+        Raises:
+            BindingError: Another source bound the name, and only that source may update it.
+            ConfigError: This source holds a pull.
+            ClosedError: The source was closed.
+            MxError: An error that `serve` raises. After any error the old weights stay served.
         """
         self._require_own()
         with self._lock:
             settings = self._settings
             if settings is None or self._held.borrowed:
                 raise ConfigError(
-                    f"{self.model} was pulled: its weights are its origin's to update"
+                    f"{self.model} was pulled: only the source that registered it can update it"
                 )
             if self._closed.is_set():
                 raise ClosedError(f"the source of {self.model} was closed")
@@ -149,9 +189,11 @@ class Source(Closable):
         await uncut(self._server.retire(old.source_id, grace_s, self._closing.is_set))
 
     def close(self) -> None:
-        """Deregister, cut what still reads, free the memory. Idempotent. An update that runs on
-        another thread is hurried; a close that was interrupted goes on when it is called
-        again."""
+        """Deregister, cut the remaining readers and free the memory.
+
+        Idempotent; an interrupted close goes on when it is called again. An update that runs on
+        another thread stops waiting for its readers.
+        """
         self._closing.set()
         with self._lock:
             super().close()
@@ -169,7 +211,12 @@ class Source(Closable):
 
 
 def source_options(settings: config.Settings, coordinator: str | None = None) -> SourceOptions:
-    """What a source needs of the settings, to be registered with this coordinator if with any."""
+    """Return the settings that a source needs.
+
+    Args:
+        settings: The settings of the process.
+        coordinator: HOST:PORT of the coordinator to register with, if any.
+    """
     tls = tls_of(settings)
     return SourceOptions(
         listen=settings.listen,
@@ -197,8 +244,22 @@ def hold(
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
-    """A checkpoint, or a copy of a state dict's or a module's tensors, in memory of its own.
-    Raises as `serve` does where that can't be."""
+    """Copy a checkpoint, a state dict or a module into memory of its own, and hash it.
+
+    Args:
+        what: As for `serve`.
+        key: The name, revision and variant to hold it as.
+        device: "cpu" or "cuda:UUID".
+        settings: The chunk size is taken from them.
+        on_progress: As for `serve`.
+        cancelled: As for `serve`.
+
+    Returns:
+        The model in memory, which the caller owns.
+
+    Raises:
+        MxError: As `serve`.
+    """
     if isinstance(what, str | Path):
         with trace.span("serve.load", path=str(what)) as span:
             held = hold_checkpoint(
@@ -226,8 +287,11 @@ async def _join_or_embed(
     settings: config.Settings,
     cancelled: Callable[[], bool],
 ) -> Coordinator | None:
-    """Make sure that a coordinator answers at `address`; if `named_by` names it, within `wait_s`.
-    Returns the one embedded, if it was."""
+    """Make sure that a coordinator answers at `address`, and return it if it is embedded here.
+
+    Where `named_by` says that the user named the address, wait for it up to `wait_s` and embed
+    none.
+    """
     client = CoordinatorClient(
         address,
         tls=tls_of(settings),
@@ -245,7 +309,7 @@ async def _join_or_embed(
             raise
     finally:
         await client.close()
-    # Only here: who joins a coordinator does not need the code of one.
+    # Imported here: a source that joins a coordinator does not need its code.
     from mx.coordinator.daemon import Coordinator
 
     coordinator = Coordinator(lease_s=settings.lease_s)
@@ -258,15 +322,15 @@ def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
         model = model_name_of(Path(what))
         if any(sign in model for sign in ":@[]") or has_control(model):
             raise ConfigError(
-                f"{model!r}, as the checkpoint is called, can't be a model's name",
-                hint="give it one with `model`",
+                f"the checkpoint's name, {model!r}, can't be a model's name",
+                hint="give it a name with `model`",
             )
     if not model:
-        raise ConfigError("what is served has no name", hint="give it one with `model`")
+        raise ConfigError("the model has no name", hint="give it a name with `model`")
     reference = parse_reference(model, revision=revision, variant=variant)
     if reference.pin:
         raise ConfigError(
-            f"{model!r} pins an identity, and what is served has the one that it has",
+            f"{model!r} pins an identity, which only a pull can do",
             hint=f"serve it as {reference.name}",
         )
     return ModelKey(
@@ -279,8 +343,10 @@ def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
 async def _until_it_answers(
     client: CoordinatorClient, wait_s: float, cancelled: Callable[[], bool]
 ) -> None:
-    """Ask until the coordinator answers. One that refuses is not asked again. Raises
-    CoordinatorError after `wait_s`."""
+    """Try until the coordinator answers.
+
+    Raises CoordinatorError after `wait_s`, and at once if the coordinator refuses.
+    """
     deadline_s = time.monotonic() + wait_s
     said = False
     while True:
@@ -313,22 +379,38 @@ def serve(
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Source:
-    """Hold a model warm and let others read it. Returns once it is registered.
+    """Load a model into memory, register it and let other processes read it.
 
-    `what` is a checkpoint (a safetensors file or a folder), a state dict of CPU tensors, or a
-    `torch.nn.Module`; tensors are copied, so that later changes to them reach nobody. `model` is
-    NAME or NAME:REVISION; a checkpoint has its folder's name by default. Without `coordinator`
-    (HOST:PORT) it joins the one that answers at the settings' address, else embeds
-    one there (unless `embed` is False). `device` is where it is held: "cpu", or "cuda:N" for a
-    copy in that GPU's memory. At most `max_readers` read at a time, and get at most
-    `max_bandwidth` together ("500MB/s", or a number of bytes per second; None: as the settings
-    say, 0: no bound). `wait_s` (else the settings') is how long a coordinator that was named, and
-    does not answer yet, is waited for. `on_progress` is told (bytes read, bytes in all) from
-    other threads; `cancelled` is asked while waiting and reading.
+    Args:
+        what: A checkpoint (a safetensors file or a folder), a state dict of CPU tensors, or a
+            `torch.nn.Module`. Tensors are copied: later changes to them are not served.
+        model: NAME or NAME:REVISION; by default the name of the checkpoint's folder.
+        revision: The revision, where `model` names none; "main" if empty.
+        variant: The variant; "checkpoint" if empty.
+        coordinator: HOST:PORT of the coordinator to register with. None takes the address in the
+            settings; if that is the default and no coordinator answers there, embeds one.
+        embed: False never embeds a coordinator.
+        device: Where to hold the model: "cpu", or "cuda:N" for a copy in that GPU's memory.
+        max_readers: Readers at a time at most; None takes the settings' number, 0 is no bound.
+        max_bandwidth: What all readers get together at most: "500MB/s", or bytes per second; None
+            takes the settings' bandwidth, 0 is no bound.
+        wait_s: Seconds to wait for a coordinator that was named and does not answer yet; None
+            takes the time in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+        on_progress: Called with (bytes read, bytes in total), from other threads.
+        cancelled: Called while waiting and reading; returning True stops the work.
 
-    Raises CheckpointError, CapacityError (before memory is taken), ConfigError (also where the
-    coordinator is on another machine, and this source would listen on loopback), LocalError
-    (port in use), CoordinatorError, BindingError (the name belongs to other weights).
+    Returns:
+        The source, once it is registered.
+
+    Raises:
+        CheckpointError: The checkpoint is truncated, malformed or hostile.
+        CapacityError: There is too little memory; raised before any is allocated.
+        ConfigError: An argument is wrong, or the coordinator is on another machine and this
+            source would listen on loopback.
+        LocalError: The port is in use.
+        CoordinatorError: The coordinator does not answer.
+        BindingError: The name belongs to other weights.
     """
     where = resolve_device(device)
     settings = config.given(
@@ -374,14 +456,27 @@ def serve(
 
 
 async def start_source(options: SourceOptions, transports: Mapping[str, Transport]) -> SourceServer:
-    """A source that listens and holds nothing yet; on the loop. Errors as `serve`."""
+    """Start a source that holds no model yet and return it; runs on the loop.
+
+    Raises:
+        ConfigError, LocalError: As `serve`.
+    """
     server = SourceServer(options, transports)
     await server.start()
     return server
 
 
 async def offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:
-    """Serve a held model, which the server then owns, and register it; on the loop."""
+    """Serve a model and register it; runs on the loop.
+
+    Args:
+        server: A source that listens.
+        held: The model; the server owns it from then on.
+        coordinator: HOST:PORT to register with; None registers with none.
+
+    Raises:
+        MxError: As `serve`.
+    """
     await server.offer(held)
     if coordinator is not None:
         await server.register(coordinator)

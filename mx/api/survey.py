@@ -1,4 +1,4 @@
-"""Where this process is, and what reaches what: `topology`."""
+"""Reports this machine and the paths between its devices: `topology`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from mx.core.planner import Plan, plan
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.hardware import Topology
-from mx.target.connector import path_between, path_or_reason
+from mx.target.paths import path_between, path_or_reason
 from mx.transport import Path, Transport, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How one device of this host reads what another process of this user has on `source`; both
-    as `Place.device` says them. `paths` are best first; none if nothing reaches."""
+    """The paths by which `target` reads memory of another process of this user on `source`.
+
+    Both are devices of this host, written as in `Place.device`. `paths` has the best path first,
+    and is empty if no transport connects the two.
+    """
 
     target: str
     source: str
@@ -29,7 +32,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class SourceReach:
-    """What a pull from this source alone would use, by the target's device."""
+    """The plan of a pull from this source alone, for each target device."""
 
     record: SourceRecord
     plans: Mapping[str, Plan]
@@ -37,8 +40,11 @@ class SourceReach:
 
 @dataclass(frozen=True, slots=True)
 class TopologyReport:
-    """`matrix` has a row of entries for each device of the host, "cpu" first; `sources` those of
-    the coordinator, if they were asked for."""
+    """This machine, the paths within it and, if requested, those from registered sources.
+
+    `devices` are those of the host, "cpu" first. `matrix` has an entry for each pair of them,
+    target by target.
+    """
 
     topology: Topology
     devices: tuple[str, ...]
@@ -53,11 +59,19 @@ def topology(
     coordinator: str | None = None,
     settings: config.Settings | None = None,
 ) -> TopologyReport:
-    """This machine as mx sees it: interfaces, NUMA nodes, GPUs, transports, and the paths between
-    its devices; with `sources` also those from the registered sources (of `model`, if given).
+    """Return what mx sees of this machine: interfaces, NUMA nodes, GPUs, transports and paths.
 
-    What the machine lacks is said in the answer. Raises ConfigError; with `sources`
-    CoordinatorError.
+    The report names what the machine lacks, and why.
+
+    Args:
+        sources: True also reports the paths from sources that are registered.
+        model: NAME, NAME:REVISION or NAME@PIN to report only its sources; empty reports all.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ConfigError: An argument or a setting is wrong.
+        CoordinatorError: With `sources`, the coordinator does not answer.
     """
     settings = settings or config.load()
     known = transports()
@@ -90,7 +104,7 @@ def topology(
 
 
 def paths(here: Place, there: Place, transports: Mapping[str, Transport]) -> tuple[Path, ...]:
-    """Every transport's path from `there` to `here`, in the order in which a pull prefers them."""
+    """Return each transport's path from `there` to `here`, in the order that a pull prefers."""
     found = (path_between(each, here, there) for each in transports.values())
     known = [path for path in found if path is not None]
     return tuple(sorted(known, key=lambda path: (not path.attach, -path.gb_per_s, path.transport)))

@@ -1,4 +1,4 @@
-"""The new side: `pull` and the `Pull` it gives."""
+"""The pulling side: `pull`, and the `Pull` that it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mx.api.closing import Closable, Step
 from mx.api.common import resolve_device, transports
 from mx.api.layers import layer_tensors, tensors_of
 from mx.api.options import pull_options, writable_bytes
-from mx.api.relay import Relay
 from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
 from mx.core.types import Manifest, ModelKey, SourceRole
@@ -26,6 +25,7 @@ from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
 from mx.memory.readiness import LayerSignals
 from mx.source.model import HeldModel
+from mx.source.relay import Relay
 from mx.target.events import EventLog
 from mx.target.job import Job
 from mx.target.options import PullOptions
@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 
 class Pull(Closable):
-    """A running pull. Iterate `layers()`, or wait; then `state_dict()`.
+    """A running pull. Iterate `layers()`, or `wait()`; then call `state_dict()`.
 
-    The tensors stay valid after `close`: they keep their memory alive.
+    A context manager, blocking or async, that closes the pull at its end. `await pull` waits as
+    `wait` does, and `async for` iterates `layers_async()`. The tensors stay valid after `close`:
+    they keep their memory alive.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Pull(Closable):
         job = Job(options, transports(), self._state)
         task = asyncio.create_task(job.run(), name="mx-pull")
         self._reporter = ProgressReporter(
-            options, self._state, job.progress, lambda: job.key, job.sharing.reader_id
+            options, self._state, job.progress, lambda: job.key, job.reader_id
         )
         task.add_done_callback(lambda _: self._reporter.ended())
         return job, task
@@ -78,14 +80,22 @@ class Pull(Closable):
     # -- layers -----------------------------------------------------------------------------------
 
     def layers(self) -> Iterator[LayerEvent]:
-        """Each layer in execution order, as soon as it is ready. Raises the pull's error."""
+        """Yield each layer in execution order, as soon as it is ready.
+
+        Raises:
+            MxError: The error that ended the pull, see `pull`.
+        """
         index = 0
         while (event := self._state.wait_layer(index)) is not None:
             yield event
             index += 1
 
     async def layers_async(self) -> AsyncIterator[LayerEvent]:
-        """`layers` for `async for`, in the caller's own event loop."""
+        """Yield what `layers` yields, for `async for` in the caller's own event loop.
+
+        Raises:
+            MxError: The error that ended the pull, see `pull`.
+        """
         index = 0
         while (event := await self._state.wait_layer_async(index)) is not None:
             yield event
@@ -95,17 +105,31 @@ class Pull(Closable):
         return self.layers_async()
 
     def on_layer(self, callback: Callable[[LayerEvent], None]) -> None:
-        """Call `callback` as each layer becomes ready (those that are, at once, on this thread),
-        in the order in which they do, one call at a time, on a thread of mx's: it must be short
-        and must not close the pull. What it raises there is what the pull fails with."""
+        """Call `callback` for each layer, in the order in which layers become ready.
+
+        Layers that are ready already are reported at once, on this thread; later ones on a thread
+        of mx's, one call at a time.
+
+        Args:
+            callback: Must be short and must not close the pull. An error that it raises on mx's
+                thread ends the pull.
+        """
         self._state.on_layer(callback)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None = None) -> PullReport:
-        """Block until every layer is ready (and written, with `out`).
+        """Block until every layer is ready and, with `out`, written.
 
-        Raises what the pull failed with, or TimeoutError while it still runs.
+        Args:
+            timeout_s: Seconds to wait at most; None waits without a limit.
+
+        Returns:
+            The report of the pull.
+
+        Raises:
+            TimeoutError: The pull still runs after `timeout_s`.
+            MxError: The error that ended the pull, see `pull`.
         """
         return self._state.wait_end(timeout_s)
 
@@ -114,38 +138,58 @@ class Pull(Closable):
 
     @property
     def report(self) -> PullReport | None:
-        """The report, or None while the pull runs or if it failed."""
+        """The report of the pull; None while it runs, or if it failed."""
         return self._state.report
 
     @property
     def kept(self) -> str:
-        """After a failure with `out`: how to go on from what is left there; "" if nothing is."""
+        """After a failure with `out`: how to resume from what is left there; "" if nothing is."""
         return self._job.kept
 
     def progress(self) -> Progress:
-        """A snapshot for display; cheap enough for ten a second."""
+        """Return a snapshot of the pull's progress, cheap enough to take ten times a second.
+
+        Raises:
+            ForkError: This process was forked from the one that pulls.
+        """
         self._require_own()
         return self._job.progress()
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest, once it is known."""
+        """The manifest; None until it is known."""
         return self._job.manifest
 
     @property
     def model(self) -> ModelKey:
+        """The name, revision and variant that are pulled, as far as they are known."""
         return self._job.key
 
     def buffer(self) -> memoryview:
-        """The model's bytes as an arena lays them out, once everything is ready; a view that
-        stays valid after `close`. Writing to it reaches nobody else. Raises LocalError for a pull
-        into a GPU."""
+        """Wait for the end of the pull and return the model's bytes as the arena lays them out.
+
+        Returns:
+            A view that stays valid after `close`. Writing to it changes no other process's bytes.
+
+        Raises:
+            LocalError: The pull is into a GPU.
+            ClosedError: The pull was closed.
+            MxError: The error that ended the pull, see `pull`.
+        """
         self.wait()
         return host_view(self._arena_view()[1])
 
     def device_buffer(self) -> DeviceView:
-        """The same of a pull into a GPU. Where the memory was attached it is the source's own:
-        do not write to it. Raises ConfigError for a pull into host memory."""
+        """Wait for the end of a pull into a GPU and return the model's bytes in that GPU's memory.
+
+        Returns:
+            A view of device memory. Attached memory belongs to the source: do not write to it.
+
+        Raises:
+            ConfigError: The pull is into host memory.
+            ClosedError: The pull was closed.
+            MxError: The error that ended the pull, see `pull`.
+        """
         self.wait()
         view = self._arena_view()[1]
         if not isinstance(view, DeviceView):
@@ -166,10 +210,17 @@ class Pull(Closable):
             return manifest, self._view
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, in execution order: views, no copy; ties share their storage.
+        """Wait for the end of the pull and return all tensors by name, in execution order.
 
-        Waits for the pull's end. Writing to a tensor reaches neither the source nor any other
-        reader. Dtypes that torch has none for come as uint8 of their packed bytes.
+        Returns:
+            Views of the pull's memory, which they keep alive; tied tensors share their storage.
+            Writing to a tensor changes neither the source nor any other reader. A tensor whose
+            dtype torch lacks comes as uint8 of its packed bytes.
+
+        Raises:
+            ConfigError: torch is not installed.
+            ClosedError: The pull was closed.
+            MxError: The error that ended the pull, see `pull`.
         """
         from mx.memory.tensors import state_dict
 
@@ -178,11 +229,22 @@ class Pull(Closable):
         return state_dict(view, manifest.layout)
 
     def layer_state_dict(self, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors of one layer, as soon as it is ready, and all that are tied to them: each
-        belongs to the first layer that needs it. With `out`, do not write to them before the
-        pull's end: what is written to disk is read from them.
+        """Wait for one layer and return its tensors, and the tensors that are tied to them.
 
-        Raises IndexError where there is no such layer.
+        A tensor belongs to the first layer that needs it. With `out`, do not write to the tensors
+        before the end of the pull: the checkpoint is written from the same memory.
+
+        Args:
+            layer: The layer's index in execution order.
+
+        Returns:
+            Views of the pull's memory, which they keep alive; no copy.
+
+        Raises:
+            IndexError: There is no such layer.
+            ConfigError: torch is not installed.
+            ClosedError: The pull was closed.
+            MxError: The error that ended the pull, see `pull`.
         """
         if layer < 0 or self._state.wait_layer(layer) is None:
             raise IndexError(f"there is no layer {layer}")
@@ -190,11 +252,19 @@ class Pull(Closable):
         return layer_tensors(view, manifest.layout, layer)
 
     def signals(self) -> LayerSignals:
-        """For a pull into a GPU: have streams wait for layers, instead of the CPU. The object is
-        the pull's, and ends with it; `LayerSignals` says how to use it. Blocks until the model's
-        layers are known. Raises ConfigError for a pull into host memory, the pull's error.
+        """Return the signals by which CUDA streams, instead of the CPU, wait for layers.
 
-        `early_state_dict` gives the tensors to queue work on.
+        Blocks until the model's layers are known. `early_state_dict` gives the tensors to queue
+        work on.
+
+        Returns:
+            The same object at each call; the pull owns it and closes it. `LayerSignals` says how
+            to use it.
+
+        Raises:
+            ConfigError: The pull is into host memory, or has a `fallback` on disk.
+            ClosedError: The pull was closed.
+            MxError: The error that ended the pull, see `pull`.
         """
         if self._options.device == "cpu":
             raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
@@ -212,10 +282,18 @@ class Pull(Closable):
             return self._signals
 
     def early_state_dict(self) -> dict[str, torch.Tensor]:
-        """For a pull into a GPU: all tensors, as soon as they have a place, whatever is in it.
-        Only work of streams that wait by `signals` may use them before the pull's end.
+        """Return all tensors of a pull into a GPU as soon as their memory is allocated.
 
-        Raises as `signals` does.
+        Their bytes may not have arrived yet: until the end of the pull only streams that wait by
+        `signals` may use them.
+
+        Returns:
+            Views of the pull's device memory by name, which they keep alive.
+
+        Raises:
+            ConfigError: As `signals`; or torch is not installed.
+            ClosedError: The pull was closed.
+            MxError: The error that ended the pull, see `pull`.
         """
         from mx.memory.tensors import state_dict
 
@@ -230,10 +308,16 @@ class Pull(Closable):
     # -- staying ----------------------------------------------------------------------------------
 
     def hold(self) -> Source:
-        """Become a source of what was pulled (asked for with `hold=True`); waits for the end.
+        """Wait for the end of a pull made with `hold=True` and serve its memory to others.
 
-        The source lives until it, or this pull, is closed; this pull's tensors stay if it is.
-        Raises ConfigError without `hold=True`, ClosedError, and as `serve` does.
+        Returns:
+            The same source at each call. It serves until it, or this pull, is closed; the pull's
+            tensors outlive it.
+
+        Raises:
+            ConfigError: The pull was made without `hold=True`.
+            ClosedError: The pull was closed.
+            MxError: The error that ended the pull, see `pull`, or that `serve` raises.
         """
         self.wait()
         with self._lock:
@@ -245,9 +329,11 @@ class Pull(Closable):
         arena, manifest = self._job.arena, self._job.manifest
         if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
-        if isinstance(relay := self._job.sharing.host, Relay) and isinstance(arena, MemfdArena):
-            return self._settle(relay, arena)
-        self._loop.run(self._job.sharing.leave())
+        node = self._job.node
+        host = None if node is None else node.host
+        if isinstance(host, Relay) and isinstance(arena, MemfdArena):
+            return self._settle(host, arena)
+        self._loop.run(self._job.leave())
         arena.seal()
         held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
         coordinator = self._options.coordinator
@@ -266,7 +352,7 @@ class Pull(Closable):
         return Source(loop, server, held, coordinator or "", None)
 
     def _settle(self, relay: Relay, arena: MemfdArena) -> Source:
-        """Others read here already, and go on."""
+        """Turn the relay, which others read from without a break, into a source."""
         arena.freeze()
         loop = runtime.acquire()
         try:
@@ -277,8 +363,10 @@ class Pull(Closable):
         return Source(loop, server, held, self._options.coordinator or "", None)
 
     def close(self) -> None:
-        """Stop if it still runs, and give up this object's hold on the memory. Idempotent; a close
-        that was interrupted goes on when it is called again."""
+        """Stop the pull if it still runs, and drop this object's reference to the memory.
+
+        Idempotent; a close that was interrupted goes on when it is called again.
+        """
         super().close()
 
     def _closing_steps(self) -> list[Step]:
@@ -309,8 +397,8 @@ class Pull(Closable):
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._reporter.close()
-        await self._job.sharing.leave()
-        # If it was cancelled before its first step.
+        await self._job.leave()
+        # The task records no error if it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))
 
 
@@ -335,30 +423,46 @@ def pull(
     resume: bool = True,
     settings: config.Settings | None = None,
 ) -> Pull:
-    """Start pulling `model`; returns at once. It is NAME, NAME:REVISION, or NAME@IDENTITY to pin
-    the weights. Without a revision, there or in `revision`, NAME means its newest one, and a pin
-    the weights in whichever revision; without a `variant` it is "checkpoint".
+    """Start to pull `model`, and return at once.
 
-    It comes from the sources that the coordinator at `coordinator` knows; with `peer` from that
-    one (HOST:PORT), without a coordinator; with `path` from a checkpoint on disk; with
-    `fallback` from sources, and from that checkpoint if none can be used. `out` is a folder to
-    write a checkpoint to; `hold` keeps the memory in a form that others can read and
-    allows `Pull.hold`. `transport` forces one by name. `verify="strong"` also compares every
-    tensor with the model's identity. `device` is "cpu", or "cuda:N" for that GPU's memory, which
-    `out` and "strong" copy back to the host. `attach=False` copies even where memory could be
-    shared. `into` is a writable, contiguous buffer to fill instead of new memory (at least
-    `manifest.layout.arena_nbytes` long); it is the caller's, who keeps it until the pull is
-    closed. `reuse` are pulls and sources of this process, such as of the revision before or of a
-    model that this one was made from: what they hold is copied from there, and not moved.
+    The weights come from the sources that the coordinator lists, unless `peer`, `path` or
+    `fallback` (at most one of them) says otherwise.
 
-    When nobody is there to pull from, now or in the middle, `wait_s` (else the settings')
-    is how long the pull waits for somebody, keeping what it has. A pull that fails leaves the
-    layers that it has written to `out`, if any, beside it for the next one to go on from, and its
-    error says so; `resume=False` neither uses nor leaves any.
+    Args:
+        model: NAME, NAME:REVISION, or NAME@IDENTITY to pin the weights. NAME alone is its newest
+            revision; a pin accepts its weights in any revision.
+        peer: HOST:PORT of the one source to read from, without a coordinator.
+        path: A checkpoint on disk to read, instead of sources.
+        fallback: A checkpoint on disk to read if no source can be used.
+        revision: The revision, where `model` names none.
+        variant: The variant; "checkpoint" if empty.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        device: "cpu", or "cuda:N" for that GPU's memory, which `out` and `verify="strong"` copy
+            back to the host.
+        out: A folder to write a checkpoint to.
+        hold: Keep the memory in a form that others can read, and allow `Pull.hold`.
+        transport: The name of the only transport to use.
+        verify: "chunks", or "strong" to compare every tensor with the model's identity as well.
+        attach: False copies even where memory could be shared.
+        into: A writable, contiguous buffer of at least `manifest.layout.arena_nbytes` bytes to
+            fill, instead of new memory. The caller owns it and keeps it until the pull is closed.
+        reuse: Pulls and sources of this process, for example of the previous revision or of the
+            model that this one was made from. Bytes that they hold are copied locally instead of
+            transferred.
+        wait_s: Seconds to wait for a source when there is none, at the start or later, keeping
+            what has arrived; None takes the time in the settings.
+        resume: False neither resumes from what a failed pull left beside `out` nor leaves
+            anything there. Otherwise a pull that fails keeps the layers that it has written, and
+            its error says so.
+        settings: Settings to use; None loads them from the environment and the files.
 
-    Raises ConfigError for arguments that can't be right; everything else is raised by whoever
-    waits: CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
-    CapacityError, OutputError.
+    Returns:
+        The running pull.
+
+    Raises:
+        ConfigError: An argument is wrong. Every other error comes from the methods that wait:
+            CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
+            CapacityError, OutputError.
     """
     started_s = time.monotonic()
     where = resolve_device(device)

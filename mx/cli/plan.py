@@ -13,8 +13,8 @@ from mx.errors import EXIT_NO_SOURCE
 from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
+    from mx.api.planning import PlannedPull
     from mx.core.planner import SourcePath
-    from mx.target.planning import PlannedPull
 
 
 def plan(

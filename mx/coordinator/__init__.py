@@ -1,1 +1,1 @@
-"""The daemon that knows who holds what. In no data path."""
+"""The daemon that knows which sources hold which models. It is in no data path."""

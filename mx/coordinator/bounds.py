@@ -1,4 +1,4 @@
-"""How many streams of one kind may be open, in all and from one address."""
+"""Bounds on the open streams of one kind, in all and from one address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mx.wire.address import address_of_peer
 
 
 def address_of(context: Any) -> str:
-    """Where a call comes from, without the port; of IPv6 the network, see `address_of_peer`."""
+    """Return a call's remote address without the port; of IPv6 the network (`address_of_peer`)."""
     return address_of_peer(context.peer())
 
 
@@ -28,7 +28,11 @@ class StreamBounds:
 
     @contextmanager
     def admitted(self, context: Any) -> Iterator[None]:
-        """Count one stream while the block runs. Raises CapacityError where there are too many."""
+        """Count one stream while the block runs.
+
+        Raises:
+            CapacityError: There are too many streams, in all or from the call's address.
+        """
         address = address_of(context)
         if self._count >= self._in_all:
             raise CapacityError(f"the coordinator has {self._in_all} {self._what}, its limit")

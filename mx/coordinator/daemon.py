@@ -1,4 +1,4 @@
-"""The coordinator as a process of its own, or embedded in another one's event loop."""
+"""The coordinator as its own process, or embedded in the event loop of another one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STOP_GRACE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `mx-coordinator` was asked for. `state` is "memory"; `lease_s` is in seconds."""
+    """The options of `mx-coordinator`. `state` is "memory"; `lease_s` is in seconds."""
 
     listen: str = DEFAULT_ADDRESS
     tls: TlsFiles | None = None
@@ -41,8 +41,18 @@ class Coordinator:
     """A running coordinator in the current event loop. `start` it once, `stop` it once."""
 
     def __init__(self, *, lease_s: float = 5.0, state: str | StateStore = "memory") -> None:
+        """
+        Args:
+            lease_s: How long a source stays listed after a heartbeat, in seconds.
+            state: "memory", or a state store, which `stop` closes.
+
+        Raises:
+            ConfigError: An argument is not valid.
+        """
         if not 0.1 <= lease_s <= 3600:
-            raise ConfigError(f"a lease of {lease_s:g} s", hint="say 0.1 to 3600 seconds")
+            raise ConfigError(
+                f"a lease of {lease_s:g} s is not possible", hint="give 0.1 to 3600 seconds"
+            )
         self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
         self._servicer = CoordinatorServicer(self._state)
         self._state.subscribe(log_changes)
@@ -51,7 +61,7 @@ class Coordinator:
 
     @property
     def address(self) -> str:
-        """HOST:PORT as bound; "" while it does not listen."""
+        """The HOST:PORT that it listens on; "" while it does not listen."""
         return self._listening.address if self._listening else ""
 
     async def start(
@@ -61,7 +71,17 @@ class Coordinator:
         tls: TlsFiles | None = None,
         insecure: bool = False,
     ) -> str:
-        """Listen; returns `address`. Raises ConfigError, LocalError as `mx.wire.server.listen`."""
+        """Listen, and return `address`.
+
+        Args:
+            listen_address: HOST:PORT; port 0 for a free one.
+            tls: The certificates for mutual TLS.
+            insecure: Allow addresses beyond loopback without TLS.
+
+        Raises:
+            ConfigError: As `mx.wire.server.listen`.
+            LocalError: As `mx.wire.server.listen`.
+        """
         coordinator = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         documents = common_pb2.DESCRIPTOR.services_by_name["Documents"]
         self._listening = await listen(
@@ -84,7 +104,7 @@ class Coordinator:
             await self._state.tick()
 
     async def stop(self) -> None:
-        """Cut watches and heartbeats, let running calls finish, leave nothing behind."""
+        """End watches and heartbeats, let running calls finish, and release everything."""
         self._servicer.stop()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -117,10 +137,18 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
 
 
 def run(options: Options, on_listening: Callable[[str], None] = _print_address) -> int:
-    """The daemon: until SIGTERM or SIGINT, then 0. Belongs to the main thread.
+    """Run the daemon until SIGTERM or SIGINT. Call this on the main thread.
 
-    `on_listening` is told the address as bound. Raises ConfigError and LocalError before it
-    listens.
+    Args:
+        options: How to run it.
+        on_listening: Called with the HOST:PORT that it listens on.
+
+    Returns:
+        0, the exit code.
+
+    Raises:
+        ConfigError: An option is not valid.
+        LocalError: The address cannot be listened on.
     """
     asyncio.run(_serve(options, on_listening))
     return 0

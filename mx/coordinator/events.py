@@ -1,4 +1,4 @@
-"""What the coordinator logs of its sources: who comes, drains and goes."""
+"""The coordinator's log of its sources: which ones register, drain and end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def log_changes(changes: Sequence[Change]) -> None:
-    """A line for each registration, change of state and end; none for layers and heartbeats."""
+    """Log each registration, change of state and end; not changes of layers, nor heartbeats."""
     for change in changes:
         record, before = change.record, change.before
         who: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Sources and their changes as messages, made once for all answers that name them."""
+"""The wire messages of sources and their changes, each made once for all answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mx.core.registry import Change, ChangeKind
 from mx.core.types import SourceRecord
 from mx.wire.v1 import coordinator_pb2 as pb
 
-#: Changes that all watchers are told at about the same time.
+#: The most changes whose messages are kept: watchers read each at about the same time.
 _MAX_EVENTS = 2048
 
 _KINDS = {
@@ -21,17 +21,17 @@ _KINDS = {
 
 
 class SourceMessages:
-    """The last messages of each source. To be read only: answers copy them."""
+    """The last messages of each source. Callers only read them, and copy them into answers."""
 
     def __init__(self) -> None:
         self._sources: dict[str, tuple[SourceRecord, int, pb.Source]] = {}
-        # By the id of the record that is told, which the entry itself keeps alive.
+        # By the id() of the changed record, which the entry itself keeps alive.
         self._events: OrderedDict[
             int, tuple[SourceRecord, dict[tuple[ChangeKind, int, str], pb.WatchEvent]]
         ] = OrderedDict()
 
     def source(self, record: SourceRecord, row_count: int) -> pb.Source:
-        """The message of a source that is listed; made anew where its record is another one."""
+        """Return the message of a listed source; makes a new one if its record has changed."""
         made = self._sources.get(record.source_id)
         if made is None or made[0] is not record or made[1] != row_count:
             message = codec.source_to_wire(record, row_count=row_count)
@@ -39,7 +39,7 @@ class SourceMessages:
         return made[2]
 
     def event(self, change: Change) -> pb.WatchEvent:
-        """What watchers are told of a change."""
+        """Return the message that watchers get for a change."""
         record = change.record
         _, events = self._events.setdefault(id(record), (record, {}))
         key = (change.kind, change.row_count, change.reason)
@@ -57,5 +57,5 @@ class SourceMessages:
         return event
 
     def forget(self, source_id: str) -> None:
-        """The source is gone."""
+        """Drop the message of a source that is gone."""
         self._sources.pop(source_id, None)

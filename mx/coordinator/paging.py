@@ -1,4 +1,4 @@
-"""Answers in pages, so that any number fits the default message limit."""
+"""Splits answers into pages, so that each fits the default message limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ANSWER_BYTES = 2 << 20
 
 
 def pages_of(messages: Iterable[Any], page_bytes: int = ANSWER_BYTES) -> Iterable[list[Any]]:
-    """Pages of about `page_bytes`; at least one, so that an empty list still answers."""
+    """Yield the messages in pages of about `page_bytes`; at least one page, for an empty answer."""
     page: list[Any] = []
     nbytes = 0
     for message in messages:

@@ -1,7 +1,7 @@
-"""The part of the Coordinator service that shows people which pulls there are.
+"""The part of the Coordinator service that shows the running pulls to users.
 
-Kept in this process's memory alone, whatever the state is kept in: after a restart each pull has
-told again within a second.
+Progress is kept in this process's memory alone, whatever the state is kept in: after a restart
+each pull reports again within a second.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mx.errors import PeerProtocolError
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
-#: A pull tells each second; one that says nothing for so long is stopped or gone.
+#: A pull reports each second; one that reports nothing for this long is stopped or gone.
 SILENT_S = 30.0
 
 
 class PullsServicer:
-    """Progress and ListPulls. `now` is the coordinator's clock, in seconds."""
+    """The calls Progress and ListPulls. `now` is the coordinator's clock, in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._board = ProgressBoard()
-        self._reporting = StreamBounds("pulls that tell", in_all=MAX_PULLS, per_address=2048)
+        self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_address=2048)
 
     async def Progress(
         self, requests: AsyncIterator[pb.ProgressRequest], context: Any
@@ -50,9 +50,9 @@ class PullsServicer:
 
 
 async def _next(requests: AsyncIterator[pb.ProgressRequest]) -> pb.ProgressRequest | None:
-    """The next message; None at the end. Raises PeerProtocolError where none comes."""
+    """Return the next message, or None at the end; PeerProtocolError if none comes in time."""
     try:
         async with asyncio.timeout(SILENT_S):
             return await anext(requests, None)
     except TimeoutError:
-        raise PeerProtocolError(f"a pull told nothing for {SILENT_S:g} s") from None
+        raise PeerProtocolError(f"the pull has not reported for {SILENT_S:g} s") from None

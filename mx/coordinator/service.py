@@ -1,4 +1,4 @@
-"""The Coordinator service: requests checked by the codec, answered from the state."""
+"""The Coordinator service: the codec checks requests, the state answers them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from mx.wire.v1 import coordinator_pb2 as pb
 _T = TypeVar("_T")
 
 REGISTER_TIMEOUT_S = 60.0
-#: A source whose lease is over this many times, and that says nothing, has gone.
+#: A source that sends no heartbeat for this many leases is gone.
 _SILENT_LEASES = 4
 _SILENT_S = 15.0
-#: What a watcher that does not read keeps here: about two such messages.
+#: The size of a batch; a watcher that does not read holds about two of them here.
 _WATCH_BYTES = 32 << 10
 _WATCH_SLICE = 64
 _MAX_RESOLVED = 256
 _MAX_MISSING = 4096
-#: A manifest this small is sent along with the answer to Resolve; each document is one page.
+#: A manifest up to this size is part of the answer to Resolve; each document is one page.
 _INLINE_BYTES = 1 << 20
 
 
 class CoordinatorServicer(PullsServicer):
-    """Give it to `mx.wire.server.listen`; `stop` ends the watches."""
+    """The Coordinator service, for `mx.wire.server.listen`."""
 
     def __init__(self, state: StateStore) -> None:
         super().__init__(state.now)
@@ -44,7 +44,7 @@ class CoordinatorServicer(PullsServicer):
         self._messages = SourceMessages()
         self._log = WatchLog()
         self._watchers: dict[str, set[Watcher]] = {}
-        # A thousand sources may stand behind one address, but no address takes all there is.
+        # A thousand sources may be behind one address, but no address may take the whole limit.
         self._registering = StreamBounds("registrations", in_all=4096, per_address=2048)
         self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_address=4096)
         self._watching = StreamBounds("watches", in_all=4096, per_address=1024)
@@ -129,7 +129,8 @@ class CoordinatorServicer(PullsServicer):
                 )
 
     async def _until_stopped(self, requests: AsyncIterator[_T]) -> AsyncIterator[_T]:
-        """gRPC complains at length of streams that it has to cut."""
+        """Yield requests until the coordinator stops: gRPC logs an error for a stream that it has
+        to cut."""
         silent_s = max(_SILENT_S, _SILENT_LEASES * self._state.lease_s)
         stopping = asyncio.create_task(self._stopped.wait(), name="mx-heartbeat-end")
         reading: asyncio.Future[_T | None] | None = None

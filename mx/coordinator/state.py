@@ -1,7 +1,7 @@
-"""Where the coordinator's state lives: the seam behind which SQLite and Redis will stand.
+"""The coordinator's state: the interface that SQLite and Redis will implement too.
 
-The service does its work through `StateStore` alone. `MemoryState` is the one there is: the pure
-machines of `mx.core` with a clock.
+The service uses the state through `StateStore` alone. `MemoryState` is its only implementation so
+far: the pure machines of `mx.core` with a clock.
 """
 
 from __future__ import annotations
@@ -25,33 +25,41 @@ from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, MxError, PeerProtocolError
 from mx.units import MIB
 
-#: Before its first heartbeat a source stays listed for so many leases: when a thousand register at
-#: once, its heartbeat stream waits until the registrations before it have been heard.
+#: The number of leases for which a source stays listed before its first heartbeat: if a thousand
+#: register at once, its heartbeat stream waits for the registrations before it.
 _FIRST_LEASES = 3
 
 Listener = Callable[[Sequence[Change]], None]
 
 
 class StateStore(Protocol):
-    """All methods belong to one event loop. They raise as `mx.core.registry` says."""
+    """The state of one coordinator. All methods run on one event loop.
 
-    #: Differs after each loss of state: clients that see another one register again.
+    Methods that are not documented here do and raise what those of `mx.core.registry` do.
+    """
+
+    #: Differs after each loss of state: clients that see a new epoch register again.
     epoch: str
     lease_s: float
 
     def subscribe(self, listener: Listener) -> None:
-        """`listener` hears of every change, in order, in the event loop."""
+        """Call `listener` with every change, in order, on the event loop."""
 
     async def missing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """Those documents that are not held; the others stay for a while."""
+        """Return the documents that are not held; the others stay for a while."""
 
     def document(self, digest: bytes) -> bytes | None:
-        """A held document; without waiting, since it is asked for page by page."""
+        """Return a held document, or None. Not a coroutine, since it is called for each page."""
 
     async def reserve(self, nbytes: int) -> None:
-        """Room for documents on their way; CapacityError if there is none."""
+        """Reserve space for documents that are being uploaded.
 
-    async def unreserve(self, nbytes: int) -> None: ...
+        Raises:
+            CapacityError: The documents would exceed the limit.
+        """
+
+    async def unreserve(self, nbytes: int) -> None:
+        """Return space that `reserve` reserved."""
 
     async def register(
         self,
@@ -63,8 +71,13 @@ class StateStore(Protocol):
         row_count: int,
         address: str = "",
     ) -> SourceRecord:
-        """`address` is where the registration came from. Raises PeerProtocolError where a
-        document of the manifest is neither given nor held."""
+        """List a source, as `Registry.register`, and store the documents of its manifest.
+
+        Raises:
+            PeerProtocolError: A document of the manifest is neither given nor held, or has another
+                size.
+            MxError: As `Registry.register`.
+        """
 
     async def heartbeat(
         self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
@@ -85,16 +98,17 @@ class StateStore(Protocol):
     async def resolve(self, name: str, revision: str, variant: str) -> Resolved: ...
 
     async def tick(self) -> None:
-        """Let time pass; to be called a few times per lease."""
+        """Let time pass. Call this a few times per lease."""
 
     def now(self) -> float:
-        """The clock that `Listed.lease_until_s` is on, in seconds."""
+        """Return the time in seconds, on the clock of `Listed.lease_until_s`."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release everything."""
 
 
 class MemoryState:
-    """State that ends with the process."""
+    """State in memory, which ends with the process."""
 
     def __init__(
         self,
@@ -107,7 +121,7 @@ class MemoryState:
         self.epoch = uuid.uuid4().hex
         self.lease_s = lease_s
         self.now = time.monotonic
-        self._peers = Registry(
+        self._registry = Registry(
             lease_s=lease_s,
             first_lease_s=_FIRST_LEASES * lease_s,
             binding_grace_s=grace_s,
@@ -147,8 +161,8 @@ class MemoryState:
             data = documents.get(digest) or self._store.get(digest)
             if data is None:
                 raise PeerProtocolError(
-                    f"document {digest[:8].hex()} of the manifest did not come",
-                    hint="ask Missing, and send what it names",
+                    f"document {digest[:8].hex()} of the manifest was not sent",
+                    hint="call Missing, and send the documents that it names",
                 )
             if len(data) != nbytes:
                 raise PeerProtocolError(f"document {digest[:8].hex()} has {len(data)} bytes")
@@ -156,7 +170,7 @@ class MemoryState:
         try:
             for digest in fresh:
                 self._store.put(now, digest, documents[digest])
-            return self._peers.register(
+            return self._registry.register(
                 now,
                 record,
                 secret,
@@ -174,7 +188,7 @@ class MemoryState:
         self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
     ) -> None:
         try:
-            self._peers.heartbeat(
+            self._registry.heartbeat(
                 self.now(), source_id, secret, state, readers=readers, gb_per_s=gb_per_s
             )
         finally:
@@ -184,35 +198,35 @@ class MemoryState:
         self, source_id: str, secret: bytes, generation: int, held: Sequence[tuple[int, int]]
     ) -> None:
         try:
-            self._peers.advertise(self.now(), source_id, secret, generation, held)
+            self._registry.advertise(self.now(), source_id, secret, generation, held)
         finally:
             self._publish()
 
     async def deregister(self, source_id: str, secret: bytes) -> None:
         try:
-            self._peers.deregister(self.now(), source_id, secret)
+            self._registry.deregister(self.now(), source_id, secret)
         finally:
             self._publish()
 
     async def source(self, source_id: str) -> Listed:
         await self.tick()
-        return self._peers.source(source_id)
+        return self._registry.source(source_id)
 
     async def sources(self, name: str = "") -> list[Listed]:
         await self.tick()
-        return self._peers.sources(name)
+        return self._registry.sources(name)
 
     async def models(self) -> list[ModelSummary]:
         await self.tick()
-        return self._peers.models()
+        return self._registry.models()
 
     async def resolve(self, name: str, revision: str, variant: str) -> Resolved:
         await self.tick()
-        return self._peers.resolve(name, revision, variant)
+        return self._registry.resolve(name, revision, variant)
 
     async def tick(self) -> None:
         now = self.now()
-        self._peers.tick(now)
+        self._registry.tick(now)
         self._publish()
         self._store.sweep(now)
 
@@ -220,7 +234,7 @@ class MemoryState:
         self._listeners.clear()
 
     def _publish(self) -> None:
-        changes = self._peers.take_changes()
+        changes = self._registry.take_changes()
         if not changes:
             return
         now = self.now()
@@ -234,10 +248,18 @@ class MemoryState:
 
 
 def open_state(spec: str, *, lease_s: float = 5.0) -> StateStore:
-    """`--state`: "memory". Raises ConfigError for others, those that are planned included."""
+    """Return the state store that `--state` names.
+
+    Args:
+        spec: "memory".
+        lease_s: How long a source stays listed after a heartbeat.
+
+    Raises:
+        ConfigError: It is another kind, the planned ones included.
+    """
     if spec == "memory":
         return MemoryState(lease_s=lease_s)
     kind = spec.partition(":")[0]
     if kind in ("sqlite", "redis", "rediss"):
-        raise ConfigError(f"`state={kind}`: is not in this version", hint="use `state=memory`")
-    raise ConfigError(f"`state={spec}`: no such kind of state", hint="use `state=memory`")
+        raise ConfigError(f"`state={kind}` is not in this version", hint="use `state=memory`")
+    raise ConfigError(f"`state={spec}` is not a kind of state", hint="use `state=memory`")

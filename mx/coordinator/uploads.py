@@ -1,4 +1,4 @@
-"""The documents of one registration as they arrive, with room taken for what has come."""
+"""The documents of one registration as they arrive, with space reserved for their bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from mx.wire.v1 import common_pb2
 
 
 class Upload:
-    """An async context manager; the room is given back at its end, whatever that is."""
+    """An async context manager; its end returns the reserved space in every case."""
 
     def __init__(self, state: StateStore, record: SourceRecord) -> None:
-        """Raises PeerProtocolError, CapacityError for a manifest that is too large."""
+        """
+        Args:
+            state: The state that holds documents.
+            record: The source that registers.
+
+        Raises:
+            PeerProtocolError: The manifest is malformed.
+            CapacityError: The manifest is too large.
+        """
         self._state = state
         self._digests = record.ref.digests
         self._held: set[bytes] = set()
@@ -22,7 +30,7 @@ class Upload:
 
     @property
     def documents(self) -> dict[bytes, bytes]:
-        """Those that are complete, by digest."""
+        """The complete documents, by digest."""
         return self._assembler.documents
 
     async def __aenter__(self) -> Upload:
@@ -35,9 +43,13 @@ class Upload:
         await self._state.unreserve(reserved)
 
     async def add(self, page: common_pb2.Page) -> None:
-        """Take a page. Raises as `Assembler.add`, and CapacityError where there is no room for it.
+        """Add a page. Pages of documents that the state holds already are ignored.
 
-        A document that is held need not come again, but may: it came while the sender asked.
+        A sender may send such a document: another source may have sent it in the meantime.
+
+        Raises:
+            CapacityError: The documents would exceed the coordinator's limit.
+            MxError: As `Assembler.add`.
         """
         if page.digest in self._held:
             return

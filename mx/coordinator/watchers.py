@@ -1,7 +1,7 @@
-"""What watchers have yet to be told: the latest state of each source, kept once for all of them.
+"""The changes that watchers have not seen yet: the latest state of each source, kept once for all.
 
-A watcher has a position in the log of changes and a bit for each source that it was told of, and
-no copy of anything: one that does not read costs the same however much happens meanwhile.
+A watcher has a position in the log of changes and a bit for each source that it has seen, and no
+copy of any change: a watcher that does not read costs the same however much changes meanwhile.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from mx.core.types import AddressTable, SourceRecord
 from mx.errors import CapacityError
 
 INTERVAL_S = 0.1  # at most ten batches a second, each source at most once in each
-#: Sources that are gone and that are kept for watchers that have yet to hear of it.
+#: The most ended sources that are kept for watchers that have not seen their end yet.
 MAX_GONE = 10_000
 _NOWHERE = Place()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One source's last change. `seq` counts changes over all sources, `changed_seq` leaves out
-    those of its layers alone; `slot` is its bit. `left` is what it was before it last moved to
-    another model's key."""
+    """One source's last change.
+
+    `seq` is the number of that change over all sources; `changed_seq` is that of the last one that
+    was not of its layers alone. `slot` is the source's bit. `left` is its record before it last
+    moved to another model's key.
+    """
 
     change: Change
     seq: int
@@ -41,7 +44,7 @@ class WatchLog:
 
     def __init__(self, max_gone: int = MAX_GONE) -> None:
         self.latest = 0
-        #: Changes up to here may be missing: of sources that are gone.
+        #: Changes up to this number may be missing: those of sources that are gone.
         self.forgotten = 0
         self._max_gone = max_gone
         self._entries: dict[str, _Entry] = {}
@@ -52,7 +55,7 @@ class WatchLog:
         self._slots = 0
 
     def push(self, changes: Sequence[Change]) -> None:
-        """Note changes; of several of one source the last one counts."""
+        """Record changes. Of several changes of one source only the last one is kept."""
         for change in changes:
             source_id = change.record.source_id
             self.latest += 1
@@ -81,7 +84,8 @@ class WatchLog:
             self._compact()
 
     def after(self, seq: int, limit: int) -> list[_Entry]:
-        """The sources that have changed after `seq`, the longest ago first, at most `limit`."""
+        """Return the sources that have changed after `seq`, the oldest change first, at most
+        `limit`."""
         found: list[_Entry] = []
         for index in range(bisect_right(self._seqs, seq), len(self._seqs)):
             entry = self._entries.get(self._ids[index])
@@ -104,7 +108,7 @@ class WatchLog:
 
 
 class Watcher:
-    """One watcher's place in a log. `woken` is set by its owner when there may be news."""
+    """One watcher's position in a log. Its owner sets `woken` when there may be changes."""
 
     def __init__(self, log: WatchLog, name: str = "", revision: str = "") -> None:
         self.name = name
@@ -117,16 +121,18 @@ class Watcher:
 
     @property
     def behind(self) -> bool:
-        """Return True while there is something that `take` has not looked at."""
+        """True while there are changes that `take` has not examined."""
         return self._seq < self._log.latest
 
     def take(self, limit: int) -> list[Change]:
-        """What to tell next, in order; it counts as told. Looks at `limit` sources at most, so
-        the list may be empty while the watcher is still `behind`.
+        """Return the next changes for the watcher, in order.
+
+        Args:
+            limit: The most sources to examine. The list may be empty while the watcher is still
+                `behind`.
 
         Raises:
-            CapacityError: the watcher has read so slowly that something it was to be told is
-                no longer kept.
+            CapacityError: The watcher has read so slowly that a change it needs is no longer kept.
         """
         if self._log.forgotten > max(self._began, self._seq):
             raise CapacityError("this watch was read too slowly", hint="watch again")
@@ -145,7 +151,7 @@ class Watcher:
             self._tell(entry.slot, False)
             return change if told else None
         if not self._wants(change.record):
-            # It was ours, and has moved to a name that is not.
+            # The watcher may have seen it before it moved to a name that is not watched.
             self._tell(entry.slot, False)
             before = entry.left or change.record
             return Change(ChangeKind.GONE, before, before, "replaced") if told else None
@@ -168,6 +174,6 @@ class Watcher:
 
 
 def _slim(record: SourceRecord) -> SourceRecord:
-    """What is kept of a source that is gone: who it was, and of what."""
+    """Return what is kept of a source that is gone: its id, its model and its address."""
     table = AddressTable(record.table.layout_digest, ())
     return replace(record, place=_NOWHERE, table=table)

@@ -1,17 +1,17 @@
-"""Which weights a name means: (name, revision, variant) -> identity, and who may change that.
+"""The binding of names to weights: (name, revision, variant) -> identity, and its owner.
 
 A *bundle* is the variants of one (name, revision); its owner registered it first. Each variant
-is bound to one identity and one layout. The pair never changes its meaning while it is bound: an
-owner's update becomes a new revision (REVISION.2, REVISION.3 …). "main", which is what a name
-without a revision means, and its updates are one family: none of them can be bound for the first
-time by another than the owner of those that are, and NAME means the newest of them.
+is bound to one identity and one layout. A bound (name, revision) never changes its meaning: an
+owner's update becomes a new revision (REVISION.2, REVISION.3 …). "main", which is the default
+revision, and its updates form one family: only the owner of the family's bound revisions can
+bind another one of them, and NAME means the newest.
 
-A relay binds nothing for itself: what only relays hold (after a coordinator's restart) belongs to
-the first origin of the same weights.
+A relay owns no binding: a variant that only relays hold (after a coordinator's restart) belongs to
+the first origin that registers the same weights.
 
-A bundle stays bound while it has a source, or a later revision of it is bound, and `grace_s`
-longer, so that a crash does not free the name; but it ends at once when the variant's owner
-itself takes the last source away, unless it is to give way to an update.
+A bundle stays bound while it has a source or a later revision of it is bound, and for `grace_s`
+after that, so that a crash does not free the name. It ends at once when the variant's owner
+deregisters the last source, unless an update has replaced the revision.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ _UPDATE_OF_MAIN = re.compile(r"main\.[1-9][0-9]{0,8}", re.ASCII)
 
 
 def is_main(revision: str) -> bool:
-    """Is it "main" or an update of it: what a name without a revision may mean?"""
+    """Return True if a name without a revision may mean this one: "main" or an update of it."""
     return revision == MAIN or _UPDATE_OF_MAIN.fullmatch(revision) is not None
 
 
 def update_number(revision: str, root: str = MAIN) -> int:
-    """Which update of `root` a revision is (ROOT.2 is 2); 0 for `root` itself and for others."""
+    """Return N for the revision ROOT.N, and 0 for `root` itself and for other revisions."""
     number = revision.removeprefix(f"{root}.")
     return int(number) if number != revision and number.isascii() and number.isdigit() else 0
 
 
 @dataclass(slots=True)
 class Binding:
-    """What one variant is bound to. `owner` is the digest of its first origin's secret, b"" while
-    there was none, `address` where it was bound from; `sources` are the ids of those listed, in
-    order (the values mean nothing)."""
+    """The binding of one variant.
+
+    `owner` is the digest of its first origin's secret, b"" before an origin has registered.
+    `address` is where the variant was first registered from. `sources` are the ids of its listed
+    sources, in order of registration (the values mean nothing).
+    """
 
     key: ModelKey
     ref: ManifestRef
@@ -65,7 +68,10 @@ class _Bundle:
 
 
 class Bindings:
-    """Not thread-safe; `now` never goes back. `due_s` is when `lapse` has something to do."""
+    """All bindings of one coordinator. Not thread-safe.
+
+    `now` never goes back. `due_s` is the earliest time at which `lapse` has something to do.
+    """
 
     def __init__(self, *, grace_s: float, limit: int, limit_per_address: int) -> None:
         self.grace_s = grace_s
@@ -82,6 +88,7 @@ class Bindings:
                 yield from bundle.variants.values()
 
     def get(self, key: ModelKey) -> Binding | None:
+        """Return the binding of `key`, or None if it is not bound."""
         bundle = self._names.get(key.name, {}).get(key.revision)
         return bundle.variants.get(key.variant) if bundle else None
 
@@ -94,16 +101,28 @@ class Bindings:
         replaces_revision: bool,
         address: str = "",
     ) -> ModelKey:
-        """The key that `ref` may be bound to, which is another revision for an update.
+        """Return the key that `ref` may be bound to. Changes nothing.
 
-        Changes nothing. Raises BindingError, CapacityError.
+        Args:
+            key: What the source registers.
+            ref: The source's manifest.
+            owner: The digest of the source's secret; b"" for a relay.
+            replaces_revision: If `key` is bound to another identity, register an update.
+            address: Where the source registers from.
+
+        Returns:
+            `key`, or for an update the key with the update's revision.
+
+        Raises:
+            BindingError: The key is bound to another identity, layout or owner.
+            CapacityError: The coordinator, or this address, has reached its limit of models.
         """
         binding = self.get(key)
         if binding is None:
             self._check_family(key, owner)
         elif binding.ref.identity != ref.identity:
             if not replaces_revision or not hmac.compare_digest(binding.owner, owner):
-                why = "; only who bound it may replace it" if replaces_revision else ""
+                why = "; only its owner may replace it" if replaces_revision else ""
                 raise BindingError(
                     f"{key} is bound to {binding.ref.identity.hex()[:16]}, "
                     f"not {ref.identity.hex()[:16]}{why}",
@@ -135,8 +154,16 @@ class Bindings:
         base: str,
         address: str = "",
     ) -> None:
-        """Count a source under a key from `admit`; `base` is the revision it asked for. A relay's
-        `owner` is b""."""
+        """Add a source to the binding of a key, and create the binding if it is new.
+
+        Args:
+            key: What `admit` returned.
+            ref: The source's manifest.
+            owner: The digest of the source's secret; b"" for a relay.
+            source_id: The source.
+            base: The revision that the source requested.
+            address: Where the source registers from.
+        """
         revisions = self._names.setdefault(key.name, {})
         bundle = revisions.get(key.revision)
         if bundle is None:
@@ -155,7 +182,14 @@ class Bindings:
             revisions[bundle.base].lapses_at_s = math.inf
 
     def leave(self, now: float, key: ModelKey, source_id: str, *, by: bytes = b"") -> None:
-        """A source has gone. `by` is the digest of its secret where it went by its own will."""
+        """Remove a source that is gone from its binding.
+
+        Args:
+            now: The time.
+            key: What the source was listed under.
+            source_id: The source.
+            by: The digest of its secret if it left by itself; b"" if its lease expired.
+        """
         bundle = self._names[key.name][key.revision]
         binding = bundle.variants[key.variant]
         binding.sources.pop(source_id, None)
@@ -168,7 +202,7 @@ class Bindings:
             self._let_lapse(now, bundle)
 
     def lapse(self, now: float) -> None:
-        """End the bundles whose time has come."""
+        """Remove the bundles whose grace is over at `now`."""
         if now < self.due_s:
             return
         ended = [
@@ -185,17 +219,27 @@ class Bindings:
         )
 
     def find(self, name: str, revision: str = "", variant: str = "") -> list[Binding]:
-        """The bindings that NAME or NAME@IDENTITY means, at least one. With a revision or a pin
-        they are all of one identity; without either they are "main" and its updates, the newest
-        first.
+        """Return the bindings that NAME or NAME@PIN means.
 
-        A pin looks in every revision unless one is named. Raises UnknownModelError, and
-        ConfigError for a pin that is none or that fits several identities.
+        Args:
+            name: NAME or NAME@PIN.
+            revision: "" for any revision if there is a pin, else for "main" and its updates.
+            variant: "" for "checkpoint".
+
+        Returns:
+            At least one binding. With a revision or a pin they all have one identity; without
+            either they are "main" and its updates, the newest first.
+
+        Raises:
+            UnknownModelError: No binding fits.
+            ConfigError: The pin is malformed, or fits several identities.
         """
         name, at, pin = name.partition("@")
         pin = pin.lower()
         if at and (not MIN_PIN_DIGITS <= len(pin) <= 64 or pin.strip("0123456789abcdef")):
-            raise ConfigError(f"@{pin[:80]} pins nothing: {MIN_PIN_DIGITS} to 64 hex digits")
+            raise ConfigError(
+                f"@{pin[:80]} is not a pin", hint=f"write {MIN_PIN_DIGITS} to 64 hex digits"
+            )
         variant = variant or "checkpoint"
         named = [b for v in self._names.get(name, {}).values() for b in v.variants.values()]
         fits = [b for b in named if revision in ("", b.key.revision) and b.key.variant == variant]
@@ -226,28 +270,28 @@ class Bindings:
         return UnknownModelError(f"no model {key.name!r} here", hint=hint)
 
     def _check_family(self, key: ModelKey, owner: bytes) -> None:
-        """May this owner be the first to bind the key's revision?"""
+        """Raise BindingError if `owner` may not be the first to bind the key's revision."""
         revisions = self._names.get(key.name, {})
         if key.revision in revisions or not is_main(key.revision):
             return
         for revision, bundle in revisions.items():
             if is_main(revision) and bundle.owner and not hmac.compare_digest(bundle.owner, owner):
                 raise BindingError(
-                    f"{replace(key, revision=revision)} is another's, and {key.revision} would "
-                    "be taken for an update of it",
+                    f"{replace(key, revision=revision)} belongs to another source, and "
+                    f"{key.revision} would count as an update of it",
                     hint="register these weights under another name or `revision`",
                 )
 
     def _root(self, name: str, revision: str) -> str:
-        """The revision that this one is an update of; itself if it is none."""
+        """Return the revision that this one is an update of, or `revision` if it is no update."""
         bundle = self._names.get(name, {}).get(revision)
         if bundle is not None and bundle.base:
             return bundle.base
         return MAIN if is_main(revision) else revision
 
     def _next_revision(self, key: ModelKey, ref: ManifestRef) -> ModelKey:
-        """Where an update of this variant goes: after its newest one, or there if that is the
-        same. Other variants may have been updated to there already."""
+        """Return the key for an update: that of the variant's newest revision if `ref` has its
+        identity, else the next one. Other variants may have that next revision already."""
         root = self._root(key.name, key.revision)
         revisions = self._names[key.name]
         family = {
@@ -272,14 +316,15 @@ class Bindings:
         return replace(key, revision=revision)
 
     def _in_use(self, name: str, revision: str) -> bool:
+        """Return True if the revision has a source, or an update of it is bound."""
         revisions = self._names[name]
         if any(binding.sources for binding in revisions[revision].variants.values()):
             return True
         return any(bundle.base == revision for bundle in revisions.values())
 
     def _superseded(self, name: str, revision: str) -> bool:
-        """Is another revision of its family bound? Then whoever still reads this one may yet want
-        to be listed with it."""
+        """Return True if another revision of its family is bound: a peer that still reads this
+        one may yet register it."""
         root = self._root(name, revision)
         return any(
             other != revision and self._root(name, other) == root for other in self._names[name]

@@ -1,6 +1,6 @@
-"""The form of manifest documents: one way to write it, and a strict, suspicious way to read it.
+"""The form of manifest documents: one canonical writer, and a strict reader for untrusted input.
 
-JSON, and where there is much of one thing, a line feed and raw bytes after it.
+A document is JSON; long columns follow it as raw bytes, after a line feed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ T = TypeVar("T")
 
 
 def write_json(value: object) -> bytes:
-    """Sorted keys, no spaces, UTF-8. Raises ManifestError for text that UTF-8 cannot carry."""
+    """Return `value` as JSON with sorted keys, without spaces, in UTF-8.
+
+    Raises:
+        ManifestError: A text cannot be encoded in UTF-8.
+    """
     try:
         return json.dumps(
             value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -28,11 +32,16 @@ def write_json(value: object) -> bytes:
 
 
 def read_json(data: bytes, what: str) -> dict[str, object]:
-    """The object that `data` holds. `what` names the document in errors.
+    """Return the JSON object that `data` holds.
 
-    Raises ManifestError for anything but one JSON object: other encodings, duplicate keys,
-    NaN and infinities, nesting and numbers of values that no model needs, numbers of thousands of
-    digits, too large a document.
+    Args:
+        data: The document, from anywhere.
+        what: The document's name in errors.
+
+    Raises:
+        ManifestError: `data` is not exactly one JSON object in UTF-8, is too large, has duplicate
+            keys, NaN, an infinity or a number of thousands of digits, or has more values or
+            deeper nesting than any model needs.
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ManifestError(f"the {what} document has {len(data)} bytes, more than any model needs")
@@ -57,8 +66,13 @@ def read_json(data: bytes, what: str) -> dict[str, object]:
 
 
 def write_names(names: list[str]) -> bytes:
-    """Names in UTF-8, a NUL (which none may hold) between them: JSON would take five times as
-    long to read. Raises ManifestError for text that UTF-8 cannot carry."""
+    """Return the names in UTF-8, joined by NUL, which no name may contain.
+
+    JSON would take five times as long to read.
+
+    Raises:
+        ManifestError: A name cannot be encoded in UTF-8.
+    """
     try:
         return "\0".join(names).encode()
     except UnicodeEncodeError as error:
@@ -66,7 +80,11 @@ def write_names(names: list[str]) -> bytes:
 
 
 def read_names(raw: bytes, what: str) -> list[str]:
-    """What `write_names` wrote. Raises ManifestError."""
+    """Return the names that `write_names` wrote.
+
+    Raises:
+        ManifestError: `raw` is not UTF-8; `what` names the document.
+    """
     try:
         return raw.decode().split("\0")
     except UnicodeDecodeError as error:
@@ -74,12 +92,17 @@ def read_names(raw: bytes, what: str) -> list[str]:
 
 
 def join_binary(head: bytes, raw: bytes) -> bytes:
-    """A document of JSON and raw bytes: digests would take longer to spell out than to use."""
+    """Return a document of JSON and raw bytes: spelling digests out would take longer than using
+    them."""
     return head + b"\n" + raw  # JSON as written here holds no line feed
 
 
 def split_binary(data: bytes, what: str) -> tuple[bytes, bytes]:
-    """What `join_binary` joined. Raises ManifestError."""
+    """Return the JSON and the raw bytes that `join_binary` joined.
+
+    Raises:
+        ManifestError: There is no binary part; `what` names the document.
+    """
     head, found, raw = data.partition(b"\n")
     if not found:
         raise ManifestError(f"the {what} document has no binary part")
@@ -87,7 +110,11 @@ def split_binary(data: bytes, what: str) -> tuple[bytes, bytes]:
 
 
 def take(document: dict[str, object], key: str, kind: type[T], what: str) -> T:
-    """`document[key]`, which must be exactly a `kind`: bool is no int here."""
+    """Return `document[key]`, which must be exactly a `kind`: a bool is not an int here.
+
+    Raises:
+        ManifestError: It is missing or of another type; `what` names the document.
+    """
     value = document.get(key)
     if type(value) is not kind:
         raise ManifestError(f"{key!r} in the {what} document is not a {kind.__name__}")
@@ -95,7 +122,11 @@ def take(document: dict[str, object], key: str, kind: type[T], what: str) -> T:
 
 
 def take_list(document: dict[str, object], key: str, kind: type[T], what: str) -> list[T]:
-    """`document[key]`, which must be a list of exactly `kind`s."""
+    """Return `document[key]`, which must be a list of exactly `kind`s.
+
+    Raises:
+        ManifestError: It is missing or of another type; `what` names the document.
+    """
     values = take(document, key, list, what)
     if not set(map(type, values)) <= {kind}:
         raise ManifestError(f"{key!r} in the {what} document is not a list of {kind.__name__}s")

@@ -192,7 +192,8 @@ class Connections:
     def _give_up(self, source_id: str) -> None:
         """Its paths that are not in use rest until it is found again."""
         for entry in self._entries:
-            if entry.source_id == source_id and entry.state in (State.CANDIDATE, State.RESTING):
+            unused = entry.state is State.CANDIDATE or entry.rest is Rest.SLOW
+            if entry.source_id == source_id and unused:
                 self._lay_to_rest(entry, Rest.LOST)
 
     def _forget(self, source_ids: set[str]) -> None:
@@ -201,7 +202,15 @@ class Connections:
             entry for entry in self._entries if entry.in_use or entry.source_id not in source_ids
         ]
 
+    def attachable(self) -> list[Entry]:
+        """Return the candidates whose memory may be mapped, the best first."""
+        return [e for e in self._entries if e.path.attach and e.state is State.CANDIDATE]
+
     # -- what became of an entry ----------------------------------------------------------------
+
+    def begin(self, entry: Entry) -> None:
+        """It is being opened, though `assign` did not say so."""
+        entry.step(Event.OPEN)
 
     def opened(self, entry: Entry) -> None:
         entry.step(Event.OPENED)

@@ -1,10 +1,10 @@
-"""Who holds a source's grants, what they do with them, and which of them make room. Pure: `now_s`
-is given.
+"""The grants of a source: which connection holds each, what it has moved, and which ones end when
+a new one needs their place. Pure: `now_s` is an argument.
 
-A grant is held by a connection, and a connection comes from an address. A connection is one
-reader: a pull opens all of its grants at a source over one, and an identity that a request names
-could be anybody's. What a grant has moved is told from outside; one that moves nothing has to give
-its place to a newcomer soon, and ends by itself after a longer while.
+A grant is held by a connection, and a connection comes from an address. A connection counts as one
+reader: a pull opens all of its grants at a source over one connection, while any process could
+claim the reader id of another. The caller reports what each grant has moved. A grant that moves
+nothing yields its place to a new one soon, and ends by itself after a longer while.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from dataclasses import dataclass
 
 from mx.units import KIB
 
-#: A pull has a grant for each transport that it reads one source by.
+#: A pull has one grant for each transport that it uses to read from one source.
 MOST_PER_CONNECTION = 16
-#: Less than this is not progress: one byte a second would hold a place for ever.
+#: Fewer bytes than this are no progress: else one byte a second would hold a place for ever.
 LEAST_PROGRESS_BYTES = 64 * KIB
-#: Whoever moves nothing for so long makes room for a newcomer where there is none.
+#: At a bound, a grant that has moved nothing for this long ends in favour of a new one.
 YIELD_S = 3.0
-#: A grant that moves nothing ends after this in any case.
+#: A grant that has moved nothing for this long ends in any case.
 IDLE_S = 60.0
-#: Pulls that trade chunks with this source wait for their turn, or for chunks to arrive here: the
-#: same two limits for them.
+#: The same two limits for pulls that trade chunks with this source: they wait for their turn, or
+#: for chunks to arrive here.
 TRADING_YIELD_S = 30.0
 TRADING_IDLE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who asks for a grant. `reader_id` is what the pull calls itself; "" if it has no name."""
+    """The reader that requests a grant. `reader_id` is the pull's own id, "" if it gives none."""
 
     connection: str
     address: str
@@ -40,7 +40,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class GrantBounds:
-    """How many grants there may be: of the whole process, of one address, of one connection."""
+    """The most grants that the process, one address and one connection may have."""
 
     total: int = 1024
     per_address: int = 512
@@ -56,9 +56,14 @@ class _Held:
 
 
 class GrantBook:
-    """One process's grants. `max_readers` is how many connections may hold some; 0: any number."""
+    """The grants of one process."""
 
     def __init__(self, bounds: GrantBounds, max_readers: int = 0) -> None:
+        """
+        Args:
+            bounds: The most grants there may be.
+            max_readers: The most connections that may hold grants; 0: any number.
+        """
         self._bounds = bounds
         self._max_readers = max_readers
         self._held: dict[str, _Held] = {}
@@ -67,15 +72,16 @@ class GrantBook:
 
     @property
     def readers(self) -> int:
-        """How many connections hold grants."""
+        """The number of connections that hold grants."""
         return len(self._grants)
 
     def open(self, grant_id: str, principal: Principal, now_s: float) -> None:
+        """Add a grant. The caller has ended the grants that `admit` named."""
         self._held[grant_id] = _Held(grant_id, principal, 0, now_s)
         self._grants[principal.connection] += 1
 
     def close(self, grant_id: str) -> None:
-        """Idempotent."""
+        """Remove a grant. Idempotent."""
         held = self._held.pop(grant_id, None)
         if held is not None:
             connection = held.principal.connection
@@ -84,38 +90,37 @@ class GrantBook:
                 del self._grants[connection]
 
     def grants_of(self, connection: str) -> int:
-        """How many grants a connection holds."""
+        """Return the number of grants that a connection holds."""
         return self._grants[connection]
 
     def moved(self, grant_id: str, nbytes: int, now_s: float) -> None:
-        """What a grant has moved since it was opened."""
+        """Record the bytes that a grant has moved since it was opened."""
         held = self._held.get(grant_id)
         if held is not None and nbytes >= held.moved_nbytes + LEAST_PROGRESS_BYTES:
             held.moved_nbytes, held.moved_at_s = nbytes, now_s
 
     def trades(self, principal: Principal, change: int) -> None:
-        """A pull begins (+1) or ends (-1) to trade chunks with this source. One that was dialled
-        from here has no address: it is not known where it reads from."""
+        """Record that a pull begins (+1) or ends (-1) to trade chunks with this source.
+
+        A pull that this process dialled has no address: the address that it reads from is unknown.
+        """
         key = (principal.address, principal.reader_id)
         self._trading[key] += change
         if self._trading[key] <= 0:
             del self._trading[key]
 
     def full_for(self, principal: Principal) -> bool:
-        """Return True if a pull of this name and address reads nothing here and may not begin."""
+        """Return True if this pull holds no grant here and there is no place for another reader."""
         names = {(h.principal.address, h.principal.reader_id) for h in self._held.values()}
         full = 0 < self._max_readers <= self.readers
         return full and (principal.address, principal.reader_id) not in names
 
-    def make_room(self, principal: Principal, now_s: float) -> list[str] | None:
-        """Which grants end so that this one may be opened.
-
-        Args:
-            principal: Who asks.
-            now_s: The time.
+    def admit(self, principal: Principal, now_s: float) -> list[str] | None:
+        """Decide whether this reader may open a grant, and which grants end for it.
 
         Returns:
-            Their ids, mostly none; None where there is no room and nobody has to make any.
+            The ids of the grants that have to end first, mostly none; None if the reader is
+            refused, because a bound is reached and no grant has been idle for long enough.
         """
         bounds, ending = self._bounds, set[str]()
         if self._grants[principal.connection] >= bounds.per_connection:
@@ -138,7 +143,7 @@ class GrantBook:
         return sorted(ending)
 
     def idle(self, now_s: float) -> list[str]:
-        """The grants that have moved nothing for too long, whether their place is wanted or not."""
+        """Return the grants that have moved nothing for too long, wanted places or not."""
         return [
             held.grant_id
             for held in self._held.values()
@@ -146,7 +151,7 @@ class GrantBook:
         ]
 
     def _over_s(self, held: _Held, now_s: float, limit_s: float, trading_s: float) -> float:
-        """By how much a grant's time without progress exceeds what it may be."""
+        """Return by how many seconds a grant's time without progress exceeds its limit."""
         name = held.principal.reader_id
         keys = ((held.principal.address, name), ("", name))
         trades = bool(name) and any(key in self._trading for key in keys)
@@ -156,7 +161,7 @@ class GrantBook:
         return self._over_s(held, now_s, YIELD_S, TRADING_YIELD_S)
 
     def _idlest_reader(self, now_s: float) -> str | None:
-        """The connection all of whose grants have to make room, and have had to for longest."""
+        """Return the connection whose grants are all past `YIELD_S`, and have been for longest."""
         over_s: dict[str, float] = {}
         for held in self._held.values():
             one_s = self._yields_s(held, now_s)
@@ -166,7 +171,7 @@ class GrantBook:
         return max(late, key=lambda connection: over_s[connection], default=None)
 
     def _idlest(self, held: Iterable[_Held], now_s: float) -> str | None:
-        """A grant that has to make room; of a connection that holds many before others."""
+        """Return a grant past `YIELD_S`, of the connection that holds the most grants."""
         over_s = {each.grant_id: self._yields_s(each, now_s) for each in held}
         late = [i for i, seconds in over_s.items() if seconds >= 0]
         return max(

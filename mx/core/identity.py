@@ -1,4 +1,4 @@
-"""The identity document: what a model's weights are, and nothing about how they are carried."""
+"""The identity document: it describes a model's weights, and not how they are carried."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ IDENTITY_VERSION = 1
 
 
 class IdentityRecords:
-    """The canonical tensor records of a layout, which its order and places do not change.
+    """The canonical tensor records of a layout, independent of its order and places.
 
     Which of several tied names holds the bytes is an accident of how a checkpoint was saved, so
-    here it is always the least of those that view them whole. The document is a line of JSON,
-    the names, and the digests, 32 bytes each; all but the digests follows from the layout, so a
-    document is believed only if it is byte for byte the one that this layout has.
+    here it is always the least of the names that view all of them. The document is a line of JSON,
+    the names, and the digests, 32 bytes each. Everything but the digests follows from the layout,
+    so `read` accepts a document only if the rest equals this layout's byte for byte.
     """
 
     def __init__(
         self, names: list[str], kinds: Sequence[Kind], kind: list[int], aliases: Sequence[Alias]
     ) -> None:
-        bearer = _bearers(names, kinds, kind, aliases)
-        holder = {new: old for old, new in bearer.items()}
-        borne = [bearer.get(name, name) for name in names] if bearer else names
-        kind_of = dict(zip(borne, kind, strict=True))
-        ordered = sorted(borne)
+        canonical = _canonical_names(names, kinds, kind, aliases)
+        holder = {new: old for old, new in canonical.items()}
+        renamed = [canonical.get(name, name) for name in names] if canonical else names
+        kind_of = dict(zip(renamed, kind, strict=True))
+        ordered = sorted(renamed)
         used = sorted({kinds[k] for k in set(kind)})
         rank = {k: i for i, k in enumerate(used)}
         rank_of = [rank.get(k, -1) for k in kinds]
         rows = sorted(
             [
-                a.target if bearer.get(a.target) == a.name else a.name,
-                bearer.get(a.target, a.target),
+                a.target if canonical.get(a.target) == a.name else a.name,
+                canonical.get(a.target, a.target),
                 a.dtype,
                 a.shape,
                 a.offset_bytes,
@@ -45,7 +45,7 @@ class IdentityRecords:
             for a in aliases
         )
         # The layout's names in the order of the records' digests.
-        self._holders = [holder.get(name, name) for name in ordered] if bearer else ordered
+        self._holders = [holder.get(name, name) for name in ordered] if canonical else ordered
         head = {
             "aliases": rows,
             "kind": [rank_of[kind_of[name]] for name in ordered],
@@ -55,14 +55,25 @@ class IdentityRecords:
         self._head = join_binary(write_json(head), write_names(ordered)) + b"\0"
 
     def document(self, digests: Mapping[str, bytes]) -> bytes:
-        """The document, given each tensor's blake3. Raises ManifestError where one is missing."""
+        """Return the identity document.
+
+        Args:
+            digests: The 32-byte blake3 of each tensor, by name.
+
+        Raises:
+            ManifestError: A tensor has no digest.
+        """
         for name in self._holders:
             if len(digests.get(name, b"")) != TENSOR_DIGEST_BYTES:
                 raise ManifestError(f"tensor {name!r} has no digest")
         return self._head + b"".join(map(digests.__getitem__, self._holders))
 
     def read(self, document: bytes) -> dict[str, bytes]:
-        """Each tensor's digest, from a document that came from anywhere. Raises ManifestError."""
+        """Return each tensor's digest, by name, from a document of unknown origin.
+
+        Raises:
+            ManifestError: The document is not one of this layout.
+        """
         if not document.startswith(self._head):
             raise ManifestError("the identity document does not describe this layout's tensors")
         raw = document[len(self._head) :]
@@ -73,10 +84,10 @@ class IdentityRecords:
         return dict(zip(self._holders, digests, strict=True))
 
 
-def _bearers(
+def _canonical_names(
     names: list[str], kinds: Sequence[Kind], kind: list[int], aliases: Sequence[Alias]
 ) -> dict[str, str]:
-    """Canonical tensor -> the least of the names that view all of it, where that is another."""
+    """Map a tensor to the least name that views all of it, where that is not its own name."""
     if not aliases:
         return {}
     kind_of = {name: kinds[k] for name, k in zip(names, kind, strict=True)}

@@ -1,17 +1,18 @@
-"""JSON from elsewhere is looked over before it is parsed: parsed, it may take 30 times its size."""
+"""A check of untrusted JSON before it is parsed: once parsed, it may take 30 times its size."""
 
 from __future__ import annotations
 
 from mx.units import MIB, format_bytes
 
-#: What a document may take once it is parsed: about 160,000 tensors in one header.
+#: The memory that a parsed document may take: about 160,000 tensors in one header.
 MAX_PARSED_BYTES = 256 * MIB
 #: The same for a transport's ticket.
 MAX_TICKET_PARSED_BYTES = 16 * MIB
-#: What is read here nests four deep; an index's own metadata may nest a little more.
+#: The documents of mx nest four deep; an index's own metadata may nest a little deeper.
 MAX_DEPTH = 32
 
-# About what CPython takes for each; a value follows each of these characters, or is begun by it.
+# Roughly the bytes that CPython takes for each; one of these characters precedes or begins each
+# value.
 _CONTAINER_BYTES = 100
 _MEMBER_BYTES = 150
 _ITEM_BYTES = 64
@@ -21,21 +22,23 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def check_json(data: bytes, *, most_bytes: int = MAX_PARSED_BYTES) -> None:
-    """Refuse JSON that would take too much memory or nests too deep. Linear, and quick: it counts
-    the characters between values, and looks which are in strings only where there are too many.
+    """Refuse JSON that would take too much memory or nests too deep.
+
+    Takes linear time: it counts the characters between values, and leaves out those in strings
+    only if there are too many.
 
     Args:
-        data: In UTF-8; it need not be valid.
-        most_bytes: What it may take in memory, by estimate.
+        data: JSON in UTF-8; it need not be valid.
+        most_bytes: The estimated memory that it may take once parsed.
 
     Raises:
-        ValueError: Says which bound it breaks.
+        ValueError: It breaks a bound; the message says which.
     """
     if _parsed_bytes(data) <= most_bytes and _is_shallow(data):
         return
     bare = _without_strings(data)
     if _parsed_bytes(bare) > most_bytes:
-        raise ValueError(f"it holds more values than {format_bytes(most_bytes)} of memory take")
+        raise ValueError(f"it holds more values than fit into {format_bytes(most_bytes)} of memory")
     if not _is_shallow(bare):
         raise ValueError(f"its brackets do not match, or nest more than {MAX_DEPTH} deep")
 
@@ -58,7 +61,7 @@ def _parsed_bytes(data: bytes) -> int:
 
 
 def _is_shallow(data: bytes) -> bool:
-    """Do the brackets, those in strings too, match, at most MAX_DEPTH deep?"""
+    """Return True if the brackets, those in strings included, match at most MAX_DEPTH deep."""
     brackets = data.translate(None, _NO_BRACKETS)
     for _ in range(MAX_DEPTH):  # each takes the innermost ones away
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")

@@ -1,4 +1,4 @@
-"""From tensors to layers and places, with every number checked: the input may be hostile."""
+"""The layout of tensors in layers. Every number is checked, since the input may be hostile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mx.core.types import (
 from mx.errors import ManifestError
 from mx.units import align_up
 
-#: Nothing larger is believed: an arena of a quarter of a petabyte, 64 dimensions (as torch).
+#: Larger values are refused: an arena of a quarter of a petabyte, 64 dimensions (as in torch).
 MAX_ARENA_BYTES = 1 << 48
 MAX_DIMENSIONS = 64
 MAX_TENSORS = 1_000_000
@@ -33,7 +33,7 @@ Kind = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as such, wherever it lies: `dtype` as safetensors spells it, `shape` in elements."""
+    """A tensor's name and form: `dtype` as safetensors spells it, `shape` in elements."""
 
     name: str
     dtype: str
@@ -41,26 +41,33 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data. Raises ManifestError where `kind_nbytes` does."""
+        """The size of its data in bytes.
+
+        Raises:
+            ManifestError: As `kind_nbytes`.
+        """
         return kind_nbytes((self.dtype, self.shape))
 
 
 def kind_nbytes(kind: Kind) -> int:
-    """Bytes that a tensor of this dtype and shape takes.
+    """Return the number of bytes that a tensor of this dtype and shape takes.
 
-    Sub-byte dtypes are packed without a gap; as in safetensors, a shape whose bits do not fill
-    whole bytes is an error, not rounded up. Raises ManifestError for that, for unknown dtypes,
-    negative or absurd dimensions.
+    Sub-byte dtypes are packed without a gap. As in safetensors, a shape whose bits do not fill
+    whole bytes is an error, not rounded up.
+
+    Raises:
+        ManifestError: The bits do not fill whole bytes, the dtype is unknown, or a dimension is
+            negative or larger than any memory.
     """
     dtype, shape = kind
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
-        raise ManifestError(f"{dtype!r} is not a dtype of safetensors")
+        raise ManifestError(f"{dtype!r} is not a safetensors dtype")
     if len(shape) > MAX_DIMENSIONS:
         raise ManifestError(f"a shape has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     for dimension in shape:
         if not 0 <= dimension <= MAX_ARENA_BYTES:
-            raise ManifestError(f"{dimension} is no dimension of a tensor")
+            raise ManifestError(f"a tensor cannot have a dimension of {dimension}")
     total_bits = prod(shape) * bits
     if total_bits > 8 * MAX_ARENA_BYTES:
         raise ManifestError(f"a tensor of shape {list(shape)} is larger than any memory")
@@ -70,7 +77,7 @@ def kind_nbytes(kind: Kind) -> int:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a row-major tensor without gaps."""
+    """Return the strides, in elements, of a row-major tensor without gaps."""
     strides = [1]
     for dimension in reversed(shape[1:]):
         strides.append(strides[-1] * max(dimension, 1))
@@ -78,16 +85,19 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> Layout:
-    """Layers in execution order and a place for each tensor, the same for any order of `specs`.
+    """Return the layout of these tensors, which is the same for any order of `specs`.
 
-    A canonical tensor lies in the earliest layer of itself and its aliases, so that a tie never
-    makes the first layer wait for the last. Raises ManifestError for what no layout can hold:
-    duplicate or bad names, aliases outside their targets, no tensors at all.
+    Layers are in execution order. A tensor lies in the earliest layer of itself and its aliases,
+    so that a tie never makes the first layer wait for the last.
+
+    Raises:
+        ManifestError: There are no tensors, a name is duplicate or bad, a tensor has no valid
+            size, or an alias reaches outside its target.
     """
     by_name: dict[str, Kind] = {}
     for spec in specs:
         if spec.name in by_name:
-            raise ManifestError(f"tensor {spec.name!r} comes twice")
+            raise ManifestError(f"there are two tensors {spec.name!r}")
         by_name[spec.name] = (spec.dtype, tuple(spec.shape))
     kinds = sorted(set(by_name.values()))
     size_of = {kind: kind_nbytes(kind) for kind in kinds}
@@ -124,12 +134,23 @@ def build_layout(
     kind: list[int],
     aliases: Sequence[Alias],
 ) -> Layout:
-    """Check everything and compute every place. The lists are kept: do not change them after.
+    """Check the columns of a layout and compute every place.
 
-    `layers` are (name, number of tensors); `names` and `kind` (indices into `kinds`) have one
-    entry per tensor, in layout order. Places follow from the order alone: each tensor at the
-    next multiple of 256 in its layer, each layer at the next multiple of 4096 in the arena.
-    Raises ManifestError.
+    Places follow from the order alone: each tensor is at the next multiple of 256 in its layer,
+    each layer at the next multiple of 4096 in the arena.
+
+    Args:
+        layers: (name, number of tensors) of each layer, in order.
+        names: The name of each tensor, in layout order.
+        kinds: The dtypes and shapes that tensors have.
+        kind: The index into `kinds` of each tensor.
+        aliases: Views of these tensors.
+
+    Returns:
+        The layout. It refers to the arguments; do not change them afterwards.
+
+    Raises:
+        ManifestError: An argument is malformed, or they contradict each other.
     """
     _check_names(layers, names, aliases)
     if len(kind) != len(names) or sum(count for _, count in layers) != len(names):
@@ -188,7 +209,7 @@ def _check_names(
     if not names:
         raise ManifestError("there are no tensors")
     if len(names) + len(aliases) > MAX_TENSORS:
-        raise ManifestError(f"more than {MAX_TENSORS} tensors are not believed")
+        raise ManifestError(f"there are more than {MAX_TENSORS} tensors and aliases")
     if not layers or min(count for _, count in layers) < 1:
         raise ManifestError("a layer has no tensors")
     labels = [label for label, _ in layers]
@@ -196,13 +217,13 @@ def _check_names(
     for group, what in ((labels, "layer"), (every, "tensor")):
         if len(set(group)) != len(group):
             twice = next(name for name, count in Counter(group).items() if count > 1)
-            raise ManifestError(f"{what} {twice!r} comes twice")
+            raise ManifestError(f"there are two {what}s {twice!r}")
         joined = "".join(group)
         try:
             joined.encode()
         except UnicodeEncodeError:
             raise ManifestError(f"a {what}'s name holds half a surrogate pair") from None
-        # Looking at all at once is fast; only where something looks wrong, look at each.
+        # One check of all names at once is fast; each is checked only if that one fails.
         if "" in group or not joined.isprintable() or ".." in joined or "__metadata__" in joined:
             for name in group:
                 reason = bad_tensor_name(name)
@@ -219,16 +240,18 @@ def _check_aliases(
     for alias in aliases:
         target = kind_of.get(alias.target)
         if target is None:
-            raise ManifestError(f"alias {alias.name!r} names {alias.target!r}, which is no tensor")
+            raise ManifestError(
+                f"alias {alias.name!r} names {alias.target!r}, which is not a tensor"
+            )
         if alias.dtype != target[0]:
-            raise ManifestError(f"alias {alias.name!r} has another dtype than its target")
+            raise ManifestError(f"alias {alias.name!r} and its target have different dtypes")
         kind_nbytes((alias.dtype, alias.shape))
         bits = DTYPE_BITS[alias.dtype]
         strides = alias.stride
         if len(strides) != len(alias.shape) or not all(0 <= s <= MAX_ARENA_BYTES for s in strides):
             raise ManifestError(f"alias {alias.name!r} has strides that do not fit its shape")
         if bits < 8 and tuple(strides) != contiguous_strides(alias.shape):
-            raise ManifestError(f"alias {alias.name!r} takes packed elements apart")
+            raise ManifestError(f"alias {alias.name!r} splits packed elements")
         if alias.offset_bytes < 0 or (alias.offset_bytes * 8) % max(bits, 8):
             raise ManifestError(f"alias {alias.name!r} starts inside an element")
         last = sum((d - 1) * s for d, s in zip(alias.shape, alias.stride, strict=True))

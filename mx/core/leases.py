@@ -1,16 +1,18 @@
-"""Readers' leases as a source sees them: who may read, until when, and when draining is over."""
+"""The leases of a source's readers: which readers may read, and until when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A reader counts its lease from before its request was sent, the source from when it answered;
-#: the source waits this much longer still, for clocks that run at slightly different rates.
+#: A reader counts its lease from before it sent its request, the source from its answer. The
+#: source adds this margin, since two clocks may run at slightly different rates.
 MARGIN_S = 0.5
 
 
 @dataclass(slots=True)
 class ReaderLease:
+    """One reader's lease on one source, by the grant that it belongs to."""
+
     grant_id: str
     source_id: str
     generation: int
@@ -21,9 +23,9 @@ class ReaderLease:
 class LeaseBook:
     """All leases of one process. Pure: `now_s` is a monotonic time that the caller gives.
 
-    A lease that its reader gave back (`close`) is over. One whose reader was cut off (`lose`) is
-    not: that reader may believe what it reads until the lease's end, so it is *out* until then,
-    though nothing new is granted on it.
+    A lease that its reader has returned (`close`) is over. A lease whose reader was cut off
+    (`lose`) is not: that reader may trust what it reads until the lease ends, so the lease stays
+    *unexpired* until then, though it cannot be renewed.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -32,12 +34,24 @@ class LeaseBook:
         self._lost: dict[str, ReaderLease] = {}
 
     def __len__(self) -> int:
-        """Those that run."""
+        """Return the number of running leases."""
         return len(self._leases)
 
     def open(
         self, grant_id: str, source_id: str, generation: int, reader: str, now_s: float
     ) -> ReaderLease:
+        """Begin a lease.
+
+        Args:
+            grant_id: The grant that it belongs to.
+            source_id: The source that is read.
+            generation: The generation of that source's memory.
+            reader: The reader's name in logs.
+            now_s: The time.
+
+        Raises:
+            ValueError: The grant has a lease already.
+        """
         if grant_id in self._leases:
             raise ValueError(f"grant {grant_id} is open already")
         lease = ReaderLease(
@@ -47,7 +61,7 @@ class LeaseBook:
         return lease
 
     def renew(self, grant_id: str, now_s: float) -> bool:
-        """False: the lease has ended, or was never there; the reader has to open again."""
+        """Extend a lease. Return False if it does not run; the reader has to open another."""
         lease = self._leases.get(grant_id)
         if lease is None or lease.ends_at_s <= now_s:
             return False
@@ -55,22 +69,26 @@ class LeaseBook:
         return True
 
     def find(self, grant_id: str) -> ReaderLease | None:
-        """The lease of a grant, if it runs."""
+        """Return the running lease of a grant, or None."""
         return self._leases.get(grant_id)
 
     def close(self, grant_id: str) -> bool:
-        """Its reader believes nothing any more that it reads. False: it had ended before."""
+        """End a lease that its reader has returned: the reader trusts no later read of it.
+
+        Returns:
+            False if the lease did not run.
+        """
         self._lost.pop(grant_id, None)
         return self._leases.pop(grant_id, None) is not None
 
     def lose(self, grant_id: str) -> None:
-        """Its reader is not heard any more, or not listened to: it runs out by itself."""
+        """Stop renewing a lease whose reader is gone or cut off; it is unexpired until its end."""
         lease = self._leases.pop(grant_id, None)
         if lease is not None:
             self._lost[grant_id] = lease
 
     def expire(self, now_s: float) -> list[ReaderLease]:
-        """Take out every lease that has ended; returns those of them that ran until now."""
+        """Remove every lease that has ended. Return those that ran until now."""
         ended = [lease for lease in self._leases.values() if lease.ends_at_s <= now_s]
         for lease in ended:
             del self._leases[lease.grant_id]
@@ -78,11 +96,11 @@ class LeaseBook:
         return ended
 
     def of_source(self, source_id: str) -> list[ReaderLease]:
-        """Those that run."""
+        """Return the running leases on a source."""
         return [lease for lease in self._leases.values() if lease.source_id == source_id]
 
-    def out(self, source_id: str, now_s: float) -> bool:
-        """May anybody still believe what is read of this source's memory?"""
+    def has_unexpired(self, source_id: str, now_s: float) -> bool:
+        """Return True if a reader may still trust what it reads from this source's memory."""
         return any(
             lease.source_id == source_id and lease.ends_at_s > now_s
             for lease in (*self._leases.values(), *self._lost.values())

@@ -1,7 +1,7 @@
-"""What a source gives at most: readers at a time, and bytes per second. Pure: `now_s` is given.
+"""The bounds of a source: readers at a time, and bytes per second. Pure: `now_s` is an argument.
 
-A source sends through one token bucket for all of its readers; where readers fetch for themselves
-(one-sided transports) each has a bucket of its own, filled at its share of the rate.
+A source sends through one token bucket for all of its readers. Readers of one-sided transports
+fetch for themselves; each of them has its own bucket, filled at its share of the rate.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from mx.units import KIB, MIB
 
-#: What a bucket holds, in seconds of its rate: enough for a sleep that takes longer than asked.
+#: The capacity of a bucket, in seconds of its rate: covers a sleep that lasts longer than asked.
 BURST_S = 0.05
-#: A reader's share is never less: below it, its slices would come so rarely that it took the
-#: source for stalled.
+#: The least share of a reader: below it, slices would come so rarely that the reader would take
+#: the source for stalled.
 LEAST_BYTES_PER_S = 64 * KIB
-#: Who is refused is to ask again after this at the soonest,
+#: The shortest time after which a refused reader may retry.
 RETRY_S = 0.5
-#: one after the other at this distance, so that a crowd costs the source no more than that,
+#: The time between the retries of two refused readers, which bounds what a crowd costs the source.
 RETRY_SPACING_S = 0.05
-#: and none of them after more than this.
+#: The longest time after which a refused reader may retry.
 RETRY_MOST_S = 10.0
 _LEAST_SLICE = 64 * KIB
 _MOST_SLICE = 4 * MIB
@@ -28,24 +28,27 @@ _SLICE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What was asked for; 0 is no bound."""
+    """The bounds that the user sets; 0 is no bound."""
 
     max_readers: int = 0
     max_bytes_per_s: int = 0
 
 
 def slice_nbytes(bytes_per_s: float) -> int:
-    """How much is sent in one go at that rate: a hundredth of a second's worth, so that readers
-    take turns quickly, within 64 KiB and 4 MiB."""
+    """Return how many bytes to send in one go at a rate: those of a hundredth of a second, within
+    64 KiB and 4 MiB, so that readers take turns quickly."""
     return int(min(max(bytes_per_s * _SLICE_S, _LEAST_SLICE), _MOST_SLICE))
 
 
 class TokenBucket:
-    """Holds at most `BURST_S` of its rate. Bytes may be taken that are not there yet: then whoever
-    takes waits until they would be, so that those who take in turn are served in turn."""
+    """A token bucket that holds at most `BURST_S` of its rate.
+
+    A caller may take bytes that are not there yet, and then waits until they would be. So callers
+    are served in the order in which they take.
+    """
 
     def __init__(self, bytes_per_s: float, now_s: float) -> None:
-        """Begins full. `bytes_per_s` is positive."""
+        """Begin full. `bytes_per_s` is positive."""
         self._rate = bytes_per_s
         self._tokens = bytes_per_s * BURST_S
         self._at_s = now_s
@@ -55,12 +58,12 @@ class TokenBucket:
         return self._rate
 
     def set_rate(self, bytes_per_s: float, now_s: float) -> None:
-        """From now on at this rate. Who waits already, waits as long as it was told."""
+        """Change the rate. Delays that `take` has returned stay as they are."""
         self._fill(now_s)
         self._rate = bytes_per_s
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Take bytes; returns how many seconds to wait before they are sent."""
+        """Take bytes. Return how many seconds to wait before sending them."""
         self._fill(now_s)
         self._tokens -= nbytes
         return max(0.0, -self._tokens / self._rate)
@@ -71,19 +74,24 @@ class TokenBucket:
 
 
 class Retries:
-    """Says when those that were refused may ask again, one after the other."""
+    """Spreads the retries of refused readers over time."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
 
     def after_s(self, now_s: float) -> float:
-        """The seconds after which the one that is refused now may ask again."""
+        """Return the seconds after which a reader that is refused now may retry."""
         at_s = max(self._next_s, now_s + RETRY_S)
         self._next_s = min(at_s + RETRY_SPACING_S, now_s + RETRY_MOST_S)
         return min(at_s - now_s, RETRY_MOST_S)
 
 
 def grant_share(bytes_per_s: float, readers: int, grants: int) -> float:
-    """What one grant gets of a rate that is split evenly among `readers`, of a reader that has
-    `grants` of them; without any, those of the first one to come."""
+    """Return one grant's share, in bytes per second, of a rate that readers share evenly.
+
+    Args:
+        bytes_per_s: The rate of the source.
+        readers: The number of readers; 0 counts as the first one to come.
+        grants: The number of grants of this reader, which share its part; 0 counts as one.
+    """
     return max(bytes_per_s / max(1, readers) / max(1, grants), LEAST_BYTES_PER_S)

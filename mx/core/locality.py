@@ -1,9 +1,9 @@
-"""How much of a declared place is believed. Pure.
+"""The check of a place that a source declares. Pure.
 
-A place is its process's own word. What it says of another machine only shapes estimates, which
-this machine's own interfaces bound. But that a source is on this very machine decides that memory
-is attached, that loopback is dialled and that it ranks first: it is believed only where the
-connection to its control endpoint does not leave the machine either.
+A source declares its own place. A place on another machine only shapes estimates, which this
+machine's interfaces bound. A place on this machine decides more: memory is attached, loopback is
+dialled, and the source ranks first. So it is accepted only if the connection to the source's
+control endpoint does not leave this machine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mx.core.types import SourceRecord
 
 
 def own_addresses(here: Place) -> set[str]:
-    """The IP addresses of this machine that a place tells of, without loopback."""
+    """Return the IP addresses of this machine that `here` names, without loopback."""
     of_nics = (text.partition("/")[0] for nic in here.nics for text in nic.addresses)
     return {*of_nics, *here.addresses}
 
 
 def is_this_machine(host: str, here: Place) -> bool:
-    """Return True if `host`, of an endpoint, can't be another machine than that of `here`.
+    """Return True if the `host` of an endpoint is certainly the machine of `here`.
 
-    Names are not resolved: only "localhost" and the machine's own one are known.
+    Names are not resolved: only "localhost" and the machine's own hostname are known.
     """
     try:
         address = ipaddress.ip_address(host.strip("[]"))
@@ -34,14 +34,14 @@ def is_this_machine(host: str, here: Place) -> bool:
 
 
 def with_verified_place(source: SourceRecord, here: Place) -> SourceRecord:
-    """The record with a place that claims no more than is verified from `here`.
+    """Return the record with a place that claims no more than `here` can verify.
 
     Args:
-        source: What was registered, or described by the source itself.
+        source: A record from the coordinator or from the source itself.
         here: This process's place.
 
     Returns:
-        `source`, whose place is on another machine unless its endpoint is on this one.
+        `source`; its place is on another machine unless its endpoint is on this one.
     """
     place = source.place
     claims = (place.boot_id, place.net_namespace) == (here.boot_id, here.net_namespace)

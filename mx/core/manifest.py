@@ -1,8 +1,8 @@
-"""The four documents of a manifest: how they are written, and how a peer's are believed.
+"""The four documents of a manifest: how to write them, and how to check a peer's.
 
 *layout*: the layers and their tensors in order, as columns. *identity*: the canonical tensor
-records, sorted by name, with each tensor's blake3; it depends on nothing but the weights, so its
-digest is the model's identity. *chunking*: chunk size and chunk digests. *packaging*: the files
+records, sorted by name, with each tensor's blake3; it depends on the weights alone, so its digest
+is the model's identity. *chunking*: the chunk size and the chunk digests. *packaging*: the files
 of `--out`, with tensors as indices into the sorted names.
 """
 
@@ -61,10 +61,20 @@ def encode(
     tensor_digests: Mapping[str, bytes],
     side_documents: Mapping[bytes, bytes] | None = None,
 ) -> Manifest:
-    """The manifest of one variant, with its documents in `documents` (side files' included).
+    """Return the manifest of one variant.
 
-    `tensor_digests` has the 32-byte blake3 of every tensor of the layout (aliases have none).
-    Raises ManifestError for what `decode` would refuse.
+    Args:
+        layout: Made by `plan_layout`.
+        chunking: The chunk size and the digest of every chunk.
+        packaging: The files.
+        tensor_digests: The 32-byte blake3 of every tensor of the layout, not of aliases.
+        side_documents: The side files by digest.
+
+    Returns:
+        The manifest; its `documents` hold the four documents and the side files.
+
+    Raises:
+        ManifestError: `decode` would refuse the manifest.
     """
     names = [tensor.name for tensor in layout.tensors]
     index_of: dict[Kind, int] = {}
@@ -101,11 +111,17 @@ def encode(
 
 
 def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
-    """Believe a manifest: `documents` (by digest) came from anywhere.
+    """Check a manifest from an untrusted peer, and return it.
 
-    Everything is checked: digests and sizes against `ref`, every number, name and path, and the
-    documents against each other. `Layout.tensors` is only built when asked for. Raises
-    ManifestError.
+    Checks digests and sizes against `ref`, every number, name and path, and the documents against
+    each other. `Layout.tensors` is built only on first use.
+
+    Args:
+        ref: The digests and sizes of the documents.
+        documents: The documents by digest, from anywhere.
+
+    Raises:
+        ManifestError: A document is missing, malformed, or contradicts `ref` or another document.
     """
     identity, layout_data, chunking_data, packaging_data = _verified(ref, documents)
     layers, names, kinds, kind, aliases = _read_layout(layout_data)
@@ -130,7 +146,7 @@ def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> list[bytes]
         if data is None:
             raise ManifestError(f"the {name} document is missing")
         if len(data) != nbytes or document_digest(data) != digest:
-            raise ManifestError(f"the {name} document is not the one that was promised")
+            raise ManifestError(f"the {name} document does not match its announced digest and size")
         found.append(data)
     return found
 
@@ -213,7 +229,7 @@ def _check_chunking(layout: Layout, chunking: Chunking) -> None:
         raise ManifestError(f"a chunk size of {size} bytes is not a multiple of 1 MiB up to 1 GiB")
     count = sum(-(-layer.nbytes // size) for layer in layout.layers)
     if len(chunking.digests) != DIGEST_BYTES * count:
-        raise ManifestError(f"there are {count} chunks, and not one digest for each")
+        raise ManifestError(f"there are {count} chunks, but not one digest for each")
 
 
 # -- packaging ------------------------------------------------------------------------------------
@@ -223,7 +239,7 @@ def _packaging_document(packaging: Packaging, names: list[str]) -> bytes:
     index_of = {name: i for i, name in enumerate(sorted(names))}
     unknown = [name for file in packaging.files for name in file.tensors if name not in index_of]
     if unknown:
-        raise ManifestError(f"the files hold {unknown[0]!r}, which is no tensor of the layout")
+        raise ManifestError(f"the files hold {unknown[0]!r}, which is not a tensor of the layout")
     return write_json(
         {
             "files": [
@@ -252,7 +268,7 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
             case [str(path), (None | list()) as pairs, list(indices)]:
                 numbers = _ints(indices)
                 if numbers and not (min(numbers) >= 0 and max(numbers) < len(ordered)):
-                    raise ManifestError(f"{path!r} holds a tensor that is not there")
+                    raise ManifestError(f"{path!r} holds a tensor that the layout does not have")
                 tensors = tuple(map(ordered.__getitem__, numbers))
                 files.append(PackagedFile(path, _metadata(pairs), tensors))
             case _:
@@ -309,7 +325,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
     if packaging.files and not len(packed) == len(names) == len(set(packed)):
         raise ManifestError("the files do not hold each tensor exactly once")
     if len(packaging.side_files) > MAX_SIDE_FILES:
-        raise ManifestError(f"more than {MAX_SIDE_FILES} side files are not carried")
+        raise ManifestError(f"there are more than {MAX_SIDE_FILES} side files")
     for side in packaging.side_files:
         reason = bad_side_path(side.path)
         if reason is None and not 0 <= side.nbytes <= MAX_SIDE_FILE_BYTES:
@@ -317,7 +333,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
         if reason is not None:
             raise ManifestError(f"the side file {side.path!r} {reason}")
     if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
-        raise ManifestError(f"side files of more than {MAX_SIDE_FILES_BYTES} bytes are not carried")
+        raise ManifestError(f"the side files have more than {MAX_SIDE_FILES_BYTES} bytes")
     reason = bad_path_set(
         [*(f.path for f in packaging.files), *(s.path for s in packaging.side_files)]
     )

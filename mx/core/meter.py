@@ -1,4 +1,4 @@
-"""How fast a source gives, by what it has counted and what its readers report. Pure."""
+"""The rate at which a source is read, from its own counts and its readers' reports. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ class _Report:
     nbytes: int
     at_s: float
     bytes_per_s: float = 0.0
-    news: int = 0  # bytes since the report before
+    news: int = 0  # bytes since the previous report
 
 
 class Meter:
-    """Of one source. What it sends itself is a growing count, looked at when the rate is asked
-    for; what readers fetch is reported by them now and then, so that their last rate stands until
-    the next report, or for `stale_s`."""
+    """The meter of one source.
+
+    The bytes that the source sends itself are a growing count, read when the rate is requested.
+    Readers that fetch for themselves report now and then, so the last rate of each counts until
+    its next report, or for `stale_s`.
+    """
 
     def __init__(self, now_s: float, *, stale_s: float) -> None:
         self._stale_s = stale_s
         self._sent = 0
-        self._asked_s = now_s
+        self._read_at_s = now_s
         self._reports: dict[str, _Report] = {}
-        self._ended = 0  # bytes of readers that are gone, in no rate so far
+        self._ended = 0  # bytes of ended grants that no rate includes so far
 
     def opened(self, grant_id: str, now_s: float) -> None:
+        """Begin to count the reports of a grant."""
         self._reports[grant_id] = _Report(0, now_s)
 
     def reported(self, grant_id: str, nbytes: int, now_s: float) -> None:
-        """This grant has brought so much so far. What goes back, or was never opened, is
-        passed over."""
+        """Record the bytes that a grant's reader has fetched so far.
+
+        A count below the previous one, or of a grant that was not opened, is ignored.
+        """
         report = self._reports.get(grant_id)
         if report is None or nbytes < report.nbytes or now_s <= report.at_s:
             return
@@ -38,18 +44,18 @@ class Meter:
         self._reports[grant_id] = _Report(nbytes, now_s, news / (now_s - report.at_s), news)
 
     def closed(self, grant_id: str) -> None:
-        """It ended. What it reported last counts still, if nobody has asked since."""
+        """End a grant. Its last report counts if the rate was not requested since."""
         report = self._reports.pop(grant_id, None)
-        if report is not None and report.at_s > self._asked_s:
+        if report is not None and report.at_s > self._read_at_s:
             self._ended += report.news
 
     def gb_per_s(self, sent: int, now_s: float) -> float:
-        """The rate since this was last asked. `sent` is what was sent so far, over everything."""
-        passed_s = now_s - self._asked_s
+        """Return the rate in GB/s since the last call; `sent` is the total of bytes sent so far."""
+        passed_s = now_s - self._read_at_s
         if passed_s <= 0:
             return 0.0
         direct = max(0, sent - self._sent) + self._ended
-        self._sent, self._asked_s, self._ended = sent, now_s, 0
+        self._sent, self._read_at_s, self._ended = sent, now_s, 0
         fetched = sum(
             report.bytes_per_s
             for report in self._reports.values()

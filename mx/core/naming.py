@@ -1,12 +1,12 @@
-"""Which layer a tensor belongs to, told from its name alone, and in which order layers run.
+"""The layer that each tensor belongs to, guessed from its name, and the order in which layers run.
 
 Models name their tensors by the module tree: `model.layers.17.mlp.up_proj.weight`. A *stem* is
-what stands before the first number (`model.layers`); where modules, not bare weights, hang below
-its numbers, it is a *tower*: each number is a layer. What has no number of a tower in its name
-runs before the tower (embeddings) or after it (norms, heads). Models with several towers (T5,
-vision-language, VAEs) have *sections*, one per parent of a tower, each with its own before and
-after. What fits none of this is cut by size. Nothing here is ever an error: a wrong guess makes
-layers ready in a less useful order, not wrong.
+the part before the first number (`model.layers`). If modules, not bare weights, hang below its
+numbers, the stem is a *tower*, and each number is a layer. A tensor without a tower's number in
+its name runs before the tower (embeddings) or after it (norms, heads). Models with several towers
+(T5, vision-language, VAEs) have *sections*, one per parent of a tower, each with its own before
+and after. A model that fits none of this is cut by size. Nothing here is ever an error: a wrong
+guess makes layers ready in a less useful order, not wrong.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from mx.units import MIB
 
-#: Layers by size (of models that fit no pattern) are cut at about this many bytes.
+#: The size at which models that fit no pattern are cut into layers, in bytes.
 PART_NBYTES = 256 * MIB
-#: More than this is no model's layer structure, and would drown every list of layers.
+#: No model has more layers than this by name, and a longer list of layers would be unreadable.
 MAX_NAMED_LAYERS = 4096
 
 _NUMBER = re.compile(r"\.([0-9]+)\.")
@@ -38,7 +38,7 @@ NaturalKey = tuple[str | tuple[int, str], ...]
 
 @dataclass
 class _Section:
-    """The towers that hang below one module, with what runs before and after them."""
+    """The towers below one module, with the tensors that run before and after them."""
 
     path: str
     before: list[str] = field(default_factory=list)
@@ -47,7 +47,10 @@ class _Section:
 
 
 def natural_key(text: str) -> NaturalKey:
-    """Sorts "layer.10" after "layer.9". Never converts digits: names may hold thousands."""
+    """Return a key that sorts "layer.10" after "layer.9".
+
+    It does not convert digits to numbers, since a name may have thousands of them.
+    """
     parts = _DIGITS.split(text)
     return tuple(_number_key(p) if i % 2 else p for i, p in enumerate(parts))
 
@@ -55,11 +58,15 @@ def natural_key(text: str) -> NaturalKey:
 def layers_in_execution_order(
     names: Iterable[str], nbytes: Mapping[str, int]
 ) -> list[tuple[str, list[str]]]:
-    """Group tensor names into layers: [(layer name, its tensors)], both in execution order.
+    """Group tensor names into layers.
 
-    Every name is in exactly one layer, no layer is empty, layer names are unique, and the
-    result does not depend on the order of `names` (which are unique). `nbytes` gives each
-    tensor's size; it only matters for models that fit no known structure.
+    Args:
+        names: The names, all different, in any order.
+        nbytes: Each tensor's size; it only matters for models that fit no known structure.
+
+    Returns:
+        [(layer name, names of its tensors)], both in execution order, independent of the order of
+        `names`. Every name is in exactly one layer, no layer is empty, layer names are unique.
     """
     ordered = list(names)
     towers, loose = _find_towers(ordered)
@@ -67,7 +74,7 @@ def layers_in_execution_order(
         return _by_size(ordered, nbytes)
     sections = _sections(towers)
     embed, head = _place_loose(loose, sections)
-    # The outermost "before" and "after" are the model's own, whatever tower they are named for.
+    # The outermost "before" and "after" belong to the model, whatever tower they are named for.
     embed += sections[0].before
     head = sections[-1].after + head
     found = [("embed", _sorted(embed))]
@@ -81,8 +88,8 @@ def layers_in_execution_order(
     return [(name, members) for name, members in found if members]
 
 
-# tower stem -> number (as spelt) -> name below the number -> whole name. A middle block, which
-# has no number, stands as the tower of its own path with the number "".
+# tower stem -> number (as spelt) -> name below the number -> whole name. A middle block has no
+# number: it is a tower whose stem is its own path, with the number "".
 _Towers = dict[str, dict[str, dict[str, str]]]
 
 
@@ -90,7 +97,7 @@ def _find_towers(names: list[str]) -> tuple[_Towers, list[str]]:
     stems: _Towers = {}
     loose: list[str] = []
     below: dict[str, str] = {}
-    prefix: str | None = None  # of the name before: most of a layer's come one after the other
+    prefix: str | None = None  # of the previous name: the names of one layer mostly are adjacent
     for name in names:
         if prefix is None or not name.startswith(prefix):
             match = _NUMBER.search(name)
@@ -127,7 +134,7 @@ def _sections(towers: _Towers) -> list[_Section]:
             tails: list[str] = []
             for number in sorted(numbers, key=_number_key):
                 members = numbers[number]
-                # The same tails recur in layer after layer: with 50,000 names, sort them once.
+                # Most layers have the same tails: with 50,000 names, sort them once.
                 if len(tails) != len(members) or members.keys() != set(tails):
                     tails = _sorted(list(members))
                 label = f"{stem}.{number}" if number else stem
@@ -156,7 +163,7 @@ def _stem_rank(stem: str) -> int:
 
 
 def _place_loose(loose: list[str], sections: list[_Section]) -> tuple[list[str], list[str]]:
-    """Put each name that is in no tower before or after its section; return what has none."""
+    """Put each name outside the towers before or after its section; return those without one."""
     embed: list[str] = []
     head: list[str] = []
     paths = [section.path.split(".") for section in sections]
@@ -165,7 +172,7 @@ def _place_loose(loose: list[str], sections: list[_Section]) -> tuple[list[str],
         is_before = bool(_BEFORE.search(name)) and not _NOT_BEFORE.search(name)
         owner = sections[0] if len(sections) == 1 else _owner(name, sections, paths)
         if owner is None and not is_before and senses and _BRIDGE.search(name):
-            owner = senses[-1]  # carries what was seen or heard to the language model
+            owner = senses[-1]  # it connects the last vision or audio tower to the language model
         if owner is None:
             (embed if is_before else head).append(name)
         else:
@@ -187,13 +194,13 @@ def _owner(name: str, sections: list[_Section], paths: list[list[str]]) -> _Sect
 
 def _by_size(names: list[str], nbytes: Mapping[str, int]) -> list[tuple[str, list[str]]]:
     parts: list[list[str]] = []
-    room = 0
+    free_nbytes = 0
     for name in _sorted(names):
-        if not parts or nbytes[name] > room:
+        if not parts or nbytes[name] > free_nbytes:
             parts.append([])
-            room = PART_NBYTES
+            free_nbytes = PART_NBYTES
         parts[-1].append(name)
-        room -= nbytes[name]
+        free_nbytes -= nbytes[name]
     return [(f"part.{i}", members) for i, members in enumerate(parts)]
 
 

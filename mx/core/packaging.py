@@ -1,7 +1,7 @@
-"""What may travel beside the tensors, and under which names: rules for both ends.
+"""The rules for files that travel beside the tensors, and for their names.
 
-The reading side leaves out what breaks them, the writing side refuses it: a manifest comes from
-a peer, and its paths decide which files `--out` creates.
+A source leaves out files that break the rules. A target refuses them: a manifest comes from a
+peer, and its paths decide which files `--out` creates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mx.units import MIB
 
 MAX_SIDE_FILE_BYTES = 64 * MIB
 MAX_SIDE_FILES = 1000
-#: All of them together: sources hold them in memory (and tokenizers are the largest).
+#: All side files together: sources hold them in memory, and tokenizers are large.
 MAX_SIDE_FILES_BYTES = 256 * MIB
 MAX_PATH_BYTES = 512
 TENSOR_SUFFIX = ".safetensors"
@@ -26,15 +26,16 @@ _TEXT_SUFFIXES = (".json", ".txt", ".md", ".jinja", ".tiktoken", ".bpe", ".vocab
 # name must say tokenizer too.
 _BINARY_SUFFIXES = (".model", ".spm")
 _BINARY_STEMS = ("token", "spiece", "sentencepiece", "spm", "source", "target")
-# pickle (protocol 2 and up), zip (torch.save), gzip, ELF, tar's and shell's beginnings.
+# The first bytes of a pickle (protocol 2 and up), zip (torch.save), gzip, ELF and script.
 _CODE_MAGIC = (b"\x80", b"PK\x03\x04", b"\x1f\x8b", b"\x7fELF", b"#!")
 _MAGIC_BYTES = max(map(len, _CODE_MAGIC))
 
 
 def bad_path(path: str) -> str | None:
-    """Why `path` must not be created below a folder; None if it may.
+    """Return why `path` must not be created below a folder, or None if it may be.
 
-    Relative, forward slashes, printable, no hidden part, nothing that leaves the folder.
+    A good path is relative and printable, has forward slashes and no hidden part, and does not
+    leave the folder.
     """
     try:
         encoded = path.encode()
@@ -43,7 +44,7 @@ def bad_path(path: str) -> str | None:
     if not path or len(encoded) > MAX_PATH_BYTES:
         return "is empty or too long"
     if not path.isprintable() or "\\" in path or ":" in path:
-        return "holds a character that paths here may not have"
+        return "holds a character that is not allowed in paths"
     for part in path.split("/"):
         if part in ("", ".", ".."):
             return "is absolute or leaves the folder"
@@ -55,7 +56,7 @@ def bad_path(path: str) -> str | None:
 
 
 def bad_side_path(path: str) -> str | None:
-    """Why a file of this name is not carried along; None if it may be."""
+    """Return why a side file of this name must not travel, or None if it may."""
     reason = bad_path(path)
     if reason is not None:
         return reason
@@ -68,7 +69,7 @@ def bad_side_path(path: str) -> str | None:
 
 
 class SideContent:
-    """Looks at a side file's bytes, a piece at a time: are they what its name promises?"""
+    """Checks a side file's bytes, a piece at a time, against what its name promises."""
 
     def __init__(self, path: str) -> None:
         text = path.lower().endswith(_TEXT_SUFFIXES)
@@ -77,13 +78,13 @@ class SideContent:
         self._is_text = True
 
     def update(self, data: bytes) -> None:
-        """The next bytes."""
+        """Check the next bytes."""
         if len(self._begins) < _MAGIC_BYTES:
             self._begins += data[:_MAGIC_BYTES]
         self._decode(data, final=False)
 
     def finish(self) -> str | None:
-        """Why they may not travel; None if they may."""
+        """Return why the bytes must not travel, or None if they may."""
         if self._begins.startswith(_CODE_MAGIC):
             return "is a program, an archive or a pickle"
         self._decode(b"", final=True)
@@ -98,20 +99,20 @@ class SideContent:
 
 
 def bad_side_content(path: str, data: bytes) -> str | None:
-    """Why these bytes are not what the name of a side file promises; None if they are."""
+    """Return why these bytes are not what a side file's name promises, or None if they are."""
     content = SideContent(path)
     content.update(data)
     return content.finish()
 
 
 def bad_path_set(paths: Iterable[str]) -> str | None:
-    """Why these paths can't all be created in one folder; None if they can."""
+    """Return why these paths cannot all be created in one folder, or None if they can."""
     seen: set[str] = set()
     folders: set[str] = set()
     for path in paths:
         folded = path.casefold()  # on some file systems these are one file
         if folded in seen:
-            return f"{path!r} comes twice"
+            return f"there are two {path!r}"
         seen.add(folded)
         parts = folded.split("/")
         folders.update("/".join(parts[:i]) for i in range(1, len(parts)))
@@ -120,22 +121,22 @@ def bad_path_set(paths: Iterable[str]) -> str | None:
 
 
 def bad_tensor_name(name: str) -> str | None:
-    """Why a tensor must not have this name, though safetensors accepts it; None if it may."""
+    """Return why a tensor must not have this name, or None if it may. safetensors accepts more."""
     if not name:
         return "is empty"
     if has_control(name):
         return "holds a control character"
     if name == "__metadata__":
-        return "means something else in a header"
+        return "has another meaning in a header"
     if ".." in name and ".." in name.replace("\\", "/").split("/"):
         return "holds '..' as a path does"
     return None
 
 
 def default_packaging(layout: Layout) -> Packaging:
-    """How tensors that never were a checkpoint are written: one file, in execution order.
+    """Return the packaging of tensors that come from no checkpoint: one file, in execution order.
 
-    Ties are named in its metadata as safetensors.torch.save_model does. Other aliases (slices,
+    Its metadata names ties as safetensors.torch.save_model does. Other aliases (slices,
     transposes) are views that no checkpoint holds, and are left out.
     """
     metadata = {"format": "pt"}

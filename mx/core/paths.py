@@ -1,5 +1,5 @@
-"""Paths between two places, and rails: the pairs of interfaces over which those can talk at the
-same time."""
+"""Paths between two places, and rails: pairs of interfaces that two places can use at the same
+time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 from mx.core.topology import Nic, Place
 
-#: What an interface that does not tell its speed is taken for: 10 Gbit/s.
+#: The speed assumed of an interface that does not report one: 10 Gbit/s.
 UNKNOWN_GB_PER_S = 1.25
 
 
 class Medium(enum.Enum):
-    """What a path's bytes go through. A pull uses one transport per medium at a time, since two
-    would share what limits them; NETWORK is one medium per rail."""
+    """What a path's bytes go through.
+
+    A pull uses one transport per medium at a time, since two would share the same limit. NETWORK
+    is one medium per rail.
+    """
 
     MEMORY = "memory"  # this host's memory bandwidth and cores
     NETWORK = "network"
@@ -28,12 +31,14 @@ class Medium(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One way from a source to a target. `gb_per_s` is an estimate until it is measured; for a
-    path between hosts it is what the transport itself can do, whatever the rails allow, and
-    `rdma_gb_per_s` what it can do over rails with RDMA (0: it makes no use of it). A `trusting`
-    path enforces no bounds: between hosts it needs a network whose every user is trusted.
-    `staged` is for mx to set: the path ends in host memory, from which mx copies to the target's
-    GPU."""
+    """A path from a source to a target.
+
+    `gb_per_s` is an estimate until it is measured. For a path between hosts it is what the
+    transport itself can do, whatever the rails allow, and `rdma_gb_per_s` is what it can do over
+    rails with RDMA (0: it does not use RDMA). A `trusting` path enforces no bounds: between hosts
+    it needs a network whose every user is trusted. mx sets `staged`: the path ends in host
+    memory, from which mx copies to the target's GPU.
+    """
 
     transport: str
     gb_per_s: float
@@ -47,9 +52,12 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Rail:
-    """One pair. The target binds to `local_address` and dials `remote_address`; `gb_per_s` is
-    the slower interface's speed, or its part of that where an interface has several rails; `rdma`
-    says whether both have an RDMA port of one link layer."""
+    """One pair of interfaces.
+
+    The target binds to `local_address` and dials `remote_address`. `gb_per_s` is the slower
+    interface's speed, divided by the number of rails that share the interface. `rdma` is True if
+    both interfaces have an RDMA port of the same link layer.
+    """
 
     local_nic: str
     local_address: str
@@ -69,12 +77,15 @@ class _End:
 
 
 def rails(here: Place, there: Place) -> list[Rail]:
-    """The rails from `there`'s data endpoints to `here`, in a fixed order.
+    """Return the rails from the data endpoints of `there` to `here`, in a fixed order.
 
-    Interfaces pair up within a subnet, each used once; where one side has fewer of them there,
-    they are used several times. Two interfaces that share several subnets make one rail, over
-    IPv4 if they can. Empty if the two places share no subnet (what routes between them then is
-    for the kernel to know), or if one of them does not tell of its interfaces.
+    Interfaces pair up within a subnet. Each is used once, but the side with fewer interfaces in
+    that subnet uses them several times. Two interfaces that share several subnets make one rail,
+    over IPv4 if possible.
+
+    Returns:
+        The rails; none if the two places share no subnet (then the kernel routes between them),
+        or if one of them does not list its interfaces.
     """
     mine, theirs = _by_subnet(here), _by_subnet(there)
     found: dict[tuple[str, str], tuple[_End, _End]] = {}
@@ -82,7 +93,7 @@ def rails(here: Place, there: Place) -> list[Rail]:
         near, far = mine[subnet], theirs[subnet]
         for i in range(max(len(near), len(far))):
             one, other = near[i % len(near)], far[i % len(far)]
-            # Equal addresses are each host's own: a bridge for its containers, say.
+            # Two hosts may have the same address, such as that of a bridge for containers.
             if one.address != other.address:
                 found.setdefault((one.nic.name, other.nic.name), (one, other))
     local = Counter(name for name, _ in found)
@@ -103,13 +114,13 @@ def _by_subnet(place: Place) -> dict[str, list[_End]]:
 
 
 def _networks(nic: Nic) -> Iterator[tuple[str, str]]:
-    """(subnet, address), one of each subnet."""
+    """Yield (subnet, address), one address for each subnet."""
     seen = set()
     for text in nic.addresses:
         try:
             interface = ipaddress.ip_interface(text)
         except ValueError:
-            continue  # another machine's word: of no use, and no reason to fail
+            continue  # another machine sent it: useless, but no reason to fail
         network = str(interface.network)
         if network not in seen and not interface.is_loopback:
             seen.add(network)
@@ -117,14 +128,14 @@ def _networks(nic: Nic) -> Iterator[tuple[str, str]]:
 
 
 def nic_gb_per_s(nic: Nic) -> float:
-    """An interface's speed, or what it is taken for if it does not tell it."""
+    """Return an interface's speed, or `UNKNOWN_GB_PER_S` if it does not report one."""
     return nic.speed_mbit_per_s / 8000 if nic.speed_mbit_per_s > 0 else UNKNOWN_GB_PER_S
 
 
 def _rail(near: _End, far: _End, near_rails: int, far_rails: int) -> Rail:
-    """`near_rails` and `far_rails` are how many share the interfaces."""
-    # The far end's speed is its own word: it can lower the estimate, but never raise it beyond
-    # what this machine's interface does.
+    """Return a rail; `near_rails` and `far_rails` count the rails that share each interface."""
+    # The far end declares its own speed: that can lower the estimate, but never raise it beyond
+    # the speed of this machine's interface.
     speed = nic_gb_per_s(near.nic) / near_rails
     if far.nic.speed_mbit_per_s > 0:
         speed = min(speed, far.nic.speed_mbit_per_s / 8000 / far_rails)

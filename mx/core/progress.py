@@ -1,7 +1,7 @@
-"""Pulls that tell how far they are: what `mx top` shows. Pure; `now` is an argument.
+"""The progress that pulls report, which `mx top` shows. Pure; `now` is an argument.
 
-Nothing depends on it: what is not told again in time is forgotten, and so is what has ended, a
-little later, so that a short pull can be seen at all.
+No other part depends on it. A report that is not renewed in time is forgotten. A pull that has
+ended stays for a moment, so that a short pull can be seen at all.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from mx.core.types import ModelKey
 from mx.errors import CapacityError, NotAllowedError
 
-#: A pull tells at most once a second; who was not heard of for so long is forgotten.
+#: A pull reports at most once a second; one that has not reported for this long is forgotten.
 EXPIRE_S = 5.0
-#: How long a pull that has ended can still be seen.
+#: How long a pull is shown after its end.
 ENDED_S = 3.0
 MAX_PULLS = 4096
 _LEAST_INTERVAL_S = 0.2
@@ -29,8 +29,11 @@ class PullPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PullStatus:
-    """How far a pull is. `ready` is a bit set: bit i is layer i. `sources` are the HOST:PORT that
-    it reads from now, `seconds` since it began, `gb_per_s` its rate lately."""
+    """The progress of one pull.
+
+    `ready` is a bit set: bit i is layer i. `sources` are the HOST:PORT that it reads from now.
+    `seconds` is the time since it began, `gb_per_s` its recent rate.
+    """
 
     pull_id: str
     model: ModelKey
@@ -48,6 +51,7 @@ class PullStatus:
 
     @property
     def layers_ready(self) -> int:
+        """The number of ready layers."""
         return self.ready.bit_count()
 
 
@@ -59,7 +63,11 @@ class _Report:
 
 
 class ProgressBoard:
-    """The pulls there are. A `teller` tells of one pull: others can't, as long as it does."""
+    """The pulls that report to one coordinator.
+
+    A reporter is one stream. It reports one pull, and no other reporter can report that pull as
+    long as the first one's report lasts.
+    """
 
     def __init__(self, limit: int = MAX_PULLS) -> None:
         self._limit = limit
@@ -68,14 +76,18 @@ class ProgressBoard:
         self._due_s = math.inf
 
     def report(self, now: float, reporter: object, status: PullStatus) -> None:
-        """Raises NotAllowedError where somebody else tells of that pull, or this teller of another
-        one, CapacityError where there are too many."""
+        """Record a pull's progress.
+
+        Raises:
+            NotAllowedError: Another reporter reports this pull, or this reporter another pull.
+            CapacityError: There are too many pulls.
+        """
         self.tick(now)
         if self._reports_of.get(reporter, status.pull_id) != status.pull_id:
-            raise NotAllowedError(f"this stream tells of another pull than {status.pull_id}")
+            raise NotAllowedError(f"this stream reports another pull than {status.pull_id}")
         known = self._reports.get(status.pull_id)
         if known is not None and known.reporter is not reporter:
-            raise NotAllowedError(f"somebody else tells of pull {status.pull_id}")
+            raise NotAllowedError(f"another stream reports pull {status.pull_id} already")
         if known is None and len(self._reports) >= self._limit:
             raise CapacityError(f"the coordinator shows {self._limit} pulls, its limit")
         until_s = now + EXPIRE_S
@@ -84,7 +96,7 @@ class ProgressBoard:
         self._due_s = min(self._due_s, until_s)
 
     def end(self, now: float, reporter: object) -> None:
-        """Nothing more comes from this one; what had not ended, failed."""
+        """Record that a reporter's stream has ended. A pull that was running has failed."""
         reported = self._reports.get(self._reports_of.pop(reporter, ""))
         if reported is None or reported.reporter is not reporter:
             return
@@ -94,18 +106,18 @@ class ProgressBoard:
         self._due_s = min(self._due_s, reported.until_s)
 
     def tick(self, now: float) -> None:
-        """Forget what is due. Cheap while nothing is."""
+        """Forget the pulls whose time is over. Cheap while nothing is due."""
         if now < self._due_s:
             return
         self._reports = {
             i: reported for i, reported in self._reports.items() if reported.until_s > now
         }
         next_s = min((reported.until_s for reported in self._reports.values()), default=math.inf)
-        # Many that end one after the other are looked through a few times a second, not for each.
+        # If many end one after the other, scan them a few times a second, not for each one.
         self._due_s = max(next_s, now + _LEAST_INTERVAL_S)
 
     def pulls(self, now: float, name: str = "") -> list[PullStatus]:
-        """All, or those of one model name, the oldest first."""
+        """Return all pulls, or those of one model name, the oldest first."""
         self.tick(now)
         return [
             reported.status

@@ -1,7 +1,7 @@
-"""How a model is named where people name it: NAME, NAME:REVISION, NAME@PIN, and together.
+"""The text by which a user names a model: NAME, NAME:REVISION, NAME@PIN, or a combination.
 
-The text that a `ModelKey` prints as is understood too, so that what one command lists another
-takes: `llama:main.2[rank-0]`.
+The printed form of a `ModelKey` is valid too, so that one command accepts what another lists:
+`llama:main.2[rank-0]`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REFERENCE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ModelReference:
-    """What a text names. "" is for what it leaves open.
+    """The parts of a reference. "" stands for a part that the text leaves open.
 
     `pin` is the beginning of an identity in hexadecimal digits, unchecked.
     """
@@ -33,11 +33,11 @@ class ModelReference:
 
     @property
     def pinned_name(self) -> str:
-        """NAME or NAME@PIN, as a coordinator resolves it."""
+        """NAME or NAME@PIN, the form that a coordinator resolves."""
         return f"{self.name}@{self.pin}" if self.pin else self.name
 
     def fits(self, key: ModelKey, identity: bytes) -> bool:
-        """Return True if a model of this key and identity is one that the reference names."""
+        """Return True if the reference names a model of this key and identity."""
         return (
             self.name in ("", key.name)
             and self.revision in ("", key.revision)
@@ -47,29 +47,31 @@ class ModelReference:
 
 
 def parse_reference(text: str, *, revision: str = "", variant: str = "") -> ModelReference:
-    """Read NAME[:REVISION][[VARIANT]][@PIN].
+    """Parse NAME[:REVISION][[VARIANT]][@PIN].
 
     Args:
         text: What the user wrote.
-        revision: What the user wrote for the revision elsewhere, "" for nothing.
-        variant: The same for the variant.
+        revision: The revision that the user gave apart from `text`, "" for none.
+        variant: The variant that the user gave apart from `text`, "" for none.
 
     Returns:
-        The reference, with the revision and the variant from wherever they were given.
+        The reference; its revision and variant come from `text` or from the other arguments.
 
     Raises:
         ConfigError: The text is not of this form, or contradicts `revision` or `variant`.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or "" in (match["revision"], match["pin"]) or (text and not match["name"]):
-        raise ConfigError(f"{text!r} names no model", hint="write NAME, NAME:REVISION or NAME@PIN")
+        raise ConfigError(
+            f"{text!r} is not the name of a model", hint="write NAME, NAME:REVISION or NAME@PIN"
+        )
     for what, inside, beside in (
         ("revision", match["revision"], revision),
         ("variant", match["variant"], variant),
     ):
         if inside and beside and inside != beside:
             raise ConfigError(
-                f"{text!r} names the {what} {inside!r}, and `{what}` another: {beside!r}",
+                f"{text!r} names the {what} {inside!r}, but `{what}` is {beside!r}",
                 hint=f"leave out `{what}`",
             )
     return ModelReference(

@@ -1,9 +1,10 @@
-"""Who holds what: the coordinator's state machine. Events in, changes out; `now` is an argument.
+"""The coordinator's state machine: which sources hold which models. Events in, changes out; `now`
+is an argument.
 
-Every event first lets time pass (`tick`). What changed for watchers is kept until `take_changes`,
-also when the event itself is refused. Names are bound by `mx.core.bindings`; sources are listed
-while their leases last. A source id belongs to the secret that registered it, and its generation
-never goes back; both hold for `binding_grace_s` beyond its end. Other weights under one source id
+Every event first lets time pass (`tick`). Changes for watchers are kept until `take_changes`, even
+if the event itself is refused. `mx.core.bindings` binds names; a source is listed while its lease
+lasts. A source id belongs to the secret that registered it, and its generation never decreases;
+both hold for `binding_grace_s` after the source is gone. Other weights under the same source id
 need a higher generation.
 """
 
@@ -32,9 +33,12 @@ class ChangeKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One source's step. `before` is its record until now (None: it was not listed), `record`
-    the one from now on; both are the last one where it is GONE, and `reason` says why.
-    `row_count` is that of the record's table, whose rows are not kept."""
+    """One change of one source.
+
+    `before` is its record until now (None: it was not listed), `record` the one from now on. If
+    the source is GONE, both are its last record, and `reason` says why. `row_count` counts the
+    rows of the record's table, which are not kept.
+    """
 
     kind: ChangeKind
     record: SourceRecord
@@ -45,8 +49,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Beyond these a registration is refused with CapacityError. One address may take a part of
-    what there is: enough for a thousand sources behind it."""
+    """The bounds beyond which a registration is refused with CapacityError.
+
+    One address may use only a part of the total: enough for a thousand sources behind it.
+    """
 
     models: int = 4096
     sources: int = 10_000
@@ -56,7 +62,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Listed:
-    """A listed source. To be read only; it changes with the machine's next event."""
+    """A listed source. Callers only read it; it changes with the registry's next event."""
 
     record: SourceRecord
     secret_digest: bytes = field(repr=False)
@@ -69,7 +75,8 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """An answer: the manifest to pull and the sources that serve it, origins first."""
+    """The answer to `resolve`: the manifest to pull and the sources that serve it, origins
+    first."""
 
     model: ModelKey
     ref: ManifestRef
@@ -78,7 +85,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """`nbytes` and `layers` as the origins' tables have them; 0 where only relays are left."""
+    """One bound variant. `nbytes` and `layers` come from the origins' tables; 0 without origins."""
 
     model: ModelKey
     ref: ManifestRef
@@ -95,7 +102,7 @@ class _Tombstone:
 
 
 class Registry:
-    """The machine. Not thread-safe. A `now` that goes back counts as the latest one seen."""
+    """The state machine. Not thread-safe. A `now` that goes back counts as the latest one seen."""
 
     def __init__(
         self,
@@ -105,8 +112,14 @@ class Registry:
         binding_grace_s: float = 60.0,
         limits: Limits | None = None,
     ) -> None:
-        """`first_lease_s` is how long a source stays listed before its first heartbeat, at least
-        `lease_s`, which is the default."""
+        """
+        Args:
+            lease_s: How long a source stays listed after a heartbeat.
+            first_lease_s: How long it stays listed after it registers, at least `lease_s`, which
+                is the default.
+            binding_grace_s: How long bindings and source ids outlive their last source.
+            limits: The most models and sources.
+        """
         self.lease_s = lease_s
         self.first_lease_s = max(lease_s, first_lease_s or lease_s)
         self.binding_grace_s = binding_grace_s
@@ -114,8 +127,8 @@ class Registry:
         self._now = -math.inf
         self._sources: dict[str, Listed] = {}
         self._from: Counter[str] = Counter()  # sources by address
-        # Source ids in the order in which their leases end: of those that have yet to send a
-        # heartbeat, and of the others; and those that are gone in the order they are forgotten.
+        # Source ids in the order in which their leases end, those that have not sent a heartbeat
+        # yet apart from the others; and sources that are gone, in the order they are forgotten.
         self._first_leases: OrderedDict[str, None] = OrderedDict()
         self._leases: OrderedDict[str, None] = OrderedDict()
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
@@ -127,7 +140,7 @@ class Registry:
         self._changes: list[Change] = []
 
     def take_changes(self) -> list[Change]:
-        """What has changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -143,10 +156,24 @@ class Registry:
         row_count: int = 0,
         address: str = "",
     ) -> SourceRecord:
-        """List a source, or renew one. Returns its record as listed: its revision is a new one
-        after `replaces_revision` with other weights. `address` is where it registers from.
+        """List a source, or renew a listed one.
 
-        Raises BindingError, NotAllowedError, StaleGenerationError or CapacityError.
+        Args:
+            now: The time.
+            record: The source.
+            secret: The source's secret, which later calls about it need.
+            replaces_revision: If the name is bound to other weights, register an update.
+            row_count: The number of rows of its table.
+            address: Where it registers from.
+
+        Returns:
+            The record as listed; an update has a new revision.
+
+        Raises:
+            BindingError: The name is bound to other weights, or belongs to another source.
+            NotAllowedError: The source id belongs to another secret.
+            StaleGenerationError: The generation is past, or not higher though the weights differ.
+            CapacityError: A limit is reached.
         """
         self.tick(now)
         digest = _digest(secret)
@@ -199,7 +226,12 @@ class Registry:
         readers: int = 0,
         gb_per_s: float = 0.0,
     ) -> None:
-        """Renew a lease. Raises UnknownSourceError, NotAllowedError."""
+        """Renew a source's lease, and record its state, its readers and its rate.
+
+        Raises:
+            UnknownSourceError: The source is not listed.
+            NotAllowedError: The secret is wrong.
+        """
         self.tick(now)
         listed = self._owned(source_id, secret)
         self._renew(listed)
@@ -214,10 +246,12 @@ class Registry:
         generation: int,
         held: Sequence[tuple[int, int]],
     ) -> None:
-        """A source now holds exactly these layers. Does not renew its lease.
+        """Record that a source now holds exactly these layers. Does not renew its lease.
 
-        Raises UnknownSourceError, NotAllowedError, and StaleGenerationError for a message that
-        a newer generation has overtaken.
+        Raises:
+            UnknownSourceError: The source is not listed.
+            NotAllowedError: The secret is wrong.
+            StaleGenerationError: The source has a newer generation by now.
         """
         self.tick(now)
         listed = self._owned(source_id, secret)
@@ -226,15 +260,18 @@ class Registry:
         self._update(listed, replace(listed.record, generation=generation, table=table))
 
     def deregister(self, now: float, source_id: str, secret: bytes) -> None:
-        """Take a source off the list; nothing happens if it is not on it (any more)."""
+        """Remove a source from the list. Does nothing if it is not listed.
+
+        Raises:
+            NotAllowedError: The secret is wrong.
+        """
         self.tick(now)
         if source_id in self._sources:
             self._owned(source_id, secret)
             self._drop(source_id, "deregistered")
 
     def tick(self, now: float) -> None:
-        """Let time pass: leases, bindings and tombstones end. Cheap while nothing is due, and
-        else in proportion to what ends."""
+        """Let time pass: leases, bindings and tombstones end. Costs in proportion to what ends."""
         self._now = max(self._now, now)
         now = self._now
         for leases in (self._first_leases, self._leases):
@@ -253,18 +290,22 @@ class Registry:
     # -- questions (call `tick` first) ------------------------------------------------------------
 
     def source(self, source_id: str) -> Listed:
-        """Raises UnknownSourceError."""
+        """Return a listed source.
+
+        Raises:
+            UnknownSourceError: It is not listed.
+        """
         listed = self._sources.get(source_id)
         if listed is None:
             raise UnknownSourceError(f"source {source_id} is not registered here")
         return listed
 
     def sources(self, name: str = "") -> list[Listed]:
-        """All, or those of one model name, in order of registration."""
+        """Return all sources, or those of one model name, in order of registration."""
         return [s for s in self._sources.values() if name in ("", s.record.model.name)]
 
     def models(self) -> list[ModelSummary]:
-        """Every bound variant, sources or not."""
+        """Return every bound variant, with or without sources."""
         found = []
         for binding in self._bindings:
             listed = self._listed(binding)
@@ -281,12 +322,22 @@ class Registry:
         return found
 
     def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolved:
-        """Which manifest NAME (its newest revision, unless one is named) or NAME@IDENTITY means,
-        and who serves it now (draining sources are left out, so there may be none).
+        """Return the manifest that NAME or NAME@PIN means, and the sources that serve it now.
 
-        Raises UnknownModelError, and ConfigError for a pin that is none or is ambiguous.
+        Args:
+            name: NAME or NAME@PIN.
+            revision: "" for the newest one that is served.
+            variant: "" for "checkpoint".
+
+        Returns:
+            The answer; it may have no sources, since draining ones are left out.
+
+        Raises:
+            UnknownModelError: No bound variant fits.
+            ConfigError: The pin is malformed or ambiguous.
         """
-        # The newest first, or the same weights under several revisions: prefer one that is served.
+        # Either the newest revision first, or several revisions of the same weights: prefer one
+        # that is served.
         answers = [self._answer(b) for b in self._bindings.find(name, revision, variant)]
         return max(answers, key=lambda answer: bool(answer.sources))
 
@@ -311,7 +362,7 @@ class Registry:
             return
         if not hmac.compare_digest(owner, digest):
             raise NotAllowedError(
-                f"source id {record.source_id} is somebody else's", hint="choose a new UUID"
+                f"source id {record.source_id} belongs to another source", hint="choose a new UUID"
             )
         self._check_generation(record.generation, generation)
         changed = known is not None and known.record.ref.identity != record.ref.identity
@@ -324,12 +375,12 @@ class Registry:
     @staticmethod
     def _check_generation(generation: int, current: int) -> None:
         if generation < current:
-            raise StaleGenerationError(f"generation {generation} is past: it is {current} by now")
+            raise StaleGenerationError(f"generation {generation} is past: {current} is current")
 
     def _owned(self, source_id: str, secret: bytes) -> Listed:
         listed = self.source(source_id)
         if not hmac.compare_digest(listed.secret_digest, _digest(secret)):
-            raise NotAllowedError(f"source id {source_id} is somebody else's")
+            raise NotAllowedError(f"source id {source_id} belongs to another source")
         return listed
 
     def _update(self, listed: Listed, record: SourceRecord) -> None:
@@ -373,7 +424,7 @@ def _digest(secret: bytes) -> bytes:
 
 
 def _served_ref(binding: Binding, listed: Sequence[Listed]) -> ManifestRef:
-    """The first registered manifest as long as a source has it, else that of the oldest source:
-    its documents are the ones that are held."""
+    """Return the bound manifest while a source has it, else that of the oldest source: only the
+    documents of listed sources are kept."""
     refs = [s.record.ref for s in listed]
     return binding.ref if not refs or binding.ref in refs else refs[0]

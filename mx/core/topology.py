@@ -1,7 +1,7 @@
-"""Where a process and its memory are: as much as decides what can reach it, and how fast.
+"""The place of a process and its memory: what decides which paths reach it, and how fast.
 
-A `Place` is registered with every source and sent with every request for a grant; transports'
-`reach` compares two of them without any IO. It comes from other machines too, so reading one
+A `Place` is registered with every source and sent with every request for a grant. Transports'
+`reach` compares two places without any IO. Places come from other machines too, so `from_json`
 checks every field.
 """
 
@@ -23,8 +23,11 @@ _MAX_QUANTITY = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network interface. `addresses` are in CIDR form ("10.0.0.1/24"); link-local ones are
-    left out. What is not known is 0, -1 or ""."""
+    """A network interface.
+
+    `addresses` are in CIDR form ("10.0.0.1/24"), without link-local ones. Unknown values are 0,
+    -1 or "".
+    """
 
     name: str = ""
     state: str = ""  # "up", "down", as the kernel's operstate says
@@ -40,9 +43,11 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class GpuPeer:
-    """What one GPU is to another of the same host. `relation` is the nearest thing that both
-    hang on: "nvlink", "switch" (one PCIe switch), "bridge" (several), "host" (one host bridge),
-    "node" (one NUMA node), "system"."""
+    """The relation of one GPU to another one of the same host.
+
+    `relation` is the nearest device that connects both: "nvlink", "switch" (one PCIe switch),
+    "bridge" (several), "host" (one host bridge), "node" (one NUMA node), "system".
+    """
 
     uuid: str = ""
     nvlinks: int = 0
@@ -53,8 +58,11 @@ class GpuPeer:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as NVML and the driver describe it. `compute_capability` is "9.0"; `uuid` is NVML's
-    ("GPU-..."). PCIe generation and width are the link's maximum (idle links train down)."""
+    """A GPU as NVML and the driver describe it.
+
+    `compute_capability` is of the form "9.0"; `uuid` is NVML's ("GPU-..."). PCIe generation and
+    width are the link's maximum (idle links train down).
+    """
 
     uuid: str = ""
     index: int = 0
@@ -72,7 +80,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """`cpus` is the kernel's list ("0-15,32-47"); `distances` are to the nodes in order."""
+    """A NUMA node. `cpus` is the kernel's list ("0-15,32-47"); `distances` are to all nodes in
+    order."""
 
     index: int = 0
     cpus: str = ""
@@ -82,11 +91,11 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One process's whereabouts, as registered and compared by transports' `reach`.
+    """The place of one process, which transports' `reach` compares with another.
 
-    `boot_id` names the running kernel; namespaces are inode numbers; `pid` and
-    `pid_start_ticks` (field 22 of /proc/PID/stat) name the process beyond pid reuse.
-    `addresses` are the IP addresses its data endpoints listen on. `device` is "cpu" or
+    `boot_id` identifies the running kernel; namespaces are inode numbers; `pid` and
+    `pid_start_ticks` (field 22 of /proc/PID/stat) identify the process even if its pid is reused.
+    `addresses` are the IP addresses that its data endpoints listen on. `device` is "cpu" or
     "cuda:UUID". `driver` is the NVIDIA driver's version, "" without one.
     """
 
@@ -108,29 +117,33 @@ class Place:
 
     @property
     def same_host_key(self) -> tuple[str, int, int]:
-        """Equal for two processes that share a kernel, a network and a process namespace."""
+        """A key that is equal for two processes with the same kernel, network and pid namespace."""
         return (self.boot_id, self.net_namespace, self.pid_namespace)
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU that `device` names, if it is one of `gpus`."""
+        """The GPU that `device` names, or None if it is not one of `gpus`."""
         uuid = self.device.removeprefix("cuda:")
         return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
 
     def to_json(self) -> str:
-        """What is unknown is left out, and so is all space."""
+        """Return the place as JSON without spaces and without the fields at their defaults."""
         return json.dumps(_known(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Place:
-        """Read what `to_json` wrote, unknown keys ignored. Raises ValueError if malformed:
-        numbers are finite, at least -1 and of 64 bits, texts can be printed."""
+        """Read a place that `to_json` wrote. Unknown keys are ignored.
+
+        Raises:
+            ValueError: It is malformed: a number is not finite, below -1 or beyond 64 bits, a text
+                is not printable, a list is too long, or a value has the wrong type.
+        """
         check_json(text.encode())
         return _read(cls, json.loads(text or "{}"), "a place")
 
 
 def _known(value: Any) -> Any:
-    """As JSON has it: dataclasses without those fields that are at their defaults."""
+    """Return the JSON form: dataclasses become objects, without the fields at their defaults."""
     if is_dataclass(value):
         items = ((item, getattr(value, item.name)) for item in fields(value))
         return {item.name: _known(found) for item, found in items if found != item.default}
@@ -143,10 +156,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _read(kind: type[_T], data: object, what: str) -> _T:
-    """An instance of a dataclass from JSON: each field of its annotated type, absent ones left
-    at their defaults."""
+    """Return an instance of a dataclass from JSON. Each field has its annotated type; absent
+    fields get their defaults."""
     if not isinstance(data, Mapping):
-        raise ValueError(f"{what} is a JSON object")
+        raise ValueError(f"{what} must be a JSON object")
     hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
     values: dict[str, Any] = {}
     for item in fields(kind):  # type: ignore[arg-type]
@@ -169,7 +182,7 @@ def _value(hint: Any, value: object, name: str) -> object:
         raise ValueError(f"{name} has the wrong type")
     if isinstance(value, str) and not value.isprintable():
         raise ValueError(f"{name} has characters that can't be printed")
-    if isinstance(value, float) and not 0 <= value <= _MAX_QUANTITY:  # NaN is not either
+    if isinstance(value, float) and not 0 <= value <= _MAX_QUANTITY:  # refuses NaN too
         raise ValueError(f"{name} is not a quantity")
     if type(value) is int and not -1 <= value < _MAX_INT:
         raise ValueError(f"{name} is out of range")

@@ -1,10 +1,10 @@
 """The nouns of mx: models, tensors, layers, chunks, layouts, manifests, tables. All immutable.
 
 Offsets are in *layer space*: a layer's tensors in execution order, each aligned to
-`TENSOR_ALIGNMENT_BYTES`; the padding between them is never sent nor hashed. An *arena* is the
-layer spaces of a whole model one after the other, each aligned to `LAYER_ALIGNMENT_BYTES`; where
-a layer lies in it follows from the layout alone, so that a contiguous source needs one base
-address to say where everything is.
+`TENSOR_ALIGNMENT_BYTES`; the padding between them is neither sent nor hashed. An *arena* is the
+layer spaces of a whole model one after the other, each aligned to `LAYER_ALIGNMENT_BYTES`. The
+layout alone decides a layer's place in an arena, so that a contiguous source describes all places
+by one base address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYER_ALIGNMENT_BYTES = 4096
 CHUNK_BYTES = 16 * MIB
 BLOCK_BYTES = MIB
 
-#: A model's name, revision and variant have at most so many characters each.
+#: The most characters of a model's name, of its revision and of its variant.
 NAME_CHARS = 256
 
 #: Bits per element of each safetensors dtype (safetensors 0.8). Those below 8 travel as bytes.
@@ -56,7 +56,7 @@ DTYPE_BITS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """What a manifest is registered under: a bundle (name, revision) and one variant of it."""
+    """The key of a registered manifest: a bundle (name, revision) and one variant of it."""
 
     name: str
     revision: str = "main"
@@ -69,7 +69,7 @@ class ModelKey:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor's place. `offset` is in its layer's space; `shape` in elements, row-major."""
+    """A tensor's place. `offset` is in its layer's space; `shape` in elements, row-major."""
 
     name: str
     dtype: str
@@ -81,7 +81,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A tensor without bytes of its own: a strided view of another one's.
+    """A tensor without bytes of its own: a strided view of another tensor's bytes.
 
     `offset_bytes` counts from the target's first byte; `stride` is in elements.
     """
@@ -96,10 +96,11 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The unit of readiness. `arena_offset` is its place in an arena, `nbytes` its space.
+    """A layer: the unit of readiness. `arena_offset` is its place in an arena, `nbytes` the size
+    of its space.
 
-    `runs` are the maximal (offset, nbytes) ranges of the space that tensors cover, ascending;
-    what lies between them is padding.
+    `runs` are the maximal (offset, nbytes) ranges of the space that tensors cover, ascending; the
+    bytes between them are padding.
     """
 
     index: int
@@ -112,9 +113,10 @@ class Layer:
 class Layout:
     """Layers in execution order, and each tensor's place in them.
 
-    `tensors` are ordered by (layer, offset). Built by `mx.core.layout`, which validates. They may
-    be given as a function that makes them, called once when they are first asked for: making
-    50,000 objects takes longer than everything else that a pull does before its first read.
+    `mx.core.layout` builds layouts and validates them. `tensors` are ordered by (layer, offset).
+    The constructor also takes a function that makes them, and calls it once, on the first access:
+    to make 50,000 objects takes longer than everything else that a pull does before its first
+    read.
     """
 
     def __init__(
@@ -129,13 +131,14 @@ class Layout:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, ordered by (layer, offset)."""
         made = self._tensors() if callable(self._tensors) else self._tensors
-        self._tensors = ()  # drops what the function held on to
+        self._tensors = ()  # releases what the function refers to
         return tuple(made)
 
     @cached_property
     def arena_nbytes(self) -> int:
-        """Size of an arena that holds every layer."""
+        """The size of an arena that holds every layer."""
         if not self.layers:
             return 0
         last = self.layers[-1]
@@ -143,7 +146,7 @@ class Layout:
 
     @cached_property
     def payload_nbytes(self) -> int:
-        """Bytes of tensor data: what moves, without padding."""
+        """The bytes of tensor data, without padding: the bytes that a pull moves."""
         return sum(nbytes for layer in self.layers for _, nbytes in layer.runs)
 
     def __eq__(self, other: object) -> bool:
@@ -160,7 +163,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A slice of a layer space: the unit of verification and retry. `index` counts over all."""
+    """A slice of a layer space: the unit of verification and retry. `index` counts over all
+    layers."""
 
     index: int
     layer: int
@@ -179,7 +183,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chunking:
-    """How layer spaces are cut, and the 16-byte digest of each chunk, in chunk order.
+    """The chunk size, and the 16-byte digest of each chunk, in chunk order.
 
     `chunk_nbytes` is a positive multiple of `BLOCK_BYTES`. `digests` is 16 * (number of chunks)
     bytes long.
@@ -189,12 +193,13 @@ class Chunking:
     digests: bytes
 
     def digest(self, chunk_index: int) -> bytes:
+        """Return the digest of one chunk."""
         return self.digests[16 * chunk_index : 16 * chunk_index + 16]
 
 
 @dataclass(frozen=True)
 class PackagedFile:
-    """One safetensors file as `--out` writes it again: tensors by name, in file order.
+    """One safetensors file as `--out` writes it: tensors by name, in file order.
 
     `path` is relative, with forward slashes, and never leaves the folder. `metadata` is the
     header's `__metadata__`, None where the file had none.
@@ -216,13 +221,15 @@ class SideFile:
 
 @dataclass(frozen=True)
 class Packaging:
+    """The files of a checkpoint; none if the source has none."""
+
     files: tuple[PackagedFile, ...] = ()
     side_files: tuple[SideFile, ...] = ()
 
 
 @dataclass(frozen=True)
 class ManifestRef:
-    """The four documents of a manifest by digest (blake3, 32 bytes) and size.
+    """The four documents of a manifest, by digest (blake3, 32 bytes) and size.
 
     `identity` is both the model's identity and the digest of the identity document.
     """
@@ -235,12 +242,17 @@ class ManifestRef:
 
     @property
     def digests(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """The four digests, in the order of `sizes`."""
         return (self.identity, self.layout, self.chunking, self.packaging)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One variant, whole. `tensor_digests` maps tensor name -> blake3 of its bytes."""
+    """The complete description of one variant.
+
+    `tensor_digests` maps each tensor's name to the blake3 of its bytes. `documents` maps digests
+    to documents.
+    """
 
     ref: ManifestRef
     layout: Layout
@@ -251,6 +263,7 @@ class Manifest:
 
     @cached_property
     def grid(self) -> ChunkGrid:
+        """The chunk arithmetic of this layout and chunk size."""
         return ChunkGrid(self.layout, self.chunking.chunk_nbytes)
 
 
@@ -287,7 +300,7 @@ class ChunkGrid:
         return Chunk(index, layer_index, offset, self.sizes[index])
 
     def blocks(self, index: int, begin: int, end: int) -> Chunk:
-        """Blocks `begin` to `end` (half-open) of a chunk, as a slice with the chunk's index."""
+        """Return blocks `begin` to `end` (half-open) of a chunk, as a slice with its index."""
         layer_index = self.layer_of[index]
         offset = begin * BLOCK_BYTES
         nbytes = min(end * BLOCK_BYTES, self.sizes[index]) - offset
@@ -299,10 +312,11 @@ class ChunkGrid:
             yield self[index]
 
     def of_layer(self, layer_index: int) -> range:
+        """Return the indices of a layer's chunks."""
         return range(self.first_chunk[layer_index], self.first_chunk[layer_index + 1])
 
     def segments(self, chunk: Chunk) -> list[Segment]:
-        """The chunk's bytes without its padding, ascending. Never empty for a valid layout."""
+        """Return the chunk's bytes without padding, ascending; never empty for a valid layout."""
         layer = self.layout.layers[chunk.layer]
         start, end = chunk.offset, chunk.offset + chunk.nbytes
         found = []
@@ -320,9 +334,9 @@ class ChunkGrid:
 class Region:
     """One piece of registered memory. `base` is its address in the source's process.
 
-    `device` is "cpu" or "cuda:UUID". `layers`, where given, is a half-open range of layer
-    indices whose layer spaces lie in it one after the other as in an arena, from offset 0;
-    None means that rows say what is in it.
+    `device` is "cpu" or "cuda:UUID". `layers` is a half-open range of layer indices whose layer
+    spaces lie in the region one after the other as in an arena, from offset 0; None means that the
+    table's rows describe the region.
     """
 
     index: int
@@ -345,10 +359,9 @@ class TableRow:
 
 @dataclass(frozen=True)
 class AddressTable:
-    """Which extents of which layers a source holds, and where.
+    """The extents of layers that a source holds, and their places.
 
-    `held` are half-open ranges of layer indices, ascending, that are complete. A contiguous
-    source has no rows.
+    `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
     """
 
     layout_digest: bytes
@@ -358,7 +371,7 @@ class AddressTable:
 
 
 class SourceRole(enum.Enum):
-    """An origin holds every layer; a relay holds those that it has received so far."""
+    """An origin holds every layer; a relay holds the layers that it has received so far."""
 
     ORIGIN = "origin"
     RELAY = "relay"
@@ -371,10 +384,10 @@ class SourceState(enum.Enum):
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """One registered source: everything about it that is told to others, no secret.
+    """One registered source: everything about it that is public.
 
-    `endpoint` is the HOST:PORT of its Peer service, `transports` those it exposes through.
-    `source_id` is a UUID that the registrant chose.
+    `endpoint` is the HOST:PORT of its Peer service, `transports` the names of the transports that
+    expose it. `source_id` is a UUID that the registrant chose.
     """
 
     source_id: str
@@ -390,7 +403,7 @@ class SourceRecord:
 
     @property
     def whole(self) -> bool:
-        """Does it hold every layer?"""
+        """True if it holds every layer."""
         held = sum(end - begin for begin, end in self.table.held)
         spans = (region.layers for region in self.table.regions if region.layers)
         return self.role is SourceRole.ORIGIN or held >= sum(end - begin for begin, end in spans)

@@ -25,7 +25,7 @@ _OLDEST_DRIVER = 12000
 
 
 class BindingsDriver:
-    """See `mx.cuda.driver.Driver`. Raises CudaUnavailableError if CUDA can't be used here."""
+    """Implements `mx.cuda.driver.Driver`. Raises CudaUnavailableError if CUDA can't be used."""
 
     def __init__(self, module: ModuleType | None = None) -> None:
         self._d: Any = module or import_driver()
@@ -38,7 +38,7 @@ class BindingsDriver:
                 error.message, hint=error.hint, call=error.call, code=error.code
             ) from None
         except (OSError, RuntimeError) as error:
-            # How the bindings say that libcuda.so.1 is not there, by version.
+            # Which of these the bindings raise without libcuda.so.1 depends on their version.
             raise CudaUnavailableError(
                 "libcuda, the NVIDIA driver's library, was not found",
                 hint="install the NVIDIA driver; in a container, give it the GPUs (--gpus all)",
@@ -64,7 +64,7 @@ class BindingsDriver:
         return values[0] if len(values) == 1 else values
 
     def _error(self, call: str, result: Any, detail: str) -> CudaError:
-        # A result newer than the bindings has no name there.
+        # A result that is newer than the bindings has no name.
         code = getattr(result, "name", None) or f"CUresult {int(result)}"
         return cuda_error(call, code, self._text(self._d.cuGetErrorString(result)), detail)
 
@@ -356,6 +356,6 @@ class BindingsDriver:
 
 
 def cuda_unavailable(call: str, code: str) -> CudaUnavailableError:
-    """`cuda_error` as a reason for having no CUDA at all."""
+    """Return `cuda_error` as the reason why CUDA can't be used at all."""
     error = cuda_error(call, code)
     return CudaUnavailableError(error.message, hint=error.hint, call=call, code=code)

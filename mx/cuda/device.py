@@ -1,8 +1,8 @@
-"""A GPU in use, and what is had of it: each object owns one thing and gives it back in `close`.
+"""A GPU and its resources: each object owns one of them and frees it in `close`.
 
-Closing is idempotent and may come in any order: a device's context stays until the device and
-everything made of it are closed. What is dropped without being closed is given back when it is
-collected; what is left at the interpreter's end goes with the process.
+Closing is idempotent and may happen in any order: a device's context stays until the device and
+everything made from it are closed. An object that is dropped without being closed frees its
+resource when it is collected; what is left at the interpreter's end goes with the process.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _PREFIX = "cuda:"
 
 
 def device_key(uuid: str) -> str:
-    """What `Place.device`, `Region.device` and `DeviceView.device` call a GPU."""
+    """Return a GPU's name in `Place.device`, `Region.device` and `DeviceView.device`."""
     return _PREFIX + uuid
 
 
 def find_ordinal(driver: Driver, name: str) -> int:
-    """The ordinal of "cuda:N", "cuda", "cuda:GPU-..." or "GPU-...".
+    """Return the ordinal of "cuda:N", "cuda", "cuda:GPU-..." or "GPU-...".
 
-    Raises ConfigError where there is no such GPU; it names those that there are.
+    Raises:
+        ConfigError: There is no such GPU; the hint names those that exist.
     """
     wanted = name.removeprefix(_PREFIX)
     uuids = [driver.device_uuid(ordinal) for ordinal in range(driver.device_count())]
@@ -45,10 +46,10 @@ def find_ordinal(driver: Driver, name: str) -> int:
 
 
 class Device:
-    """A GPU whose primary context this process holds on to.
+    """A GPU whose primary context this object keeps alive.
 
-    `ordinal` is this process's number of it, `key` "cuda:GPU-...", `context` the driver's handle.
-    Thread-safe. Raises CudaError where the context can't be had.
+    `ordinal` is its number in this process, `key` "cuda:GPU-...", `context` the driver's handle.
+    Thread-safe. Raises CudaError if there is no context.
     """
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
@@ -63,12 +64,17 @@ class Device:
 
     @classmethod
     def open(cls, driver: Driver, name: str) -> Device:
-        """By "cuda:N" or "cuda:GPU-...". Raises ConfigError as `find_ordinal`, CudaError."""
+        """Open a device by "cuda:N" or "cuda:GPU-...".
+
+        Raises:
+            ConfigError: There is no such GPU.
+            CudaError: The driver fails.
+        """
         return cls(driver, find_ordinal(driver, name))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """The device's context is this thread's current one inside."""
+        """Make the device's context the thread's current one for the length of the block."""
         self.driver.context_push(self.context)
         try:
             yield
@@ -77,14 +83,14 @@ class Device:
 
     @property
     def has_vmm(self) -> bool:
-        """Can its memory be mapped piecewise and exported as descriptors?"""
+        """True if its memory can be mapped piecewise and exported as descriptors."""
         return all(
             self.driver.device_attribute(self.ordinal, attribute)
             for attribute in (DeviceAttribute.VMM, DeviceAttribute.POSIX_FD)
         )
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes."""
+        """Return the device's free and total memory in bytes."""
         with self.current():
             return self.driver.mem_info()
 
@@ -94,8 +100,18 @@ class Device:
             self.driver.context_synchronize()
 
     def own(self, owner: object, free: Callable[[], None]) -> weakref.finalize[..., object]:
-        """Arrange for `free` to be called once, with this context current: by calling what this
-        returns, or when `owner` is collected. The context stays until then."""
+        """Arrange for a resource to be freed once; the context stays until then.
+
+        Args:
+            owner: The object that owns the resource.
+            free: Frees it; called with this context current.
+
+        Returns:
+            A function that frees the resource now; otherwise it is freed when `owner` is collected.
+
+        Raises:
+            ClosedError: The device was closed.
+        """
         if not self._finalizer.alive:
             raise ClosedError(f"{self.key} was closed")
         finalizer = weakref.finalize(owner, self._hold.free, self.context, free)
@@ -104,7 +120,7 @@ class Device:
         return finalizer
 
     def close(self) -> None:
-        """Make nothing more of it; the context goes when the last thing made of it does."""
+        """Allow no new resources; the context ends with the last resource made from it."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -120,7 +136,7 @@ class Device:
 
 
 class _ContextHold:
-    """Counts who needs a primary context, and releases it after the last of them."""
+    """Counts the users of a primary context, and releases it after the last one."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self._driver, self._ordinal = driver, ordinal
@@ -154,7 +170,7 @@ class _ContextHold:
 
 @contextlib.contextmanager
 def _gone_is_freed() -> Iterator[None]:
-    """With the context, or the driver, everything in it has gone."""
+    """Ignore errors that say that the context or the driver ended, which frees everything."""
     try:
         yield
     except CudaError as error:
@@ -163,13 +179,16 @@ def _gone_is_freed() -> Iterator[None]:
 
 
 class Owned:
-    """Base of what owns something of a device. `close` gives it back; idempotent, thread-safe."""
+    """Base class of owners of a device resource, freed by `close`; idempotent, thread-safe."""
 
     device: Device
     _finalizer: weakref.finalize[..., object]
 
     def _owns(self, device: Device, free: Callable[[], None]) -> None:
-        """Called by the constructor with the device's context current. Frees if that fails."""
+        """Take the resource over; constructors call it with the device's context current.
+
+        If it fails the resource is freed.
+        """
         self.device = device
         try:
             self._finalizer = device.own(self, free)
@@ -179,10 +198,14 @@ class Owned:
 
     @property
     def closed(self) -> bool:
+        """True once `close` was called."""
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Raises CudaError where the driver refuses, unless it has freed everything itself."""
+        """Free the resource. Idempotent.
+
+        Raises CudaError if the driver refuses, unless the context or the driver has ended.
+        """
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -198,8 +221,10 @@ class Owned:
 
 
 class Stream(Owned):
-    """A stream of its own, independent of the default one. Close waits for what is queued, so
-    that memory it uses may be freed afterwards."""
+    """A stream that is independent of the default stream.
+
+    `close` waits for its queued work, so that memory it uses may be freed afterwards.
+    """
 
     def __init__(self, device: Device) -> None:
         driver = device.driver
@@ -215,22 +240,23 @@ class Stream(Owned):
             self._owns(device, free)
 
     def synchronize(self) -> None:
-        """Wait for what is queued. Raises CudaError, which any earlier call may have caused."""
+        """Wait for the queued work. Raises CudaError, which any earlier call may have caused."""
         with self.device.current():
             self.device.driver.stream_synchronize(self.handle)
 
     def done(self) -> bool:
+        """Return True if all queued work is done. Raises CudaError."""
         with self.device.current():
             return self.device.driver.stream_query(self.handle)
 
     def wait(self, event: Event) -> None:
-        """What is queued from now on waits for the event's last record, of any device."""
+        """Make later work wait for the last record of an event of any device."""
         with self.device.current():
             self.device.driver.stream_wait_event(self.handle, event.handle)
 
 
 class Event(Owned):
-    """Happens when what a stream held at `record` is done; without timing."""
+    """An event that happens when the work in a stream at `record` is done; without timing."""
 
     def __init__(self, device: Device) -> None:
         driver = device.driver
@@ -239,22 +265,23 @@ class Event(Owned):
             self._owns(device, lambda: driver.event_destroy(handle))
 
     def record(self, stream: Stream) -> None:
+        """Record the event behind the present work of `stream`. Raises CudaError."""
         with self.device.current():
             self.device.driver.event_record(self.handle, stream.handle)
 
     def done(self) -> bool:
-        """Has it happened? True if it was never recorded."""
+        """Return True if the event has happened, or was never recorded."""
         with self.device.current():
             return self.device.driver.event_query(self.handle)
 
     def synchronize(self) -> None:
-        """Sleep until it has. Raises CudaError, which any earlier call may have caused."""
+        """Sleep until the event happens. Raises CudaError, perhaps of an earlier call."""
         with self.device.current():
             self.device.driver.event_synchronize(self.handle)
 
 
 class DeviceMemory(Owned):
-    """`nbytes` (> 0) at `address`, of cuMemAlloc: exported by a legacy IPC handle."""
+    """`nbytes` (> 0) at `address`, from cuMemAlloc; a legacy IPC handle exports it."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         driver = device.driver
@@ -265,7 +292,10 @@ class DeviceMemory(Owned):
 
 
 class IpcMemory(Owned):
-    """Another process's allocation, opened by its 64-byte handle; `address` is its base here."""
+    """An allocation of another process, opened by its 64-byte handle.
+
+    `address` is its base in this process.
+    """
 
     def __init__(self, device: Device, handle: bytes) -> None:
         driver = device.driver
@@ -275,8 +305,10 @@ class IpcMemory(Owned):
 
 
 class PinnedMemory(Owned):
-    """`nbytes` (> 0) of pinned host memory, at `address` for the host and at `device_address`
-    for the device. `view()` must not be used after `close`."""
+    """`nbytes` (> 0) of pinned host memory.
+
+    The host has it at `address`, the device at `device_address`. Do not use `view()` after `close`.
+    """
 
     def __init__(self, device: Device, nbytes: int) -> None:
         driver = device.driver
@@ -287,14 +319,14 @@ class PinnedMemory(Owned):
             self.device_address = driver.host_device_pointer(address)
 
     def view(self) -> memoryview:
-        """Writable bytes, which keep this object (but not the memory of a closed one) alive."""
+        """Return writable bytes, which keep this object (but not closed memory) alive."""
         array = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
         array.owner = self  # type: ignore[attr-defined]
         return memoryview(array).cast("B")
 
 
 class PinnedRegion(Owned):
-    """Host memory that exists, pinned for DMA until `close`; the caller keeps it until then."""
+    """Existing host memory, pinned for DMA until `close`. The caller keeps it until then."""
 
     def __init__(self, device: Device, address: int, nbytes: int) -> None:
         driver = device.driver

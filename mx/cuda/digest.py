@@ -1,7 +1,7 @@
 """xxh3_128 of blocks of device memory, computed on the device at memory speed.
 
-`BlockDigester` hashes blocks of up to 1 MiB, many at a time; `DeviceHasher` is a chunk's hasher
-over it, as `mx.core.digest.ChunkHasher` is over host memory, with the same digests.
+`BlockDigester` hashes blocks of up to 1 MiB, many at a time. `DeviceHasher` uses it to hash a
+chunk, with the same digests as `mx.core.digest.ChunkHasher` in host memory.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ from mx.cuda.driver import DeviceAttribute
 from mx.cuda.xxh3_table import MAX_UNITS, PROGRAM_UNITS, TABLE
 from mx.transport import DeviceView
 
-#: The longest input that XXH3 takes by other ways than its long one; hashed on the host.
+#: Up to this length XXH3 uses other methods than for long inputs; such blocks are hashed on the
+#: host.
 _SHORT_BYTES = 240
 #: Blocks in a batch: 8 MiB of sums on the device.
 _BATCH_BLOCKS = 128
-#: Blocks in a batch that lie in pieces and are put together first: 16 MiB on the device.
+#: Blocks in a batch that are in pieces and have to be assembled first: 16 MiB on the device.
 _GATHER_BLOCKS = 16
 
-#: (address, bytes) of what a block is made of, in order.
+#: The parts of a block in order, as (address, bytes).
 Block = Sequence[tuple[int, int]]
 
 
 class BlockDigester:
-    """Digests of blocks of one device's memory. Thread-safe; callers that come at the same time
-    share a batch. Owns a stream, 8 to 24 MiB of device memory and 48 KiB of pinned memory until
-    `close`, before which all calls must have returned.
+    """Computes digests of blocks of one device's memory. Thread-safe; simultaneous callers share a
+    batch.
 
-    Raises LocalError where the kernels can't be compiled, CudaError where memory is short.
+    Owns a stream, 8 to 24 MiB of device memory and 48 KiB of pinned memory until `close`, before
+    which all calls must have returned.
+
+    Raises:
+        LocalError: The kernels can't be compiled.
+        CudaError: Memory is short, or the driver fails.
     """
 
     def __init__(self, device: Device) -> None:
@@ -78,9 +83,14 @@ class BlockDigester:
         self._stream.synchronize()
 
     def digests(self, blocks: Sequence[Block]) -> list[bytes]:
-        """The 16-byte digest of each block; its bytes must be in place, and stay so meanwhile.
+        """Return the 16-byte digest of each block.
 
-        A block has 1 byte to 1 MiB, in one part or several. Raises CudaError.
+        Args:
+            blocks: Blocks of 1 byte to 1 MiB, in one part or several. Their bytes must be in place,
+                and not change meanwhile.
+
+        Raises:
+            CudaError: The driver fails.
         """
         request = _Request(blocks)
         with self._queue_lock:
@@ -111,7 +121,7 @@ class BlockDigester:
                 request.digests, found = found[: len(request.blocks)], found[len(request.blocks) :]
 
     def _batch(self, blocks: Sequence[Block]) -> list[bytes]:
-        """Digests of as many of the first blocks as go into one batch, at least one."""
+        """Return the digests of the first blocks, as many as fit into one batch, at least one."""
         driver, stream, view = self._device.driver, self._stream.handle, self._view
         lengths_at, digests_at, short_at = (_BATCH_BLOCKS * n for n in (8, 16, 32))
         sizes: list[int] = []
@@ -176,7 +186,7 @@ class BlockDigester:
             driver.launch(function, grid, kernel.threads, kernel.shared_nbytes, stream, parameters)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Free the stream and the memory. Idempotent."""
         self._view = memoryview(b"")
         self._stream.close()
         for owned in (self._gather, self._sums, self._lists, self._host):
@@ -195,11 +205,11 @@ class _Request:
 
 
 class DeviceHasher:
-    """Hashes one chunk in device memory: what `ChunkHasher` is for host memory.
+    """Hashes one chunk in device memory, as `ChunkHasher` does in host memory.
 
-    `digester` gives digests of blocks (`BlockDigester.digests`). Bytes announced by `landed` are
-    in place for the device, not merely under way. Hashing begins with `block_digests`: a chunk's
-    blocks are one batch. Not thread-safe: one thread at a time.
+    `digests` computes digests of blocks (`BlockDigester.digests`). Bytes announced by `landed` are
+    in place on the device, not merely under way. Hashing begins with `block_digests`, since a
+    chunk's blocks are one batch. Not thread-safe: one thread at a time.
     """
 
     __slots__ = ("_blocks", "_digests")
@@ -217,12 +227,12 @@ class DeviceHasher:
         ]
 
     def landed(self, payload_nbytes: int) -> None:
-        """Nothing to do yet: launches cost more than what they would save."""
+        """Do nothing: a launch for some of the bytes would cost more than it saves."""
 
     def block_digests(self) -> bytes:
-        """Those of all blocks, one after the other. Raises CudaError, LocalError."""
+        """Return the digests of all blocks, concatenated. Raises CudaError, LocalError."""
         return b"".join(self._digests(self._blocks))
 
     def digest(self) -> bytes:
-        """The digest of the chunk, or of what was given of it."""
+        """Return the digest of the chunk, or of the part that was given."""
         return digest_of_blocks(self.block_digests())

@@ -1,11 +1,11 @@
-"""The seam to CUDA: the calls of the driver that mx uses, as a Protocol over plain ints.
+"""The interface to CUDA: the driver calls that mx uses, as a Protocol over plain ints.
 
 Addresses, contexts, streams, events and allocation handles are ints; devices are ordinals of this
-process (as CUDA_VISIBLE_DEVICES leaves them); lengths are bytes. Whatever needs a current context
-says so: `Device.current()` of `mx.cuda.device` makes one. A call that fails raises `CudaError`
-(`CudaMemoryError` where memory is short), which names the call and CUDA's code; whether a peer is
-to blame is for the caller to know. Nothing here owns anything: that is for the objects of
-`mx.cuda.device` and `mx.cuda.vmm`.
+process (after CUDA_VISIBLE_DEVICES); lengths are bytes. Calls that need a current context are
+marked: `Device.current()` of `mx.cuda.device` sets one. A call that fails raises `CudaError`
+(`CudaMemoryError` if memory is short), which names the call and CUDA's code; the caller decides
+whether a peer is to blame. Nothing here owns resources: the objects of `mx.cuda.device` and
+`mx.cuda.vmm` do.
 
 Semantics are those of the functions named in each docstring (CUDA driver API reference, 12.9 and
 13.x). All methods are thread-safe; a current context is per thread.
@@ -28,7 +28,7 @@ IPC_HANDLE_BYTES = 64
 
 
 class DeviceAttribute(enum.Enum):
-    """CU_DEVICE_ATTRIBUTE_*, as far as mx asks."""
+    """The CU_DEVICE_ATTRIBUTE_* values that mx reads."""
 
     COMPUTE_CAPABILITY_MAJOR = "COMPUTE_CAPABILITY_MAJOR"
     COMPUTE_CAPABILITY_MINOR = "COMPUTE_CAPABILITY_MINOR"
@@ -39,11 +39,11 @@ class DeviceAttribute(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PointerInfo:
-    """What an address of device memory belongs to.
+    """The allocation that an address of device memory belongs to.
 
-    `base` and `nbytes` are the allocation (for VMM memory: the mapped range) that it is part of;
-    `buffer_id` tells allocations of one process apart, reused addresses included.
-    `ipc_capable`: a legacy IPC handle can be had; `fd_capable`: a POSIX descriptor can.
+    `base` and `nbytes` are the allocation (for VMM memory: the mapped range). `buffer_id` is unique
+    among the allocations of one process, even if addresses are reused. `ipc_capable`: a legacy IPC
+    handle can export it; `fd_capable`: a POSIX descriptor can.
     """
 
     ordinal: int
@@ -55,16 +55,18 @@ class PointerInfo:
 
 
 class Driver(Protocol):
+    """The driver calls that mx uses."""
+
     # -- what there is; no context needed ----------------------------------------------------------
 
     def version(self) -> int:
-        """The driver's CUDA version: 13000 is 13.0 (cuDriverGetVersion)."""
+        """Return the driver's CUDA version: 13000 is 13.0 (cuDriverGetVersion)."""
 
     def device_count(self) -> int:
         """cuDeviceGetCount."""
 
     def device_uuid(self, ordinal: int) -> str:
-        """As NVML writes it: "GPU-xxxxxxxx-xxxx-..." (cuDeviceGetUuid)."""
+        """Return the UUID as NVML writes it: "GPU-xxxxxxxx-xxxx-..." (cuDeviceGetUuid)."""
 
     def device_name(self, ordinal: int) -> str:
         """cuDeviceGetName."""
@@ -73,172 +75,175 @@ class Driver(Protocol):
         """cuDeviceGetAttribute."""
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
-        """May `ordinal`'s kernels and copy engines reach `peer`'s memory directly?
-        (cuDeviceCanAccessPeer)"""
+        """Return True if kernels and copy engines of `ordinal` can access `peer`'s memory directly
+        (cuDeviceCanAccessPeer)."""
 
     # -- contexts ----------------------------------------------------------------------------------
 
     def context_retain(self, ordinal: int) -> int:
-        """The device's primary context, made if need be and counted (cuDevicePrimaryCtxRetain):
-        the one that torch and the runtime API use."""
+        """Return the device's primary context, which torch and the runtime API use; created if
+        necessary, and counted (cuDevicePrimaryCtxRetain)."""
 
     def context_release(self, ordinal: int) -> None:
-        """Undo one `context_retain`; the last one ends the context and all that is in it."""
+        """Undo one `context_retain`; the last one ends the context and everything in it
+        (cuDevicePrimaryCtxRelease)."""
 
     def context_push(self, context: int) -> None:
-        """Make it this thread's current context (cuCtxPushCurrent)."""
+        """Make `context` this thread's current context (cuCtxPushCurrent)."""
 
     def context_pop(self) -> None:
-        """Back to the thread's context before the last push (cuCtxPopCurrent)."""
+        """Restore the thread's context before the last push (cuCtxPopCurrent)."""
 
     def context_synchronize(self) -> None:
-        """Wait for all work of the current context, whoever queued it (cuCtxSynchronize)."""
+        """Wait for all work of the current context, of any thread (cuCtxSynchronize)."""
 
     def enable_peer_access(self, peer_context: int) -> None:
-        """Let the current context reach `peer_context`'s memory that cuMemAlloc made. One
-        direction; enabled already is fine (cuCtxEnablePeerAccess). VMM memory ignores this and
-        asks for `vmm_set_access`."""
+        """Let the current context access memory of `peer_context` that cuMemAlloc made
+        (cuCtxEnablePeerAccess). It works in one direction, and may be enabled already. VMM memory
+        needs `vmm_set_access` instead."""
 
     # -- memory (current context) ------------------------------------------------------------------
 
     def mem_info(self) -> tuple[int, int]:
-        """(free, total) bytes of the current device (cuMemGetInfo)."""
+        """Return the free and total bytes of the current device (cuMemGetInfo)."""
 
     def mem_alloc(self, nbytes: int) -> int:
-        """Device memory, aligned to 256 bytes at least; `nbytes` > 0 (cuMemAlloc)."""
+        """Allocate device memory, aligned to at least 256 bytes; `nbytes` > 0 (cuMemAlloc)."""
 
     def mem_free(self, address: int) -> None:
-        """cuMemFree. Waits for the work that uses it; breaks what others opened of it."""
+        """Free memory after the work that uses it (cuMemFree). Other processes that opened it by
+        an IPC handle break."""
 
     def pointer(self, address: int) -> PointerInfo:
-        """What `address` belongs to (cuPointerGetAttribute, cuMemGetAddressRange). Raises
-        CudaError for what is not device memory, or no longer."""
+        """Return the allocation of `address` (cuPointerGetAttribute, cuMemGetAddressRange). Raises
+        CudaError if it is not device memory, or was freed."""
 
     # -- virtual memory management -----------------------------------------------------------------
 
     def vmm_granularity(self, ordinal: int) -> int:
-        """What sizes, and addresses, of exportable allocations are a multiple of
+        """Return the granularity of sizes and addresses of exportable allocations
         (cuMemGetAllocationGranularity, RECOMMENDED)."""
 
     def vmm_create(self, ordinal: int, nbytes: int) -> int:
-        """Pinned memory on the device that can be exported as a descriptor; a handle without an
-        address (cuMemCreate, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)."""
+        """Allocate device memory that can be exported as a descriptor, and return its handle; it
+        has no address yet (cuMemCreate, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)."""
 
     def vmm_release(self, handle: int) -> None:
-        """Give a handle up; the memory goes when its last map, handle and descriptor has
+        """Release a handle; the memory is freed with its last map, handle and descriptor
         (cuMemRelease)."""
 
     def vmm_retain(self, address: int) -> int:
-        """Another handle of the allocation mapped at `address` (cuMemRetainAllocationHandle);
-        to be released. For VMM memory only, as torch's expandable segments are."""
+        """Return another handle of the allocation mapped at `address`, which the caller releases
+        (cuMemRetainAllocationHandle). For VMM memory only, such as torch's expandable segments."""
 
     def vmm_reserve(self, nbytes: int) -> int:
-        """A range of addresses with nothing behind it (cuMemAddressReserve)."""
+        """Reserve a range of addresses without memory (cuMemAddressReserve)."""
 
     def vmm_unreserve(self, address: int, nbytes: int) -> None:
-        """cuMemAddressFree; the range exactly as reserved, unmapped."""
+        """Free a range of addresses, exactly as reserved and unmapped (cuMemAddressFree)."""
 
     def vmm_map(self, address: int, nbytes: int, handle: int) -> None:
-        """Put the allocation from its start at `address` (cuMemMap); no access yet."""
+        """Map the start of the allocation at `address`, without access yet (cuMemMap)."""
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
-        """cuMemUnmap. The caller has synchronised: running work that uses it would fault."""
+        """Unmap a range (cuMemUnmap). Synchronise first: running work that uses it would fault."""
 
     def vmm_set_access(self, address: int, nbytes: int, ordinal: int) -> None:
         """Let a device read and write a mapped range (cuMemSetAccess)."""
 
     def vmm_export_fd(self, handle: int) -> int:
-        """A new descriptor for the allocation, the caller's to close
+        """Return a new descriptor of the allocation, which the caller closes
         (cuMemExportToShareableHandle)."""
 
     def vmm_import_fd(self, descriptor: int) -> int:
-        """A handle for the allocation behind a descriptor of any process, which stays the
-        caller's (cuMemImportFromShareableHandle). To be released."""
+        """Return a handle of the allocation behind a descriptor of any process, which the caller
+        releases; it keeps the descriptor (cuMemImportFromShareableHandle)."""
 
     # -- legacy IPC (current context) --------------------------------------------------------------
 
     def ipc_handle(self, address: int) -> bytes:
-        """The 64-byte handle of the allocation that `address` is in: it opens at the allocation's
-        base, not at `address` (cuIpcGetMemHandle). Memory of cuMemAlloc only."""
+        """Return the 64-byte handle of the allocation that contains `address`; it opens at the
+        allocation's base, not at `address` (cuIpcGetMemHandle). For memory of cuMemAlloc only."""
 
     def ipc_open(self, handle: bytes) -> int:
-        """Another process's allocation at an address of this one; counted per context
+        """Map an allocation of another process and return its address here; counted per context
         (cuIpcOpenMemHandle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS). Raises CudaError for a handle
         of freed memory, and in the process that exported it."""
 
     def ipc_close(self, address: int) -> None:
-        """cuIpcCloseMemHandle, with what `ipc_open` gave. The exporter's memory stays."""
+        """Close an address that `ipc_open` returned (cuIpcCloseMemHandle). The exporter's memory
+        stays."""
 
     # -- streams and events (current context) ------------------------------------------------------
 
     def stream_create(self) -> int:
-        """A stream that does not wait for the default stream (CU_STREAM_NON_BLOCKING)."""
+        """Create a stream that does not wait for the default one (CU_STREAM_NON_BLOCKING)."""
 
     def stream_destroy(self, stream: int) -> None:
-        """Returns at once; what is queued still runs (cuStreamDestroy)."""
+        """Destroy a stream at once; its queued work still runs (cuStreamDestroy)."""
 
     def stream_synchronize(self, stream: int) -> None:
-        """Wait for what is queued (cuStreamSynchronize). Raises what the work failed with."""
+        """Wait for the queued work and raise its error (cuStreamSynchronize)."""
 
     def stream_query(self, stream: int) -> bool:
-        """Is everything done? Raises what the work failed with (cuStreamQuery)."""
+        """Return True if all work is done; raise its error (cuStreamQuery)."""
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        """What is queued from now on waits for the event's last record (cuStreamWaitEvent)."""
+        """Make later work wait for the event's last record (cuStreamWaitEvent)."""
 
     def event_create(self) -> int:
-        """Without timing; waiting for it sleeps, it does not spin
+        """Create an event without timing, whose waiters sleep and do not spin
         (CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC)."""
 
     def event_destroy(self, event: int) -> None:
         """cuEventDestroy."""
 
     def event_record(self, event: int, stream: int) -> None:
-        """The event happens when what is queued now is done (cuEventRecord)."""
+        """Make the event happen when the work queued now is done (cuEventRecord)."""
 
     def event_query(self, event: int) -> bool:
-        """Has it happened? True for one that was never recorded (cuEventQuery)."""
+        """Return True if the event has happened or was never recorded (cuEventQuery)."""
 
     def event_synchronize(self, event: int) -> None:
-        """Sleep until it has (cuEventSynchronize)."""
+        """Sleep until the event has happened (cuEventSynchronize)."""
 
     # -- copies, queued on a stream (current context) ----------------------------------------------
 
     def copy_htod(self, target: int, host: int, nbytes: int, stream: int) -> None:
-        """cuMemcpyHtoDAsync. Only from pinned memory is it a DMA beside the CPU, and then the
-        host's bytes must stay as they are until it is done."""
+        """cuMemcpyHtoDAsync. It is asynchronous only from pinned memory, and then the host's bytes
+        must not change until it is done."""
 
     def copy_dtoh(self, host: int, source: int, nbytes: int, stream: int) -> None:
         """cuMemcpyDtoHAsync."""
 
     def copy_dtod(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Within what the current context can reach (cuMemcpyDtoDAsync)."""
+        """Copy between addresses that the current context can access (cuMemcpyDtoDAsync)."""
 
     def memset(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        """`nbytes` bytes of `value` (cuMemsetD8Async)."""
+        """Set `nbytes` bytes to `value` (cuMemsetD8Async)."""
 
     # -- host memory (current context) -------------------------------------------------------------
 
     def host_alloc(self, nbytes: int) -> int:
-        """Pinned host memory, for all contexts, mapped for the devices
+        """Allocate pinned host memory, for all contexts, mapped for the devices
         (cuMemHostAlloc, PORTABLE | DEVICEMAP)."""
 
     def host_free(self, address: int) -> None:
         """cuMemFreeHost."""
 
     def host_register(self, address: int, nbytes: int) -> None:
-        """Pin memory that exists (cuMemHostRegister, PORTABLE | DEVICEMAP)."""
+        """Pin existing memory (cuMemHostRegister, PORTABLE | DEVICEMAP)."""
 
     def host_unregister(self, address: int) -> None:
         """cuMemHostUnregister."""
 
     def host_device_pointer(self, address: int) -> int:
-        """Where the current device sees pinned memory (cuMemHostGetDevicePointer)."""
+        """Return the current device's address of pinned memory (cuMemHostGetDevicePointer)."""
 
     # -- kernels (current context) -----------------------------------------------------------------
 
     def module_load(self, image: bytes) -> int:
-        """A module from a cubin for this device (cuModuleLoadData). It stays with the context."""
+        """Load a cubin for this device (cuModuleLoadData). The module stays with the context."""
 
     def module_function(self, module: int, name: str) -> int:
         """cuModuleGetFunction."""
@@ -252,13 +257,13 @@ class Driver(Protocol):
         stream: int,
         parameters: Sequence[int],
     ) -> None:
-        """Queue a kernel whose parameters are all of 64 bits (cuLaunchKernel)."""
+        """Queue a kernel whose parameters all have 64 bits (cuLaunchKernel)."""
 
     # -- words that streams wait for (current context) ---------------------------------------------
 
     def stream_wait_value(self, stream: int, address: int, value: int) -> None:
-        """What is queued from now on waits until the 32-bit word at device address `address` is
-        >= `value`, cyclically (cuStreamWaitValue32, GEQ)."""
+        """Make later work wait until the 32-bit word at device address `address` is >= `value`,
+        cyclically (cuStreamWaitValue32, GEQ)."""
 
 
 _lock = threading.Lock()
@@ -266,8 +271,12 @@ _driver: Driver | CudaUnavailableError | None = None
 
 
 def load() -> Driver:
-    """This process's driver, initialised; made once. Raises CudaUnavailableError, which says why
-    there is none: no bindings, no libcuda, no GPU, a driver that is too old or does not match."""
+    """Return this process's driver, initialised at the first call.
+
+    Raises:
+        CudaUnavailableError: CUDA can't be used; the message says why: no bindings, no libcuda, no
+            GPU, a driver that is too old or does not match.
+    """
     global _driver
     with _lock:
         if _driver is None:
@@ -285,7 +294,7 @@ def load() -> Driver:
 
 
 def probe() -> Viable | Unavailable:
-    """Is there CUDA with at least one GPU? Never raises."""
+    """Return whether CUDA works with at least one GPU, or why it does not. Never raises."""
     try:
         driver = load()
         names = [driver.device_name(ordinal) for ordinal in range(driver.device_count())]
@@ -295,13 +304,16 @@ def probe() -> Viable | Unavailable:
 
 
 def format_version(version: int) -> str:
-    """13020 -> "13.2"."""
+    """Return a CUDA version as text: "13.2" for 13020."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @contextlib.contextmanager
 def installed(driver: Driver) -> Iterator[None]:
-    """Have `load` return `driver` meanwhile, as tests do with `tests.support.fake_cuda`."""
+    """Make `load` return `driver` for the length of the block.
+
+    Tests use it to run everything over `tests.support.fake_cuda`.
+    """
     global _driver
     with _lock:
         before, _driver = _driver, driver

@@ -1,4 +1,4 @@
-"""The driver's failures as mx's errors: which call, CUDA's name for what happened, what to do."""
+"""Errors for failed driver calls: the call, CUDA's name of the error, and what to do."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from mx.errors import CapacityError, LocalError
 
 
 class CudaError(LocalError):
-    """A call of the CUDA driver failed. `call` is the driver's function, `code` CUDA's name of
-    the error ("CUDA_ERROR_INVALID_VALUE")."""
+    """A call of the CUDA driver failed.
+
+    `call` is the driver's function, `code` CUDA's name of the error ("CUDA_ERROR_INVALID_VALUE").
+    """
 
     def __init__(self, message: str, *, hint: str = "", call: str = "", code: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -16,14 +18,14 @@ class CudaError(LocalError):
 
 
 class CudaMemoryError(CudaError, CapacityError):
-    """The GPU's memory, or pinned host memory, does not suffice."""
+    """There is too little GPU memory, or pinned host memory."""
 
 
 class CudaUnavailableError(CudaError):
-    """There is no CUDA in this process, and the message says why not."""
+    """CUDA can't be used in this process; the message says why."""
 
 
-#: What a user can do about it, by CUDA's name of the error (the driver API's CUresult).
+#: What a user can do, by CUDA's name of the error (CUresult of the driver API).
 _HINTS = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory on the GPU, or use one with more",
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES",
@@ -43,14 +45,14 @@ _HINTS = {
     "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has the GPU to itself: see nvidia-smi -c",
     "CUDA_ERROR_DEVICES_UNAVAILABLE": "another process has the GPU to itself: see nvidia-smi -c",
     "CUDA_ERROR_NOT_INITIALIZED": "CUDA does not survive a fork: start processes with spawn",
-    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "these GPUs cannot read each other's memory",
-    "CUDA_ERROR_TOO_MANY_PEERS": "the GPU has as many peers as it can",
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "these GPUs have no peer access",
+    "CUDA_ERROR_TOO_MANY_PEERS": "the GPU has reached its limit of peers",
     "CUDA_ERROR_NOT_PERMITTED": "the driver does not allow it here, as in some containers",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the GPU's memory is faulty: see nvidia-smi -q -d ECC",
     "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "the memory is pinned already",
 }
 
-#: After these nothing in the context works any more: only a new process helps.
+#: Errors after which nothing in the context works: only a new process helps.
 FATAL_CODES = frozenset(
     {
         "CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -67,13 +69,19 @@ FATAL_CODES = frozenset(
         "CUDA_ERROR_CONTAINED",
     }
 )
-#: And after these there is nothing left that could be freed: the driver, or the context, ended.
+#: Errors after which nothing is left to free: the driver, or the context, ended.
 GONE_CODES = FATAL_CODES | {"CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_CONTEXT_IS_DESTROYED"}
 
 
 def cuda_error(call: str, code: str, description: str = "", detail: str = "") -> CudaError:
-    """The error for a failed `call`. `code` is CUDA's name, `description` its sentence for it,
-    `detail` what was asked for ("16.8 MB")."""
+    """Return the error for a failed call of the driver.
+
+    Args:
+        call: The driver's function.
+        code: CUDA's name of the error.
+        description: CUDA's description of it.
+        detail: What was requested ("16.8 MB").
+    """
     kind = CudaMemoryError if code == "CUDA_ERROR_OUT_OF_MEMORY" else CudaError
     hint = _HINTS.get(code, "")
     if code in FATAL_CODES and not hint:

@@ -1,4 +1,4 @@
-"""The library that the driver is called through."""
+"""Imports the library that calls the driver."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from mx.cuda.errors import CudaUnavailableError
 
 
 def import_driver() -> ModuleType:
-    """The module `cuda.bindings.driver`. Raises CudaUnavailableError where it is not installed."""
+    """Return the module `cuda.bindings.driver`.
+
+    Raises:
+        CudaUnavailableError: It can't be imported, or there is no NVIDIA driver.
+    """
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        # Also WSL's, which has neither; whoever passes devices into a container passes one.
+        # WSL has only /dev/dxg; a container that has GPUs has one of these.
         if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia"))):
             raise CudaUnavailableError("there is no NVIDIA driver, and so no CUDA, here") from None
         raise CudaUnavailableError(

@@ -1,8 +1,8 @@
 """A ring of pinned host memory between the CPU and a GPU, for both directions at once.
 
-The CPU fills or drains one slot while the copy engines work on others; uploads and downloads have
-a stream each, so that they overlap too. A slot that was given back while its copy still runs is
-waited for by whoever takes it next, and no earlier.
+The CPU fills or drains one slot while the copy engines work on others. Uploads and downloads have
+a stream each, so that they overlap too. A slot may be given back while its copy still runs: the
+next `take` of the slot waits for the copy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SLOTS = 8
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between byte views of one length, without the interpreter's lock."""
+    """Copy between byte views of equal length, without the interpreter's lock."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class Slot:
-    """A piece of the ring, one taker's at a time: `view` (writable bytes) at host `address`."""
+    """A piece of the ring, with one user at a time: `view` (writable bytes) at host `address`."""
 
     __slots__ = ("address", "event", "view")
 
@@ -41,9 +41,10 @@ class Slot:
 
 
 class PinnedRing:
-    """`slots` slots of `slot_nbytes`. Thread-safe; owns its memory, events and two streams.
+    """A ring of `slots` slots of `slot_nbytes` bytes each.
 
-    Raises CudaMemoryError where so much can't be pinned.
+    Thread-safe; owns its memory, events and two streams. Raises CudaMemoryError if so much memory
+    can't be pinned.
     """
 
     def __init__(
@@ -74,8 +75,12 @@ class PinnedRing:
     # -- slot by slot ------------------------------------------------------------------------------
 
     def take(self) -> Slot:
-        """A slot whose last copy is done, waiting for one if need be. Raises ClosedError after
-        `close`, CudaError if that copy failed."""
+        """Return a slot whose last copy is done, waiting for one if necessary.
+
+        Raises:
+            ClosedError: The ring was closed.
+            CudaError: The slot's last copy failed.
+        """
         with self._wake:
             while not self._free and not self._closed:
                 self._wake.wait()
@@ -83,7 +88,7 @@ class PinnedRing:
         return self._ready(slot)
 
     def try_take(self) -> Slot | None:
-        """The same, or None if no slot has been given back."""
+        """Return a slot as `take` does, or None if no slot is free."""
         with self._wake:
             if not self._free and not self._closed:
                 return None
@@ -92,7 +97,7 @@ class PinnedRing:
 
     @property
     def free(self) -> int:
-        """Slots that can be taken without waiting for another taker."""
+        """The number of slots that are free now."""
         return len(self._free)
 
     def _pop(self) -> Slot:
@@ -109,7 +114,7 @@ class PinnedRing:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Back to the ring; a copy from or to it may still run."""
+        """Give a slot back to the ring; a copy from or to it may still run."""
         with self._wake:
             self._free.append(slot)
             self._wake.notify()
@@ -122,7 +127,7 @@ class PinnedRing:
         slot.event.record(self._up)
 
     def fetch(self, slot: Slot, source: int, nbytes: int) -> None:
-        """Queue a copy of device memory into the slot; `slot.wait()` before looking."""
+        """Queue a copy of device memory into the slot; call `slot.wait()` before reading it."""
         with self.device.current():
             self.device.driver.copy_dtoh(slot.address, source, nbytes, self._down.handle)
         slot.event.record(self._down)
@@ -130,7 +135,7 @@ class PinnedRing:
     # -- whole ranges ------------------------------------------------------------------------------
 
     def upload(self, target: int, source: memoryview) -> None:
-        """Copy host bytes to device address `target`; in place when this returns."""
+        """Copy host bytes to device address `target`; they are in place when this returns."""
         for start in range(0, len(source), self.slot_nbytes):
             part = source[start : start + self.slot_nbytes]
             slot = self.take()
@@ -142,24 +147,34 @@ class PinnedRing:
         self.flush()
 
     def flush(self) -> None:
-        """Wait for every upload that was queued. Raises CudaError."""
+        """Wait for all queued uploads. Raises CudaError."""
         self._up.synchronize()
 
     def download(self, source: int, target: memoryview) -> None:
-        """Copy from device address `source` to host bytes."""
+        """Copy `len(target)` bytes from device address `source` to host bytes. Raises CudaError."""
         done = 0
         for part in self.read(source, len(target)):
             copy_bytes(target[done : done + len(part)], part)
             done += len(part)
 
     def read(self, source: int, nbytes: int) -> Generator[memoryview, None, None]:
-        """Device memory, piece by piece, the next ones on their way meanwhile. Each piece is
-        valid until the next is asked for; close the iterator if it is not used up."""
+        """Yield device memory piece by piece, while the next pieces are copied.
+
+        Each piece is valid until the next one is taken. Close the iterator if it is not used up.
+
+        Args:
+            source: The device address.
+            nbytes: How many bytes to read.
+
+        Raises:
+            ClosedError: The ring was closed.
+            CudaError: A copy failed.
+        """
         ahead: deque[tuple[Slot, int]] = deque()
         start = 0
         try:
             while start < nbytes or ahead:
-                # Half of the ring at most, and never all: others need some to get on.
+                # Half of the ring at most: other threads need slots too.
                 while start < nbytes and len(ahead) < max(1, self._slots // 2):
                     slot = self.take() if not ahead else self.try_take()
                     if slot is None:
@@ -180,8 +195,10 @@ class PinnedRing:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give no more slots; free everything once those that are out have been given back.
-        Idempotent."""
+        """Hand out no more slots, and free everything once all slots are given back.
+
+        Idempotent.
+        """
         with self._wake:
             self._closed = True
             self._wake.notify_all()

@@ -1,8 +1,8 @@
-"""Device memory by virtual memory management: allocations apart from addresses, exported and
-imported as POSIX file descriptors.
+"""Device memory by virtual memory management, exported and imported as POSIX file descriptors.
 
-The order of the calls follows the CUDA programming guide's chapter on virtual memory management:
-create, reserve, map, set access; and back: unmap, release, free the addresses.
+Allocations and addresses are separate. The order of the calls follows the CUDA programming guide's
+chapter on virtual memory management: create, reserve, map, set access; and back: unmap, release,
+free the addresses.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from mx.units import align_up
 class VmmMemory(Owned):
     """Device memory in one range of addresses, backed by one or more allocations in order.
 
-    `address` and `nbytes` are the range, of which `device` may read and write all. `close` waits
-    for the device's work first, since a kernel that meets an unmapped page breaks the context.
-    Exported descriptors, and what others have mapped of them, outlive it.
+    `address` and `nbytes` are the range; `device` may read and write all of it. `close` first waits
+    for the device's work, since a kernel that uses an unmapped page breaks the context. Exported
+    descriptors, and maps that other processes made of them, outlive it.
     """
 
     def __init__(self, device: Device, handles: Sequence[int], sizes: Sequence[int]) -> None:
-        """Takes over `handles`, allocations of `sizes` bytes, also where it raises CudaError."""
+        """Map allocations one behind the other.
+
+        Args:
+            device: The GPU.
+            handles: The allocations, which this object takes over even if it raises.
+            sizes: Their sizes in bytes.
+
+        Raises:
+            CudaError: The driver fails.
+        """
         driver = device.driver
         self.nbytes = nbytes = sum(sizes)
         self._handles = tuple(handles)
@@ -47,8 +56,11 @@ class VmmMemory(Owned):
 
     @classmethod
     def allocate(cls, device: Device, nbytes: int) -> VmmMemory:
-        """New memory of at least `nbytes` (> 0), rounded up to the device's granularity. Raises
-        CudaMemoryError."""
+        """Return new memory of at least `nbytes` (> 0), rounded up to the device's granularity.
+
+        Raises:
+            CudaMemoryError: There is too little memory.
+        """
         driver = device.driver
         with device.current():
             size = align_up(nbytes, driver.vmm_granularity(device.ordinal))
@@ -59,8 +71,16 @@ class VmmMemory(Owned):
     def from_fds(
         cls, device: Device, descriptors: Sequence[int], sizes: Sequence[int]
     ) -> VmmMemory:
-        """Another process's allocations, mapped one behind the other. The descriptors stay the
-        caller's, and may be closed at once. Raises CudaError."""
+        """Import allocations of another process, mapped one behind the other.
+
+        Args:
+            device: The GPU that they are on.
+            descriptors: Their descriptors, which the caller keeps and may close at once.
+            sizes: Their sizes in bytes.
+
+        Raises:
+            CudaError: The driver fails.
+        """
         driver = device.driver
         handles: list[int] = []
         with device.current():
@@ -91,7 +111,7 @@ def _map(driver: Driver, ordinal: int, handles: Sequence[int], sizes: Sequence[i
 
 
 def _unmap(driver: Driver, address: int, sizes: Sequence[int]) -> None:
-    # Range by range, as they were mapped: the driver takes no other.
+    # The driver unmaps only ranges as they were mapped.
     for size in sizes:
         driver.vmm_unmap(address, size)
         address += size

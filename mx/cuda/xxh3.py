@@ -1,7 +1,7 @@
-"""The kernels of `mx.cuda.xxh3_kernel`, compiled for a GPU.
+"""Compiles the kernels of `mx.cuda.xxh3_kernel` for a GPU.
 
 Triton compiles them ahead of the launch (a second or two, then kept in its own cache), and the
-driver launches them on streams of ours: neither torch nor a C compiler is needed.
+driver launches them on mx's streams: neither torch nor a C compiler is needed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from mx.errors import LocalError
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel. `parameters` is how many 64-bit ones it takes: its own, then what Triton
-    adds (scratch memory, which these need none of), to be left at 0."""
+    """A compiled kernel.
+
+    `parameters` is its number of 64-bit parameters: its own, then those that Triton adds for
+    scratch memory, which these kernels do not need; they stay 0.
+    """
 
     name: str
     cubin: bytes
@@ -28,13 +31,19 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Xxh3Kernels:
+    """The two kernels of a digest."""
+
     unit_sums: Kernel
     finish: Kernel
 
 
 @functools.cache
 def compiled(capability: int) -> Xxh3Kernels:
-    """For a compute capability (90 is 9.0). Raises LocalError where Triton can't."""
+    """Return the kernels for a compute capability (90 is 9.0).
+
+    Raises:
+        LocalError: Triton is missing or can't compile them.
+    """
     try:
         from triton import TritonError
 

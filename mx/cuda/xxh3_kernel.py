@@ -1,14 +1,14 @@
 """xxh3_128 (seed 0, default secret) of many long inputs at once, as two Triton kernels.
 
-After the XXH3 specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "long input"): eight
-64-bit accumulators take up an input in stripes of 64 bytes; after each 16 stripes (a unit of
-1024 bytes) they are scrambled. Within a unit everything is a sum that does not depend on the
+As in the XXH3 specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "long input"), eight
+64-bit accumulators take an input in stripes of 64 bytes; after each 16 stripes (a unit of 1024
+bytes) they are scrambled. Within a unit everything is a sum that does not depend on the
 accumulators. So `unit_sums` computes the sums of all units of all inputs in parallel, at memory
 speed, 64 bytes for each 1024; `finish` runs the short chain of additions and scrambles, one warp
 for each input, and merges the accumulators. Inputs have 241 bytes to 1 MiB and start at a multiple
-of 8: `mx.memory.device_digest` sees to the rest.
+of 8; `mx.cuda.digest` handles all other blocks.
 
-Importing this imports triton: only when something is to be hashed on a device.
+Importing this module imports triton, so import it only to hash on a device.
 """
 
 # Triton reads the kernels' annotations: no `from __future__ import annotations` here.
@@ -33,7 +33,7 @@ _AVALANCHE: tl.constexpr = tl.constexpr(0x165667919E3779F9)
 
 @triton.jit
 def _product(key):
-    """The low half of each key times its high half."""
+    """Return the low half of each key times its high half."""
     low = key.to(tl.uint32).to(tl.uint64)
     high = (key >> 32).to(tl.uint32).to(tl.uint64)
     return low * high
@@ -41,11 +41,11 @@ def _product(key):
 
 @triton.jit
 def unit_sums(inputs, lengths, table, sums, units: tl.constexpr):
-    """What each unit adds to the accumulators. Grid: (inputs, MAX_UNITS / units).
+    """Compute what each unit adds to the accumulators. Grid: (inputs, MAX_UNITS / units).
 
     `inputs`: int64 addresses; `lengths`: int64 bytes; `table`: uint64; `sums`: uint64
-    [inputs, MAX_UNITS, 8], of which the rows of units that are there are written. The last unit
-    has its whole stripes only, but the input's last stripe, which `finish` takes.
+    [inputs, MAX_UNITS, 8], of which the rows of existing units are written. The last unit counts
+    only its whole stripes, without the input's last stripe, which `finish` takes.
     """
     index = tl.program_id(0)
     unit = tl.program_id(1) * units + tl.arange(0, units)
@@ -77,7 +77,7 @@ def _scramble(state, secret):
 
 @triton.jit
 def _merge(state, table, start):
-    """Half of a digest: four 128-bit products folded, added up and mixed."""
+    """Compute half of a digest: four 128-bit products folded, added up and mixed."""
     pair = tl.arange(0, 4) * 2
     even, odd = tl.split(tl.reshape(state, (4, 2)))
     x = even ^ tl.load(table + pair)
@@ -89,7 +89,7 @@ def _merge(state, table, start):
 
 @triton.jit
 def finish(inputs, lengths, table, sums, digests):
-    """From the sums to the digests. Grid: (inputs,); one warp is enough.
+    """Compute the digests from the sums. Grid: (inputs,); one warp is enough.
 
     `digests`: uint64 [inputs, 2], the high and the low half of each.
     """
@@ -102,7 +102,7 @@ def finish(inputs, lengths, table, sums, digests):
     state = tl.load(table + _START + lane)
     whole = full // 16 * 16
     for unit in range(0, whole, 16):
-        # Unrolled, so that the sums of later units are on their way while earlier ones are used.
+        # Unrolled, so that the sums of later units load while earlier ones are used.
         for i in tl.static_range(16):
             state = _scramble(state + tl.load(row + (unit + i) * 8), secret)
     for unit in range(whole, full):

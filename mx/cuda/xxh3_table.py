@@ -1,4 +1,4 @@
-"""Sizes and constants of xxh3_128 on a device, apart from the kernels that use them.
+"""Sizes and constants of xxh3_128 on a device, for the kernels that use them.
 
 From the XXH3 specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md).
 """
@@ -10,7 +10,7 @@ import struct
 UNIT_BYTES = 1024
 #: Units in the longest input, 1 MiB; the rows of `sums`.
 MAX_UNITS = 1024
-#: Units that one program of `unit_sums` takes.
+#: Units that one program of `unit_sums` processes.
 PROGRAM_UNITS = 64
 
 #: The specification's default secret.
@@ -31,8 +31,8 @@ def _words(start: int, count: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}Q", SECRET, start)
 
 
-#: What the kernels look up, as 64-bit words. The secret's places are the specification's: stripe n
-#: of a unit is keyed from byte 8n, the scramble from 128, the last stripe from 121, the low half
+#: The kernels' lookup table, as 64-bit words. Places in the secret are the specification's: stripe
+#: n of a unit is keyed from byte 8n, the scramble from 128, the last stripe from 121, the low half
 #: of the digest from 11, the high half from 117.
 TABLE = (
     *_words(0, 24),

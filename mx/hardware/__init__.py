@@ -1,7 +1,7 @@
-"""What the machine has: network interfaces, NUMA nodes, GPUs. Read from the kernel and NVML.
+"""Reads the machine's network interfaces, NUMA nodes and GPUs from the kernel and NVML.
 
-Everything here answers on any machine: what is not there is left out, what can't be learned is 0,
--1 or "" in the record, and where a whole source of knowledge is missing there is a reason for it.
+Every function works on any machine: missing hardware is left out, an unknown value is 0, -1 or ""
+in the record, and if a whole source of information is missing there is a reason for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""GPUs, through NVML (nvidia-ml-py): what they are, and what they are to each other.
+"""Reads the GPUs and the links between them through NVML (nvidia-ml-py).
 
-NVML is loaded only where NVIDIA's driver is. Whatever call of it fails, for want of permission,
-support or a newer driver, leaves what it would have told unknown.
+NVML is loaded only where NVIDIA's driver is present. A call that fails, for lack of permission,
+support or a newer driver, leaves its value unknown.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _NOT_INSTALLED = (
     "nvidia-ml-py is not installed: in a clone of mx, pip install '.[cuda13]' (or '.[cuda12]')"
 )
 
-# nvml.h. Taken from there since nvidia-ml-py's NVML_P2P_CAPS_INDEX_READ is the tuple (0,).
+# From nvml.h, since nvidia-ml-py's NVML_P2P_CAPS_INDEX_READ is the tuple (0,).
 _P2P_READ, _P2P_WRITE, _P2P_NVLINK = 0, 1, 2
 _P2P_OK = 0
 _REMOTE_IS_SWITCH = 2
 _ACTIVE = 1
 
-#: nvmlGpuTopologyLevel_t, in the words of GpuPeer. 0 is two GPUs of one board.
+#: nvmlGpuTopologyLevel_t, in GpuPeer's words. 0 is two GPUs of one board.
 _RELATIONS = {0: "switch", 10: "switch", 20: "bridge", 30: "host", 40: "node", 50: "system"}
 
-#: GB/s of one NVLink lane, one way, by nvmlNvlinkVersion_t (NVIDIA's data sheets: P100 4 x 20,
-#: V100 6 x 25, A100 12 x 25, H100 18 x 25, B200 18 x 50).
+#: GB/s of one NVLink lane in one direction, by nvmlNvlinkVersion_t (NVIDIA's data sheets:
+#: P100 4 x 20, V100 6 x 25, A100 12 x 25, H100 18 x 25, B200 18 x 50).
 _LANE_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 25.0, 6: 25.0, 7: 50.0}
-#: Some drivers call Hopper's lanes version 5; those before Blackwell have none of 50 GB/s.
+#: Some drivers report Hopper's lanes as version 5; before Blackwell no lane has 50 GB/s.
 _BLACKWELL = 10
 
 
 @dataclass(frozen=True, slots=True)
 class GpusFound:
-    """`reason` says why there are none, or which are missing; "" if all is known."""
+    """The GPUs; `reason` says why there are none, or which are missing ("" if none is)."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str = ""
@@ -47,7 +47,7 @@ class GpusFound:
 
 @dataclass(frozen=True, slots=True)
 class _Lanes:
-    """Active NVLink lanes: to other GPUs by their PCI addresses, and to switches."""
+    """Active NVLink lanes: to other GPUs, by PCI address, and to switches."""
 
     to_gpus: dict[str, int]
     to_switches: int
@@ -63,9 +63,14 @@ def _pynvml() -> Any:
 
 
 def read_gpus(load: Callable[[], Any] = _pynvml, root: Path = Path("/")) -> GpusFound:
-    """Every GPU that NVML shows, by its index. Never raises for what the machine lacks.
+    """Return every GPU that NVML shows, by index.
 
-    `load` gives nvidia-ml-py's module; tests give another.
+    Args:
+        load: Returns nvidia-ml-py's module, or a fake of it.
+        root: The folder that absolute paths start at.
+
+    Returns:
+        The GPUs. If the machine lacks them, or NVML, there is a reason and no error.
     """
     if not any((root / sign).exists() for sign in _DRIVER_SIGNS):
         return GpusFound(reason="there is no NVIDIA driver on this machine")
@@ -95,7 +100,7 @@ def _hint(nvml: Any, error: Exception) -> str:
 
 
 def _ask(nvml: Any, function: Callable[..., Any], *arguments: object) -> Any:
-    """The call's answer, or None where NVML has none."""
+    """Return the call's result, or None if NVML refuses it."""
     try:
         return function(*arguments)
     except nvml.NVMLError:
@@ -151,7 +156,7 @@ class _Reader:
             compute_capability="" if capability is None else "{}.{}".format(*capability),
             memory_nbytes=0 if memory is None else memory.total,
             pci_address=address,
-            # Not nvmlDeviceGetNumaNodeId: that names the GPU's own memory where it is a node.
+            # Not nvmlDeviceGetNumaNodeId: that is the node of the GPU's own memory, if it is one.
             numa_node=sysfs.number(numa_node, -1) if address else -1,
             pcie_generation=self._ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0,
             pcie_width=self._ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle) or 0,
@@ -183,7 +188,7 @@ class _Reader:
             pair = (handles[index], handles[other])
             far = gpus[other].pci_address
             count = lanes[index].to_gpus.get(far, 0) if far else 0
-            # Through switches all lanes of both lead to each other, once the fabric is set up.
+            # Behind switches every lane of one GPU reaches the other, once the fabric is set up.
             if not count and self._p2p(*pair, _P2P_NVLINK):
                 count = min(lanes[index].to_switches, lanes[other].to_switches)
             level = self._ask(self._nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
@@ -212,12 +217,12 @@ def _lane_gb_per_s(version: int | None, compute_capability: str) -> float:
 
 
 def _string(value: object) -> str:
-    """Older releases of nvidia-ml-py give bytes."""
+    """Return a string of NVML's as str; older releases of nvidia-ml-py return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 def _pci_address(info: Any) -> str:
-    """NVML's "00000000:3B:00.0" as sysfs has it, "0000:3b:00.0"; "" if it is not known."""
+    """Return NVML's "00000000:3B:00.0" as sysfs writes it, "0000:3b:00.0"; "" if unknown."""
     text = _string(getattr(info, "busId", "")).lower()
     domain, colon, rest = text.partition(":")
     return domain[-4:].rjust(4, "0") + colon + rest if colon else ""

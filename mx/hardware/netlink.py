@@ -1,8 +1,8 @@
-"""The network interfaces of this process's network namespace, as the kernel lists them.
+"""Lists the network interfaces of this process's network namespace, through netlink.
 
-A client of rtnetlink's two dumps, RTM_GETLINK and RTM_GETADDR (rtnetlink(7)); constants are those
-of linux/netlink.h, rtnetlink.h, if_link.h and if_addr.h. Unlike sysfs, whose mount decides which
-namespace it shows, a socket belongs to the namespace of the process.
+A client of rtnetlink's two dumps, RTM_GETLINK and RTM_GETADDR (rtnetlink(7)). The constants are
+those of linux/netlink.h, rtnetlink.h, if_link.h and if_addr.h. A socket belongs to the namespace of
+the process, while the mount of sysfs decides which namespace that shows.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ _RTM_NEWLINK, _RTM_GETLINK, _RTM_NEWADDR, _RTM_GETADDR = 16, 18, 20, 22
 _IFF_LOOPBACK = 0x8
 _IFLA_IFNAME, _IFLA_MTU, _IFLA_OPERSTATE = 3, 4, 16
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS = 1, 2, 8
-# An IPv6 address that is temporary (the same bit says "secondary" of an IPv4 one, which is as
-# good as any), failed or has not passed the check for duplicates, or should not be used any more.
+# An IPv6 address that is temporary (the same bit means "secondary" for IPv4, where it does not
+# matter), that failed or has not passed the check for duplicates, or that is deprecated.
 _IFA_F_TEMPORARY = 0x01
 _IFA_F_UNUSABLE = 0x08 | 0x20 | 0x40
 
-#: RFC 2863's states, as sysfs spells them.
+#: The states of RFC 2863, as sysfs spells them.
 _STATES = ("unknown", "notpresent", "down", "lowerlayerdown", "testing", "dormant", "up")
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """`addresses` are in CIDR form, IPv4 first; link-local and unusable ones are left out."""
+    """A network interface. `addresses` are in CIDR form, IPv4 first, without link-local and
+    unusable ones."""
 
     index: int
     name: str
@@ -51,12 +52,12 @@ class Interface:
 
     @property
     def usable(self) -> bool:
-        """Does it carry traffic, as far as is known? Tunnels do not tell."""
+        """True if the interface may carry traffic; tunnels report the state "unknown"."""
         return self.state in ("up", "unknown") and not self.loopback
 
 
 def read_interfaces() -> list[Interface]:
-    """Every interface, by index. Raises OSError where the kernel does not answer."""
+    """Return every interface, by index. Raises OSError if the kernel does not answer."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0) as sock:
         sock.settimeout(_TIMEOUT_S)
         sock.bind((0, 0))
@@ -77,7 +78,7 @@ def _is_ipv6(address: str) -> bool:
 
 
 def _dump(sock: socket.socket, request: int) -> list[tuple[int, memoryview]]:
-    """(type, payload) of each message of the answer. What changes meanwhile is asked again."""
+    """Return (type, payload) of each message of a dump, repeated if it changed meanwhile."""
     for attempt in range(1, _TRIES + 1):
         # rtgenmsg, padded: all address families.
         message = _HEADER.pack(_HEADER.size + 4, request, _NLM_F_REQUEST | _NLM_F_DUMP, attempt, 0)
@@ -89,7 +90,7 @@ def _dump(sock: socket.socket, request: int) -> list[tuple[int, memoryview]]:
 
 
 def _receive(sock: socket.socket, sequence: int, found: list[tuple[int, memoryview]]) -> bool:
-    """Collect one answer. True if the kernel says that it is inconsistent."""
+    """Collect one answer; return True if the kernel marks it as inconsistent."""
     interrupted = False
     while True:
         view = memoryview(sock.recv(_RECEIVE_BYTES))
@@ -115,7 +116,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _printable(name: str) -> str:
-    """The kernel allows almost any byte in a name, and places are shown on terminals."""
+    """Return the name without control characters, since places are shown on terminals."""
     return "".join(each if each.isprintable() else "?" for each in name)
 
 
@@ -152,7 +153,7 @@ def _addresses(messages: list[tuple[int, memoryview]]) -> Iterator[tuple[int, st
         if family not in (socket.AF_INET, socket.AF_INET6):
             continue
         found = dict(_attributes(body[_ADDRESS.size :]))
-        # On a point-to-point link "address" is the other end's.
+        # On a point-to-point link "address" is that of the other end.
         raw = found.get(_IFA_LOCAL, found.get(_IFA_ADDRESS))
         if raw is None:
             continue

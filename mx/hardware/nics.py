@@ -1,4 +1,4 @@
-"""Network interfaces: what netlink lists, and what sysfs knows of the hardware behind.
+"""Describes network interfaces: those that netlink lists, with their hardware from sysfs.
 
 sysfs: Documentation/ABI/testing/sysfs-class-net and stable/sysfs-class-infiniband.
 """
@@ -16,7 +16,7 @@ from mx.hardware.netlink import Interface
 
 _PCI = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
-#: The first GIDs of a RoCE port are those of its own interface.
+#: How many GIDs of a port are read; the first ones of a RoCE port are of its own interface.
 _GIDS = 4
 
 
@@ -32,7 +32,7 @@ class _Port:
 
 @dataclass(frozen=True, slots=True)
 class NicHardware:
-    """What does not change while an interface exists. `physical` ones have a device behind."""
+    """Properties that never change while an interface exists; `physical`: it has a device."""
 
     physical: bool = False
     numa_node: int = -1
@@ -45,9 +45,12 @@ def read_nics(
     sys: Path = sysfs.SYS,
     known: dict[tuple[int, str], NicHardware] | None = None,
 ) -> tuple[Nic, ...]:
-    """Every interface but loopback that has an address or hardware, in the order given.
+    """Return the interfaces, except loopback, that have an address or hardware.
 
-    `known` is the caller's memory, by index and name, of what was read before.
+    Args:
+        interfaces: What `read_interfaces` returned; the result keeps their order.
+        sys: Where sysfs is mounted.
+        known: The caller's cache of hardware, by index and name; extended here.
     """
     known = {} if known is None else known
     new = [each for each in interfaces if (each.index, each.name) not in known]
@@ -63,7 +66,7 @@ def read_nics(
 
 
 def _folder(interface: Interface, sys: Path) -> Path | None:
-    """The interface's in sysfs, if that is of this network namespace."""
+    """Return the interface's folder in sysfs, if sysfs shows this network namespace."""
     path = sys / "class/net" / interface.name
     return path if sysfs.number(path / "ifindex", -1) == interface.index else None
 
@@ -72,7 +75,7 @@ def _nic(interface: Interface, hardware: NicHardware, sys: Path) -> Nic:
     path, port = _folder(interface, sys), hardware.port
     speed = -1 if path is None else sysfs.number(path / "speed", -1)
     if speed <= 0 and port is not None:
-        speed = port.mbit_per_s  # IP over InfiniBand does not tell
+        speed = port.mbit_per_s  # IP over InfiniBand reports no speed
     return Nic(
         interface.name,
         interface.state,
@@ -94,7 +97,7 @@ def _hardware(
     if path is None:
         return NicHardware()
     device = path / "device"
-    # A port says whose it is; only InfiniBand's do not, and there the device they share does.
+    # A port names its interface, except with InfiniBand: there both belong to the same device.
     port = next((port for port, names in ports if interface.name in names), None)
     if port is None:
         siblings = sysfs.names(device / "infiniband")
@@ -109,7 +112,7 @@ def _hardware(
 
 
 def _pci_address(device: Path) -> str:
-    """Of the nearest PCI device: virtio's hang on one."""
+    """Return the address of the nearest PCI device; virtio devices are below one."""
     try:
         parts = device.resolve(strict=True).parts
     except OSError:
@@ -118,7 +121,7 @@ def _pci_address(device: Path) -> str:
 
 
 def _ports(root: Path) -> Iterator[tuple[_Port, frozenset[str]]]:
-    """Every RDMA port and the interfaces that it names."""
+    """Yield every RDMA port and the interfaces that it names."""
     for device in sysfs.names(root):
         ports = root / device / "ports"
         for number in sysfs.names(ports):

@@ -1,4 +1,4 @@
-"""NUMA nodes, from sysfs (Documentation/ABI/stable/sysfs-devices-node)."""
+"""Reads NUMA nodes from sysfs (Documentation/ABI/stable/sysfs-devices-node)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ _MEMORY = re.compile(r"^Node \d+ MemTotal:\s+(\d+) kB$", re.MULTILINE)
 
 
 def read_numa_nodes(sys: Path = sysfs.SYS) -> tuple[NumaNode, ...]:
-    """The nodes that have cores or memory, by number; none where the kernel does not tell.
+    """Return the nodes that have cores or memory, by number; none if the kernel lists none.
 
-    `distances` has one entry per node that is online, as the kernel lists them.
+    `distances` of a node has one entry for each node that is online, in the kernel's order.
+
+    Args:
+        sys: Where sysfs is mounted.
     """
     root = sys / "devices/system/node"
     indices = sorted(

@@ -1,4 +1,4 @@
-"""Reading small files of the kernel's, any of which may be missing or refuse to be read."""
+"""Reads small files of sysfs, any of which may be missing or unreadable."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ SYS = Path("/sys")
 
 
 def text(path: Path) -> str:
-    """The file's content without outer spaces; "" if there is none to be had."""
+    """Return the file's content without outer spaces; "" if it can't be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # also what a network driver says of the speed of a link that is down
+    except OSError:  # a network driver also raises it for the speed of a link that is down
         return ""
 
 
 def number(path: Path, unknown: int) -> int:
-    """The decimal number in the file, or `unknown`."""
+    """Return the decimal number in the file, or `unknown` if there is none."""
     try:
         return int(text(path))
     except ValueError:
@@ -24,7 +24,7 @@ def number(path: Path, unknown: int) -> int:
 
 
 def names(path: Path) -> list[str]:
-    """What is in a directory, sorted; nothing if it is not there."""
+    """Return the names in a directory, sorted; none if it does not exist."""
     try:
         return sorted(entry.name for entry in path.iterdir())
     except OSError:

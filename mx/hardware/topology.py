@@ -1,4 +1,4 @@
-"""All that a process knows of where it is."""
+"""What a process knows about its machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from mx.transport import Unavailable, Viable
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`place` with every interface, NUMA node and GPU of the machine that this process sees.
+    """The machine as this process sees it.
 
-    `missing` says of "nics", "numa_nodes" and "gpus" why they are not, or not all, known;
-    `transports` what each transport says of itself, by name.
+    `place` has every interface, NUMA node and GPU. `missing` has the reasons why "nics",
+    "numa_nodes" or "gpus" are unknown or incomplete. `transports` has, by name, whether each
+    transport works here.
     """
 
     place: Place

@@ -1,10 +1,10 @@
-"""Pieces of host memory that hold a model in layer-space layout.
+"""Arenas: pieces of host memory that hold a model in layer-space layout.
 
-`HostArena` is what a target ordinarily receives into: anonymous, one piece, huge pages where the
-kernel gives them, faulted in by whoever writes there: populating it ahead of the bytes only made
-everything wait that needs the address space's lock, threads that start among it (in a pull over
-tcp, 14 ms to the first read instead of 9). `MemfdArena` is what others
-can attach to: filled through a writable map, then sealed, and from then on read-only for all.
+A target usually receives into a `HostArena`: anonymous memory in one piece, with huge pages where
+the kernel gives them. The first write to a page faults it in. Populating the pages ahead made
+everything wait that needs the address space's lock, thread starts included (in a pull over tcp,
+14 ms to the first read instead of 9). Other processes can attach to a `MemfdArena`: it is filled
+through a writable map, then sealed, and from then on read-only for all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HUGE_PAGE_BYTES = 2 * MIB
 _MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
 _MAP_FIXED = 0x10
 
-#: Of the names of memory files, of which others have received descriptors too.
+#: Prefix of the names of memory files, whose descriptors other processes have received too.
 _MEMFD_PREFIX = "mx:"
 forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_MEMFD_PREFIX}"))
 
@@ -52,7 +52,7 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 def address_of(view: memoryview) -> int:
-    """The address of a contiguous view's first byte; 0 for an empty one.
+    """Return the address of a contiguous view's first byte; 0 for an empty view.
 
     Works for read-only views too, which ctypes' from_buffer refuses.
     """
@@ -67,7 +67,7 @@ def address_of(view: memoryview) -> int:
 
 
 class _PyBuffer(ctypes.Structure):
-    # The stable ABI's Py_buffer (PEP 688 keeps it as it was).
+    # Py_buffer of the stable ABI (PEP 688 leaves it unchanged).
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -91,18 +91,18 @@ _release_buffer.restype = None
 
 
 class _HostMemory:
-    """What arenas of host memory have in common."""
+    """Methods that all arenas of host memory share."""
 
     def hasher(self, segments: Sequence[Segment], views: Sequence[Span]) -> ChunkHasher:
-        """Hashes part of a chunk that lands in these views of the arena."""
+        """Return a hasher for part of a chunk that lands in these views of the arena."""
         return ChunkHasher(segments, [host_view(view) for view in views])
 
 
 class HostArena(_HostMemory):
     """Anonymous private memory of `nbytes`, aligned to huge pages.
 
-    `view` is writable and lives as long as anything refers to it; `release` only gives up this
-    object's own hold. Raises CapacityError before allocating what is not there.
+    `view` is writable and lives as long as anything refers to it; `release` only drops this
+    object's own reference. Raises CapacityError before allocating more than is free.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -123,22 +123,27 @@ class HostArena(_HostMemory):
     memfd: int | None = None
 
     def private_view(self) -> memoryview:
-        """What tensors are views of: here the arena itself."""
+        """Return the memory for tensors to be views of: here the arena itself."""
         return self.view
 
     def release(self) -> None:
+        """Drop this object's reference to the memory. Idempotent."""
         self.view = memoryview(b"")
 
 
 class MemfdArena(_HostMemory):
     """A memfd of `nbytes`: writable through `view` until `seal`, then immutable.
 
-    After `seal`, `view` is a read-only shared map and `memfd` may be given to others; every
-    earlier view must have been dropped. `release` closes the descriptor; maps that others made
-    stay valid.
+    After `seal`, `view` is a read-only shared map and `memfd` may be given to other processes;
+    every earlier view must have been dropped. `release` closes the descriptor; maps that other
+    processes made stay valid.
+
+    Raises:
+        CapacityError: There is too little memory.
+        LocalError: The process has too many open files.
     """
 
-    #: Ask for the memory before taking it; not so where the memfd is to stay sparse.
+    #: Check that the memory is free before allocating it; False where the memfd stays sparse.
     require_memory = True
 
     def __init__(self, nbytes: int, *, name: str = "mx") -> None:
@@ -146,36 +151,39 @@ class MemfdArena(_HostMemory):
             require(nbytes, "the model")
         self.nbytes = nbytes
         self.sealed = False
-        # The kernel takes 249 bytes and no NUL.
+        # The kernel accepts at most 249 bytes and no NUL.
         label = f"{_MEMFD_PREFIX}{name}".replace("\0", "").encode()[:200].decode(errors="ignore")
         try:
             self.memfd: int | None = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise LocalError(
-                f"a memfd could not be made: {error.strerror}",
+                f"no memfd could be created: {error.strerror}",
                 hint="raise the limit of open files (ulimit -n)",
             ) from error
         try:
             os.ftruncate(self.memfd, nbytes)
-            # Before anything maps it, so that no truncation can ever be a SIGBUS here.
+            # Sealed before anything maps it, so that no truncation can cause a SIGBUS here.
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._mapping = mmap.mmap(self.memfd, nbytes) if nbytes else None
         except OSError as error:
             os.close(self.memfd)
             raise CapacityError(
-                f"a memfd of {format_bytes(nbytes)} could not be made: {error.strerror}",
+                f"a memfd of {format_bytes(nbytes)} could not be created: {error.strerror}",
                 hint="free memory or raise the container's limit",
             ) from error
         self.view = memoryview(self._mapping if self._mapping is not None else bytearray())
 
     @property
     def address(self) -> int:
+        """The address of the first byte."""
         return address_of(self.view)
 
     def seal(self) -> None:
-        """Unmap, seal SHRINK|GROW|WRITE|SEAL, map read-only.
+        """Unmap the memory, seal it (SHRINK|GROW|WRITE|SEAL) and map it read-only.
 
-        Raises LocalError if some other writable map or view of it is left.
+        Raises:
+            LocalError: Another writable map or view of it exists.
+            ClosedError: The arena was released.
         """
         if self.sealed:
             return
@@ -190,13 +198,13 @@ class MemfdArena(_HostMemory):
                 try:
                     self._mapping.close()
                 except BufferError as error:
-                    raise LocalError("a view of the arena outlived its filling") from error
+                    raise LocalError("the arena can't be sealed: a view of it is left") from error
         try:
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
         except OSError as error:
             if error.errno == errno.EBUSY:
                 raise LocalError(
-                    "a writable map of the arena is left; it cannot be sealed"
+                    "the arena can't be sealed: a writable map of it is left"
                 ) from None
             raise
         if self._mapping is not None:
@@ -207,9 +215,15 @@ class MemfdArena(_HostMemory):
         self.sealed = True
 
     def freeze(self) -> None:
-        """As `seal`, while others read at these addresses: a private map, which can't be written
-        to, takes the place of the writable one. Views that were made stay, and must not be written
-        to any more. Raises LocalError if some other writable map is left."""
+        """Seal the memory while it is read at its present addresses.
+
+        A private read-only map replaces the writable one in place. Existing views stay valid; do
+        not write to them any more.
+
+        Raises:
+            LocalError: Another writable map exists.
+            ClosedError: The arena was released.
+        """
         if self.sealed:
             return
         if self.memfd is None:
@@ -218,7 +232,9 @@ class MemfdArena(_HostMemory):
             flags = mmap.MAP_PRIVATE | _MAP_FIXED | mmap.MAP_POPULATE
             mapped = _libc.mmap(self.address, self.nbytes, mmap.PROT_READ, flags, self.memfd, 0)
             if mapped != self.address:
-                raise LocalError(f"the arena was not mapped: {os.strerror(ctypes.get_errno())}")
+                raise LocalError(
+                    f"the arena could not be mapped read-only: {os.strerror(ctypes.get_errno())}"
+                )
         try:
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
         except OSError as error:
@@ -227,14 +243,20 @@ class MemfdArena(_HostMemory):
         self.sealed = True
 
     def private_view(self) -> memoryview:
-        """A new private, writable map: writing to it reaches nobody else. It lives as long as
-        it is referred to."""
+        """Return a new private, writable map of the memory.
+
+        Writing to it changes no other process's bytes. It lives as long as anything refers to it.
+
+        Raises:
+            LocalError: The memory can't be mapped.
+            ClosedError: The arena was released.
+        """
         if self.memfd is None:
             raise ClosedError("the arena was released")
         if not self.nbytes:
             return memoryview(bytearray())
         try:
-            # Nothing is reserved for pages that nobody writes to.
+            # NORESERVE: pages that are never written to need no memory of their own.
             mapping = mmap.mmap(
                 self.memfd,
                 self.nbytes,
@@ -257,8 +279,11 @@ class MemfdArena(_HostMemory):
 
 
 class BorrowedArena(_HostMemory):
-    """Memory that is another's: a source's sealed memfd mapped privately (writable here, seen by
-    nobody else), a source's GPU memory, or a buffer that the caller wants filled."""
+    """Memory with another owner.
+
+    It is a source's sealed memfd mapped privately (writes stay in this process), a source's GPU
+    memory, or a buffer of the caller's to fill.
+    """
 
     memfd: int | None = None
 
@@ -267,12 +292,15 @@ class BorrowedArena(_HostMemory):
 
     @property
     def address(self) -> int:
+        """The address of the first byte, in the host or on the GPU."""
         return self.view.address if isinstance(self.view, DeviceView) else address_of(self.view)
 
     def private_view(self) -> Span:
+        """Return the memory for tensors to be views of: here the arena itself."""
         return self.view
 
     def release(self) -> None:
+        """Drop this object's reference to the memory. Idempotent."""
         self.view = memoryview(b"")
 
 

@@ -1,4 +1,4 @@
-"""How much memory there is, asked before it is taken."""
+"""Checks how much memory is free before it is allocated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _PLENTY = 1 << 62
 
 
 class _Files(NamedTuple):
-    """What one version of cgroups calls them: the limit, what is used of it, and the lines of
-    memory.stat that count what the page cache holds, children included."""
+    """The names of the files of one version of cgroups.
+
+    `cache` are the lines of memory.stat that count the page cache, children included.
+    """
 
     limit: str
     used: str
@@ -32,13 +34,14 @@ _V2 = _Files("memory.max", "memory.current", ("inactive_file ", "active_file "))
 
 
 def available_nbytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
-    """Return what can be allocated without swapping, in bytes: MemAvailable, and what the
-    process's cgroups (v1 and v2, each level up to the mount) leave of their limits, whichever is
-    less.
+    """Return the bytes that can be allocated without swapping.
+
+    That is MemAvailable, or what the process's cgroups (v1 and v2, each level up to the mount)
+    leave of their limits, if that is less.
 
     Args:
-        proc: where procfs is.
-        root: what the paths in it begin at.
+        proc: Where procfs is mounted.
+        root: The folder that absolute paths start at.
     """
     available = _PLENTY
     for line in (proc / "meminfo").read_text().splitlines():
@@ -46,18 +49,18 @@ def available_nbytes(proc: Path = Path("/proc"), root: Path = Path("/")) -> int:
             available = int(line.split()[1]) * 1024
     with contextlib.suppress(OSError):
         for folder, files in _levels(proc, root):
-            # A level without a limit, such as the uppermost, or one that is hidden from us.
+            # Some levels have no limit, such as the topmost, or can't be read.
             with contextlib.suppress(OSError, ValueError):
                 available = min(available, _left(folder, files))
     return available
 
 
 def _left(folder: Path, files: _Files) -> int:
-    """Raises OSError or ValueError where there is no limit."""
-    # v1 says a number that no machine has where there is none.
+    """Return the free bytes of a cgroup. Raises OSError or ValueError if it has no limit."""
+    # Without a limit v1 reports a number larger than any machine's memory.
     limit = int((folder / files.limit).read_text())
     used = int((folder / files.used).read_text())
-    # What the page cache holds counts as used but is given back under pressure.
+    # The page cache counts as used, but the kernel frees it under pressure.
     cache = sum(
         int(line.split()[1])
         for line in (folder / "memory.stat").read_text().splitlines()
@@ -67,7 +70,7 @@ def _left(folder: Path, files: _Files) -> int:
 
 
 def _levels(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Each level of the process's cgroups that may limit its memory. Raises OSError."""
+    """Yield each level of the process's cgroups that may limit its memory. Raises OSError."""
     own = {}
     for line in (proc / "self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
@@ -80,7 +83,7 @@ def _levels(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         its = Path(own[files])
         # In a container the mount may show only what is below the container's own cgroup, or a
-        # cgroup that was made for another one: then its uppermost level is all there is to see.
+        # cgroup of another container: then only its topmost level is visible.
         shown = its.relative_to(mounted) if its.is_relative_to(mounted) else Path()
         top = root / mount.relative_to("/")
         folder = top / shown
@@ -90,8 +93,10 @@ def _levels(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _mounts(proc: Path) -> Iterator[tuple[Path, Path, _Files]]:
-    """(cgroup that is mounted, where, its files) of each hierarchy that may have a memory
-    controller. Raises OSError."""
+    """Yield (mounted cgroup, mount point, files) of each hierarchy that may limit memory.
+
+    Raises OSError.
+    """
     for line in (proc / "self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -105,12 +110,20 @@ def _mounts(proc: Path) -> Iterator[tuple[Path, Path, _Files]]:
 
 
 def _unescaped(path: str) -> str:
-    """As the kernel writes paths: a space is \\040."""
+    """Return a path that the kernel escaped (a space is \\040) as it is."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
 def require(nbytes: int, what: str) -> None:
-    """Raise CapacityError if `nbytes` are not to be had for `what`."""
+    """Check that `nbytes` of memory are free.
+
+    Args:
+        nbytes: The bytes that are needed.
+        what: What needs them, for the error.
+
+    Raises:
+        CapacityError: Fewer are free.
+    """
     available = available_nbytes()
     if nbytes > available:
         raise CapacityError(

@@ -1,4 +1,4 @@
-"""A model's place in GPU memory, and ways to look at it from the host."""
+"""Arenas in GPU memory, and readers that copy from them to the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ from mx.errors import CapacityError, ClosedError, LocalError
 from mx.transport import DeviceView, Span
 from mx.units import MIB, format_bytes
 
-#: What else a pull takes on the device: the digests' sums, and the driver's own.
+#: Device memory that a pull needs besides the model: for digests, and for the driver.
 _SPARE_BYTES = 64 * MIB
 _MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
 
 
 def require_device(device: Device, nbytes: int, what: str) -> None:
-    """Raise CapacityError if `device` has not got `nbytes` free for `what`."""
+    """Check that a GPU has `nbytes` of memory free.
+
+    Args:
+        device: The GPU.
+        nbytes: The bytes that are needed.
+        what: What needs them, for the error.
+
+    Raises:
+        CapacityError: Fewer are free.
+    """
     free, total = device.memory_info()
     if nbytes + _SPARE_BYTES > free:
         raise CapacityError(
@@ -37,12 +46,15 @@ def require_device(device: Device, nbytes: int, what: str) -> None:
 class DeviceArena:
     """`nbytes` of a GPU's memory in one piece, exportable to other processes.
 
-    `device` is "cuda:N" or "cuda:GPU-...". `view` lives as long as anything refers to it, and the
-    memory with it; `release` only gives up this object's own hold. Of virtual memory management,
-    so that descriptors can be had of it, or of cuMemAlloc where the GPU has no such thing.
+    `device` is "cuda:N" or "cuda:GPU-...". `view`, and the memory with it, lives as long as
+    anything refers to it; `release` only drops this object's own reference. The memory comes from
+    virtual memory management, which can export descriptors of it, or from cuMemAlloc where the GPU
+    has none.
 
-    Raises ConfigError for a device that is not there, CapacityError before allocating what is
-    not free, CudaError.
+    Raises:
+        ConfigError: There is no such device.
+        CapacityError: There is too little memory; raised before any is allocated.
+        CudaError: The driver fails.
     """
 
     memfd: int | None = None
@@ -64,36 +76,44 @@ class DeviceArena:
 
     @property
     def address(self) -> int:
+        """The device address of the first byte."""
         return self.view.address
 
     def seal(self) -> None:
-        """Nothing can seal device memory; but whatever still writes to it is waited for."""
+        """Wait for all work that still writes to the memory; device memory can't be sealed."""
         self.device.synchronize()
 
     def private_view(self) -> DeviceView:
-        """What tensors are views of: here the arena itself."""
+        """Return the memory for tensors to be views of: here the arena itself."""
         return self.view
 
     @property
     def ring(self) -> PinnedRing:
-        """Pinned memory for copies between here and the host; made when first asked for, the
-        arena's. Raises CudaMemoryError."""
+        """Pinned memory for copies to and from the host, allocated at first use.
+
+        The arena owns it. Raises CudaMemoryError.
+        """
         if self._ring is None:
             self._ring = PinnedRing(self.device)
         return self._ring
 
     def prepare_hashing(self) -> None:
-        """Compile what `hasher` needs, on a thread: it takes a second or two the first time."""
+        """Start to compile what `hasher` needs, on a thread: the first time takes a second or
+        two."""
         if self._digester is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="mx-digest")
             self._digester = self._pool.submit(BlockDigester, self.device)
 
     def hasher(self, segments: Sequence[Segment], views: Sequence[Span]) -> DeviceHasher:
-        """Hashes part of a chunk that lands in these views of the arena."""
+        """Return a hasher for part of a chunk that lands in these views of the arena.
+
+        Raises:
+            LocalError: A view is in host memory.
+        """
         self.prepare_hashing()
         there = [view for view in views if isinstance(view, DeviceView)]
         if len(there) != len(views):
-            raise LocalError(f"what is to be hashed on {self.device.key} is in host memory")
+            raise LocalError(f"{self.device.key} can't hash bytes in host memory")
         return DeviceHasher(segments, there, self._digests)
 
     def _digests(self, blocks: Sequence[Block]) -> list[bytes]:
@@ -104,7 +124,7 @@ class DeviceArena:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[LayerWindow]:
-        """Host memory to fill layer by layer in place of the arena."""
+        """Give host memory to fill, layer by layer, in place of the arena."""
         window = LayerWindow(self)
         try:
             yield window
@@ -112,7 +132,10 @@ class DeviceArena:
             window.close()
 
     def release(self) -> None:
-        """Idempotent. Nothing may be hashed or copied by the arena any more."""
+        """Free the ring and the digester and drop this object's reference to the memory.
+
+        Idempotent. The arena can hash and copy nothing afterwards.
+        """
         digester, self._digester = self._digester, None
         if self._pool is not None:
             self._pool.shutdown()
@@ -125,8 +148,10 @@ class DeviceArena:
 
 
 class LayerWindow:
-    """Host memory as long as a device arena, of which only those layers take memory that are
-    being filled: `layer_done` copies one to the device and gives its pages back."""
+    """Host memory as long as a device arena, which uses pages only for layers in progress.
+
+    `layer_done` copies a layer to the device and frees its pages.
+    """
 
     def __init__(self, arena: DeviceArena) -> None:
         self._arena = arena
@@ -136,22 +161,33 @@ class LayerWindow:
         self.view = memoryview(b"" if self._mapping is None else self._mapping)
 
     def layer_done(self, arena_offset: int, nbytes: int) -> None:
-        """The layer's bytes are all there, and nobody looks at them here any more.
-        `arena_offset` is a multiple of a page. Raises CudaError."""
+        """Copy a complete layer to the device and free its pages here.
+
+        Args:
+            arena_offset: Where the layer begins, a multiple of the page size.
+            nbytes: The layer's length.
+
+        Raises:
+            CudaError: The copy fails.
+        """
         with self.view[arena_offset : arena_offset + nbytes] as there:
             self._arena.ring.upload(self._arena.address + arena_offset, there)
         if self._mapping is not None and nbytes:
             self._mapping.madvise(mmap.MADV_DONTNEED, arena_offset, nbytes)
 
     def close(self) -> None:
-        # Unmapped with the last view of it: an error's traceback may hold some.
+        """Drop the memory. Idempotent."""
+        # The last view unmaps it: an error's traceback may still refer to one.
         self.view = memoryview(b"")
         self._mapping = None
 
 
 class HostReader:
-    """Bytes for the host, wherever they are: host memory as it is, device memory by a ring of
-    pinned memory that is made when first needed. Thread-safe; `close` frees the ring."""
+    """Gives the host bytes of either kind of memory.
+
+    Host memory is returned as it is; device memory is copied through a ring of pinned memory,
+    allocated at first use. Thread-safe; `close` frees the ring.
+    """
 
     def __init__(self) -> None:
         self._ends = contextlib.ExitStack()
@@ -159,15 +195,20 @@ class HostReader:
         self._rings: dict[str, PinnedRing] = {}
 
     def pieces(self, span: Span) -> Iterator[memoryview]:
-        """The span's bytes in order, each piece valid until the next is asked for. Raises
-        CudaError."""
+        """Yield the span's bytes in order; each piece is valid until the next one is taken.
+
+        Raises CudaError.
+        """
         if isinstance(span, memoryview):
             yield span
         elif len(span):
             yield from self._ring(span.device).read(span.address, len(span))
 
     def whole(self, span: Span) -> memoryview:
-        """The span, or a copy of it in new host memory. Raises CudaError."""
+        """Return a host span itself, or a copy of a device span in new host memory.
+
+        Raises CudaError.
+        """
         if isinstance(span, memoryview):
             return span
         copy = memoryview(mmap.mmap(-1, len(span))) if len(span) else memoryview(b"")
@@ -184,6 +225,6 @@ class HostReader:
             return self._rings[device]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Free the rings. Idempotent."""
         self._rings.clear()
         self._ends.close()

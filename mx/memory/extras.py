@@ -1,4 +1,4 @@
-"""What is said where a library is missing that mx does not bring along."""
+"""The error for a missing optional library."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from mx.errors import ConfigError
 
 
 def torch_missing(error: ModuleNotFoundError) -> ConfigError:
-    """Return what to raise in place of `error`, the failed import of torch."""
+    """Return the error to raise in place of `error`, the failed import of torch.
+
+    Raises:
+        ModuleNotFoundError: `error` itself, if it names another module.
+    """
     if error.name != "torch":
         raise error
     return ConfigError(
-        "tensors are torch's, and torch is not installed",
+        "tensors need torch, which is not installed",
         hint="pip install torch, or mx with its extra: from a clone, pip install '.[torch]'",
     )

@@ -1,11 +1,11 @@
-"""A layer's two signals on a GPU: *landed* (an event) and *verified* (a word to wait for).
+"""The two signals of a layer on a GPU: *landed* (an event) and *verified* (a word to wait for).
 
-A consumer may queue work on a layer before its bytes are there: its stream waits, the CPU does
-not. The word of each layer lies in pinned memory; a stream waits until it is at least 1
-(cuStreamWaitValue32), which the CPU writes when the layer's digests hold. Where the pull fails,
-every word that is still 0 becomes 2: the streams go on, since nothing may hang, but the pull is
-*poisoned*, and whoever used a layer asks `check` after waiting for its stream and before it
-returns anything that was computed.
+A consumer may queue work on a layer before its bytes arrive: its stream waits, the CPU does not.
+The word of each layer lies in pinned memory. A stream waits until it is at least 1
+(cuStreamWaitValue32), which the CPU writes when the layer's digests hold. If the pull fails, every
+word that is still 0 becomes 2: the streams go on, since nothing may hang, but the pull is
+*poisoned*. A consumer therefore calls `check` after waiting for its stream and before it returns
+anything that it computed.
 
     state      landed   verified   failed
     WAITING    LANDED   VERIFIED   POISONED
@@ -31,7 +31,7 @@ _POISON = 2
 
 
 class Readiness(enum.Enum):
-    """Where a layer stands."""
+    """The state of a layer."""
 
     WAITING = "waiting"
     LANDED = "landed"
@@ -40,12 +40,12 @@ class Readiness(enum.Enum):
 
 
 class LayerSignals:
-    """One pull's, on one device; thread-safe. Streams are handles of the driver's, such as
-    `torch.cuda.Stream.cuda_stream`, of that device.
+    """The signals of one pull on one device; thread-safe.
 
-    Takes over `device`, and owns a word of pinned memory and an event for each layer until
-    `close`, which poisons what is not verified and waits for the device: no stream may wait for a
-    word that is gone. Raises CudaMemoryError.
+    Streams are driver handles of that device, such as `torch.cuda.Stream.cuda_stream`. The object
+    takes over `device`, and owns a word of pinned memory and an event for each layer until
+    `close`, which poisons layers that are not verified and waits for the device: no stream may
+    wait for a word that is freed. Raises CudaMemoryError.
     """
 
     def __init__(self, device: Device, layers: int) -> None:
@@ -61,19 +61,20 @@ class LayerSignals:
         except BaseException:
             device.close()
             raise
-        # On x86 and Arm a 32-bit store of an aligned word is seen whole.
+        # On x86 and Arm a 32-bit store to an aligned word is atomic.
         self._words = (ctypes.c_uint32 * layers).from_address(self._memory.address)
         for layer in range(layers):
             self._words[layer] = 0
 
     def state(self, layer: int) -> Readiness:
+        """Return the state of a layer."""
         with self._lock:
             return self._states[layer]
 
-    # -- told by the pull --------------------------------------------------------------------------
+    # -- called by the pull ------------------------------------------------------------------------
 
     def landed(self, layer: int, stream: Stream) -> None:
-        """Every byte of the layer is in place once what `stream` holds now is done."""
+        """Record that every byte of the layer is in place once `stream`'s present work is done."""
         with self._lock:
             if self._states[layer] is not Readiness.WAITING:
                 return
@@ -84,7 +85,7 @@ class LayerSignals:
             self._lock.notify_all()
 
     def verified(self, layer: int) -> None:
-        """The layer's digests hold: streams that wait for it go on."""
+        """Record that the layer's digests hold, and release the streams that wait for it."""
         with self._lock:
             if self._states[layer] in (Readiness.WAITING, Readiness.LANDED):
                 self._states[layer] = Readiness.VERIFIED
@@ -92,7 +93,7 @@ class LayerSignals:
                 self._lock.notify_all()
 
     def failed(self, error: MxError) -> None:
-        """The pull will not be completed: release all that wait, and let none of them count."""
+        """Record that the pull failed: poison unverified layers and release their streams."""
         with self._lock:
             for layer, state in enumerate(self._states):
                 if state in (Readiness.WAITING, Readiness.LANDED):
@@ -101,11 +102,22 @@ class LayerSignals:
                     self._words[layer] = _POISON
             self._lock.notify_all()
 
-    # -- asked by who uses the bytes ---------------------------------------------------------------
+    # -- called by consumers -----------------------------------------------------------------------
 
     def wait_verified(self, layer: int, stream: int) -> None:
-        """What is queued on `stream` from now on waits until the layer is verified, or the pull
-        has failed: `check` says which. Raises ClosedError, the pull's error, CudaError."""
+        """Make later work on `stream` wait until the layer is verified or the pull has failed.
+
+        `check` tells the two apart.
+
+        Args:
+            layer: The layer's index.
+            stream: The driver's handle of the stream.
+
+        Raises:
+            ClosedError: The signals were closed before the layer was verified.
+            MxError: The pull has failed; its error.
+            CudaError: The driver fails.
+        """
         with self._lock:
             self._raise(layer)
             if self._states[layer] is Readiness.VERIFIED:
@@ -115,9 +127,11 @@ class LayerSignals:
                 self._device.driver.stream_wait_value(stream, address, _RELEASED)
 
     def wait_landed(self, layer: int, stream: int) -> None:
-        """What is queued on `stream` from now on waits until the layer's bytes are in place, right
-        or wrong. Blocks the caller until the copies have been queued, which no event knows of
-        before. Raises as `wait_verified`."""
+        """Make later work on `stream` wait until the layer's bytes are in place, right or wrong.
+
+        Blocks the caller until the copies have been queued: before that there is no event to wait
+        for. Arguments and errors are those of `wait_verified`.
+        """
         with self._lock:
             while self._states[layer] is Readiness.WAITING and not self._closed:
                 self._lock.wait()
@@ -128,9 +142,17 @@ class LayerSignals:
                     self._device.driver.stream_wait_event(stream, event.handle)
 
     def check(self, layers: Sequence[int] | None = None) -> None:
-        """Raise the pull's error if one of these layers (all, by default) is poisoned, or not
-        verified yet. To be asked after waiting for the streams that used them, and before giving
-        away what they computed."""
+        """Check that layers are verified.
+
+        Call it after waiting for the streams that used them, and before handing out results.
+
+        Args:
+            layers: Indices of the layers; None checks all.
+
+        Raises:
+            MxError: A layer is poisoned; the pull's error.
+            ClosedError: A layer is not verified yet, or the signals were closed.
+        """
         with self._lock:
             for layer in range(len(self._states)) if layers is None else layers:
                 self._raise(layer)
@@ -146,7 +168,7 @@ class LayerSignals:
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Idempotent. Waits for the device if any stream may still be waiting."""
+        """Poison unverified layers, wait for the device and free the memory. Idempotent."""
         self.failed(ClosedError("the pull was closed before the layer was verified"))
         with self._lock:
             if self._closed:

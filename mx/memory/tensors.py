@@ -1,4 +1,4 @@
-"""Torch tensors that are views of an arena, in the host or on a GPU: no copy, ties shared."""
+"""Torch tensors as views of an arena, on the host or a GPU: no copy, tied tensors shared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ try:
 except ModuleNotFoundError as error:
     raise torch_missing(error) from None
 
-#: safetensors' names for what torch has too; anything else is handed out as bytes.
+#: The safetensors names of dtypes that torch has; other dtypes are returned as bytes.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -41,8 +41,10 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 class _CudaArray:
-    """Bytes of a GPU as the CUDA array interface (version 3) has them, which torch takes without
-    a copy, and refers to for as long as it refers to the bytes."""
+    """Bytes of a GPU under the CUDA array interface (version 3).
+
+    torch takes them without a copy, and keeps this object for as long as it uses the bytes.
+    """
 
     def __init__(self, view: DeviceView) -> None:
         self.view = view
@@ -60,7 +62,7 @@ def _on_device(array: _CudaArray, ordinal: int) -> torch.Tensor:
 
 
 def _bytes_of(arena: Span, offset: int, nbytes: int) -> torch.Tensor:
-    """`nbytes` (> 0) of `arena` from `offset`, as a uint8 tensor of its own storage."""
+    """Return `nbytes` (> 0) of `arena` from `offset`, as a uint8 tensor with its own storage."""
     if isinstance(arena, memoryview):
         return torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=offset)
     ordinal = find_ordinal(load(), arena.device)
@@ -74,9 +76,10 @@ def _empty(arena: Span, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 
 
 def tensor_view(arena: Span, layout: Layout, tensor: Tensor) -> torch.Tensor:
-    """`tensor` as a view of `arena` (writable bytes, or a GPU's), which it keeps alive.
+    """Return `tensor` as a view of `arena` (writable host bytes, or a GPU's).
 
-    Sub-byte dtypes (F4, F6_*) come as a 1-D uint8 tensor of their packed bytes.
+    The view keeps the arena's memory alive. Sub-byte dtypes (F4, F6_*) are returned as a 1-D uint8
+    tensor of their packed bytes.
     """
     offset = layout.layers[tensor.layer].arena_offset + tensor.offset
     packed = DTYPE_BITS[tensor.dtype] < 8
@@ -89,8 +92,10 @@ def tensor_view(arena: Span, layout: Layout, tensor: Tensor) -> torch.Tensor:
 
 
 def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
-    """A tied tensor: the target's own storage under another shape, stride or offset. Of sub-byte
-    dtypes, as of their targets, the packed bytes."""
+    """Return a tied tensor: the target's storage with the alias's shape, stride and offset.
+
+    For sub-byte dtypes it is the packed bytes, as for the target.
+    """
     if DTYPE_BITS[alias.dtype] < 8:
         end = alias.offset_bytes + kind_nbytes((alias.dtype, alias.shape))
         return target[alias.offset_bytes : end]
@@ -103,7 +108,13 @@ def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
 def state_dict(
     arena: Span, layout: Layout, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """All tensors (or those of `names`), aliases included, in execution order."""
+    """Return tensors by name, aliases included, in execution order.
+
+    Args:
+        arena: Writable bytes in the host, or a GPU's; the tensors keep them alive.
+        layout: Where the tensors are in the arena.
+        names: The names of the tensors to return; None returns all.
+    """
     wanted = None if names is None else set(names)
     aliases = [a for a in layout.aliases if wanted is None or a.name in wanted]
     needed = None if wanted is None else wanted | {a.target for a in aliases}

@@ -1,4 +1,4 @@
-"""Reading a state dict or a module: what its tensors are, which share memory, and their bytes."""
+"""Reads a state dict or a module: its tensors, which of them share memory, and their bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the end of the last element."""
+    """Return the bytes from the start of the first to the end of the last element."""
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -29,8 +29,11 @@ def _span_nbytes(tensor: torch.Tensor) -> int:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a view of memory that holds its very values: a conjugated or negated view
-    does not, nor does a subclass that computes or keeps them elsewhere."""
+    """Return the tensor as a view of memory that holds its values as they are.
+
+    A conjugated or negated view is copied, since its memory holds other values. A subclass that
+    computes its values or keeps them elsewhere is refused with ConfigError.
+    """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor):
         raise ConfigError(
             f"{name} is a {type(tensor).__name__}, whose values are not in its own memory",
@@ -54,13 +57,20 @@ def _dtype_name(name: str, tensor: torch.Tensor) -> str:
 def describe(
     what: Any,
 ) -> tuple[list[TensorSpec], list[Alias], dict[str, memoryview]]:
-    """(specs, aliases, bytes by name) of a mapping of CPU tensors or a `torch.nn.Module`.
+    """Describe the tensors of a mapping of CPU tensors or a `torch.nn.Module`.
 
-    Tensors that lie within a contiguous one's memory and have its dtype become aliases of it.
-    The byte views refer to the tensors' own memory (to a copy where one is not contiguous, or is
-    a conjugated or negated view) and keep it alive; nothing is copied otherwise.
+    A tensor that lies within a contiguous tensor's memory and has its dtype becomes an alias.
 
-    Raises ConfigError for what cannot be served.
+    Args:
+        what: The mapping or the module.
+
+    Returns:
+        The specs, the aliases, and the bytes by name. The byte views refer to the tensors' own
+        memory and keep it alive; only a tensor that is not contiguous, or is a conjugated or
+        negated view, is copied.
+
+    Raises:
+        ConfigError: `what` is of another type, or a tensor can't be served.
     """
     if isinstance(what, torch.nn.Module):
         what = what.state_dict()
@@ -76,7 +86,7 @@ def describe(
     aliases: list[Alias] = []
     views: dict[str, memoryview] = {}
     owners: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
-    # Contiguous before strided, large before small, so that whatever can be an alias meets its
+    # Contiguous before strided and large before small, so that an alias always comes after its
     # owner; then by name, so that one model always gives one identity.
     order = sorted(
         tensors, key=lambda n: (not tensors[n].is_contiguous(), -_span_nbytes(tensors[n]), n)

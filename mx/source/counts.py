@@ -1,4 +1,4 @@
-"""What a source has sent to each of its readers, for those that are to show progress."""
+"""The bytes that a source has sent to each of its readers, by which swarms measure progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mx.transport import Sending
 
-#: Readers whose grants have ended, and whose totals are kept.
+#: The most readers without grants whose totals are kept.
 _MOST_ENDED = 4096
 
 #: A source id, and the id that a reader of it gives itself.
@@ -19,30 +19,40 @@ _Key = tuple[str, str]
 class _Grant:
     key: _Key
     address: str
-    exposures: Sequence[Sending]  # that send; none where the reader fetches for itself
+    exposures: Sequence[Sending]  # those that send; none if the reader fetches for itself
 
     def sent(self, grant_id: str) -> int:
         return sum(exposure.sent_to(grant_id) for exposure in self.exposures)
 
 
 class ReadCounts:
-    """One process's, on the loop. A reader is known by its id and by the address that its lease
-    comes from."""
+    """The counts of one process, used on the event loop alone.
+
+    A reader is known by its id and by the address that its lease comes from.
+    """
 
     def __init__(self) -> None:
         self._grants: dict[str, _Grant] = {}
         self._of: dict[_Key, set[str]] = {}  # a reader's grants
-        self._ended: dict[_Key, Counter[str]] = {}  # by address, what ended grants have brought
+        self._ended: dict[_Key, Counter[str]] = {}  # bytes sent on ended grants, by address
 
     def opened(
         self, grant_id: str, source_id: str, address: str, name: str, exposures: Sequence[Sending]
     ) -> None:
-        """A grant was given. `exposures` are those of its transports that send."""
+        """Begin to count a grant.
+
+        Args:
+            grant_id: The grant.
+            source_id: The source that it reads.
+            address: The reader's address.
+            name: The reader's id.
+            exposures: The exposures of the grant that send.
+        """
         grant = self._grants[grant_id] = _Grant((source_id, name), address, exposures)
         self._of.setdefault(grant.key, set()).add(grant_id)
 
     def closed(self, grant_id: str) -> None:
-        """It ends; call it before its tickets are withdrawn. Idempotent."""
+        """End a grant. Call this before its tickets are revoked. Idempotent."""
         grant = self._grants.pop(grant_id, None)
         if grant is None:
             return
@@ -50,15 +60,23 @@ class ReadCounts:
         if not self._of[grant.key]:
             del self._of[grant.key]
         if sent := grant.sent(grant_id):
-            ended = self._ended.pop(grant.key, Counter())  # to the end of those that are kept
+            ended = self._ended.pop(grant.key, Counter())  # moves the entry to the end
             ended[grant.address] += sent
             self._ended[grant.key] = ended
             while len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
 
     def nbytes(self, source_id: str, name: str, address: str = "") -> int | None:
-        """Return what was sent to a reader so far, from any address if none is given; None if it
-        has a grant by which it fetches for itself, unseen."""
+        """Return the bytes sent to a reader so far.
+
+        Args:
+            source_id: The source that it reads.
+            name: The reader's id.
+            address: Count only grants from this address; "" for all.
+
+        Returns:
+            The bytes, or None if the reader has a grant by which it fetches for itself, unseen.
+        """
         ended = self._ended.get((source_id, name), Counter())
         total = ended[address] if address else ended.total()
         for grant_id in self._of.get((source_id, name), ()):

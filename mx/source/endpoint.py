@@ -1,4 +1,4 @@
-"""The address that a source is registered with: one that others reach, or a refusal."""
+"""The address that a source registers: one that others can dial, else an error."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from mx.wire.address import WILDCARDS, is_local, join_address, split_address
 
 
 def is_wildcard(address: str) -> bool:
-    """Return True for HOST:PORT that means every address of this machine."""
+    """Return True if HOST:PORT means every address of this machine."""
     return split_address(address)[0] in WILDCARDS
 
 
 def dialled_host(listen: str, advertise: str, coordinator: str) -> str:
-    """Choose the host that others dial. May look names up, so it may block.
+    """Return the host that others dial. May resolve names, so it may block.
 
     Args:
-        listen: where the control endpoint listens.
-        advertise: what is registered in its place, or "".
-        coordinator: where it is registered, or "" if nowhere. It decides which of this machine's
-            addresses stands for a wildcard: the one that leads there.
+        listen: The address on which the control endpoint listens.
+        advertise: The address that is registered instead, or "".
+        coordinator: The coordinator's address, or "" for none. This machine's address on the route
+            to it replaces a wildcard.
 
     Raises:
-        ConfigError: as `require_dialable`.
+        ConfigError: As `require_dialable`.
     """
     host, port = split_address(advertise or listen)
     if not advertise and is_wildcard(listen):
@@ -38,23 +38,23 @@ def dialled_host(listen: str, advertise: str, coordinator: str) -> str:
 
 
 def require_dialable(endpoint: str, coordinator: str) -> None:
-    """Refuse to register an address that means another machine wherever it is read.
+    """Raise ConfigError if other machines cannot dial an endpoint that is to be registered.
 
-    May look names up, so it may block.
+    May resolve names, so it may block.
 
     Args:
         endpoint: HOST:PORT as it would be registered.
-        coordinator: where, or "" if nowhere.
+        coordinator: The coordinator's address, or "" for none.
 
     Raises:
-        ConfigError: `endpoint` is of this machine alone and the coordinator is elsewhere, or it
-            is a wildcard. The hint names the address of this machine that leads there.
+        ConfigError: `endpoint` is a wildcard, or only this machine reaches it and the coordinator
+            is elsewhere. The hint names this machine's address on the route to the coordinator.
     """
     host, port = split_address(endpoint)
     if is_wildcard(endpoint):
         raise ConfigError(
-            f"{endpoint} is no address that others can dial",
-            hint="give `advertise` the one that they reach this process at",
+            f"{endpoint} is not an address that others can dial",
+            hint="set `advertise` to the address at which others reach this process",
         )
     if _is_here(coordinator) or not _is_loopback(host):
         return
@@ -65,8 +65,8 @@ def require_dialable(endpoint: str, coordinator: str) -> None:
     raise ConfigError(
         f"only this machine reaches {join_address(host, port)}, so it can't be registered with "
         f"the coordinator at {coordinator}, which lists it to others",
-        hint=f"give `listen={mine}` (MX_PEER_LISTEN), or behind address translation and in "
-        "containers `advertise=HOST:PORT` (MX_PEER_ADVERTISE)",
+        hint=f"give `listen={mine}` (MX_PEER_LISTEN); behind address translation or in a "
+        "container, give `advertise=HOST:PORT` (MX_PEER_ADVERTISE)",
     )
 
 
@@ -75,7 +75,7 @@ def _is_here(coordinator: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Does this host, as this machine resolves it, stand for nothing but loopback?"""
+    """Return True if this machine resolves the host to loopback addresses alone."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         found = [str(where[0]) for *_, where in socket.getaddrinfo(host, None)]
@@ -83,17 +83,17 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_towards(coordinator: str, family: int) -> str:
-    """This machine's address on the way to the coordinator; "" if there is no way."""
+    """Return this machine's address on the route to the coordinator; "" if there is no route."""
     host, port = split_address(coordinator)
     found: list[tuple[int, tuple[object, ...]]] = []
     with contextlib.suppress(OSError):
         answers = socket.getaddrinfo(host, port or 1, family, socket.SOCK_DGRAM)
         found = [(int(kind), where) for kind, _, _, _, where in answers]
     for kind, where in found:
-        # A connected datagram socket sends nothing, but the kernel has chosen its address.
+        # Connecting a datagram socket sends nothing, but makes the kernel choose its address.
         with contextlib.suppress(OSError), socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(where)
             address = str(probe.getsockname()[0])
-            if "%" not in address:  # a link's own address means nothing elsewhere
+            if "%" not in address:  # a link-local address means nothing on other machines
                 return address
     return ""

@@ -1,4 +1,4 @@
-"""Making a held model readable through every transport that can, and ending that."""
+"""Exposes a held model through every transport that can, and withdraws the exposures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,19 @@ log = logging.getLogger(__name__)
 def expose(
     held: HeldModel, transports: Mapping[str, Transport], options: ExposeOptions
 ) -> dict[str, Exposure]:
-    """The exposures by transport, at the model's generation. Blocks. Raises LocalError where no
-    transport can offer the model."""
+    """Expose a model at its generation. Blocks.
+
+    Args:
+        held: The model; its memory must stay until the exposures are withdrawn.
+        transports: The transports to try, by name.
+        options: Passed to each transport.
+
+    Returns:
+        The exposures by transport; transports that cannot offer the model are left out.
+
+    Raises:
+        LocalError: No transport can offer the model.
+    """
     exposures: dict[str, Exposure] = {}
     reasons: list[str] = []
     for name, transport in sorted(transports.items()):
@@ -28,10 +39,11 @@ def expose(
             exposure = transport.expose(held.regions(), options)
         except MxError as error:
             reasons.append(f"{name}: {error}")
-            # What nobody has allowed is no surprise, nor is memory that is not of its kind.
+            # A missing permission is no surprise, and most transports cannot expose memory that
+            # is still being filled.
             usual = held.growing or isinstance(error, NotAllowedError)
             level = logging.INFO if usual else logging.WARNING
-            # As text: who keeps log records would keep the regions, by the error's traceback.
+            # As text: a kept log record would keep the regions through the error's traceback.
             log.log(level, "%s is not offered: %s", name, str(error))
             continue
         exposure.set_generation(held.generation)
@@ -42,7 +54,7 @@ def expose(
 
 
 def withdraw(exposures: Sequence[Exposure], timeout_s: float) -> None:
-    """End them all, and wait up to `timeout_s` for each. Blocks."""
+    """Close all exposures, and wait up to `timeout_s` for each to end. Blocks."""
     for exposure in exposures:
         exposure.close()
     for exposure in exposures:

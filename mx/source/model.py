@@ -1,4 +1,4 @@
-"""A model held warm: its bytes in a sealed arena, its manifest, and who it is."""
+"""A model in memory: its bytes in a sealed arena, its manifest and its key."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ from mx.transport import DeviceView, ExposedRegion
 
 @dataclass
 class HeldModel:
-    """What a source serves. The arena is sealed; its server releases it when no exposure is left,
-    unless it is `borrowed` from someone who will."""
+    """A model that a source serves.
+
+    The arena is sealed. The server releases it when no exposure is left, unless it is `borrowed`:
+    then its owner does.
+    """
 
     key: ModelKey
     manifest: Manifest
@@ -40,18 +43,19 @@ class HeldModel:
     borrowed: bool = False
     generation: int = 1
     source_id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    #: Half-open ranges of layers that are there and verified; None: all.
+    #: The half-open ranges of layers that are complete and verified; None: all.
     layers: Sequence[tuple[int, int]] | None = None
-    #: Is the arena being filled? Then nobody may attach to it.
+    #: True while the arena is being filled. Readers may not attach to it then.
     growing: bool = False
 
     @property
     def device(self) -> str:
-        """Where the bytes are: "cpu", or "cuda:UUID"."""
+        """The device that holds the bytes: "cpu" or "cuda:UUID"."""
         view = self.arena.view
         return view.device if isinstance(view, DeviceView) else "cpu"
 
     def regions(self) -> list[ExposedRegion]:
+        """Return the memory to expose, read-only; with its memfd if readers may attach to it."""
         arena, view = self.arena, self.arena.view
         if isinstance(view, memoryview):
             view = view.toreadonly()
@@ -61,6 +65,14 @@ class HeldModel:
     def record(
         self, endpoint: str, place: Place, transports: Sequence[str], state: SourceState
     ) -> SourceRecord:
+        """Return the record under which the model is registered.
+
+        Args:
+            endpoint: The HOST:PORT that others dial.
+            place: The process's place; the record has the model's device.
+            transports: The names of the transports that expose it.
+            state: The source's state.
+        """
         layers = len(self.manifest.layout.layers)
         return SourceRecord(
             source_id=self.source_id,
@@ -98,8 +110,23 @@ def hold_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
-    """Read a checkpoint into a sealed arena on `device`. Errors are those of `load_checkpoint`,
-    and of `DeviceArena`."""
+    """Read a checkpoint into a sealed arena.
+
+    Args:
+        path: The checkpoint: a file or a folder.
+        key: The key to serve it under.
+        device: "cpu" or a GPU.
+        chunk_nbytes: The chunk size.
+        threads: The number of threads that read and hash.
+        progress: Called with (bytes read, bytes in all), from those threads.
+        cancelled: Polled; if it returns True, the load stops with an error.
+
+    Returns:
+        The model, whose arena the caller owns.
+
+    Raises:
+        MxError: As `load_checkpoint` and `DeviceArena`.
+    """
     manifest, arena = load_checkpoint(
         path,
         lambda nbytes: _new_arena(nbytes, key, device),
@@ -125,8 +152,23 @@ def hold_tensors(
     device: str = "cpu",
     chunk_nbytes: int,
 ) -> HeldModel:
-    """Copy tensors that are in memory into a sealed arena on `device`: a snapshot, which later
-    changes of the originals do not reach."""
+    """Copy tensors that are in memory into a sealed arena: later changes of the originals do not
+    affect it.
+
+    Args:
+        specs: The tensors' names, dtypes and shapes.
+        aliases: Views of them.
+        tensors: The bytes of each tensor, read until this returns.
+        key: The key to serve them under.
+        device: "cpu" or a GPU.
+        chunk_nbytes: The chunk size.
+
+    Returns:
+        The model, whose arena the caller owns. It has no files.
+
+    Raises:
+        MxError: As `plan_layout`, and as the arena's constructor.
+    """
     layout = manifests.plan_layout(specs, aliases)
     arena = _new_arena(layout.arena_nbytes, key, device)
     try:

@@ -1,4 +1,4 @@
-"""What comes in at a source: who asks, and whether an honest peer could have sent it."""
+"""Checks of the requests that reach a source, and the principal behind each."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from mx.errors import PeerProtocolError
 from mx.wire.address import address_of_peer
 from mx.wire.v1 import peer_pb2
 
-#: A stream whose first message has not come by then is ended, and so is one that does not take
-#: the answer to it.
+#: A stream ends if its first message does not come within this time, or if the other end does not
+#: take the answer within it.
 FIRST_MESSAGE_S = 10.0
 
 
 def principal_of(context: Any, reader_id: str = "") -> Principal:
-    """The principal of a gRPC call.
+    """Return the principal of a gRPC call: its connection and that connection's address.
 
     Args:
         context: The call's servicer context.
-        reader_id: What the pull calls itself.
-
-    Returns:
-        Its connection, and the address that this comes from.
+        reader_id: The pull's own id, "" if it gives none.
     """
     connection = str(context.peer())
     remote = connection.startswith(("ipv4:", "ipv6:"))  # else a unix socket, which has no address
@@ -34,13 +31,7 @@ def principal_of(context: Any, reader_id: str = "") -> Principal:
 
 
 def check_open(request: peer_pb2.OpenRequest) -> Place:
-    """Check the first message of a lease.
-
-    Args:
-        request: The message.
-
-    Returns:
-        The reader's place.
+    """Check the first message of a lease, and return the reader's place.
 
     Raises:
         PeerProtocolError: A field is malformed.
@@ -52,13 +43,16 @@ def check_open(request: peer_pb2.OpenRequest) -> Place:
         try:
             codec.source_id_from_wire(request.reader_id)
         except PeerProtocolError:
-            raise PeerProtocolError("reader_id: a UUID in lower case is wanted") from None
+            raise PeerProtocolError("reader_id must be a UUID in lower case") from None
     return codec.place_from_wire(request.place)
 
 
 async def first_message(requests: AsyncIterator[Any]) -> Any:
-    """A stream's first message, or None if it ends before. Raises PeerProtocolError if none comes
-    in time."""
+    """Return a stream's first message, or None if the stream ends before it.
+
+    Raises:
+        PeerProtocolError: No message comes within `FIRST_MESSAGE_S`.
+    """
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             return await anext(requests, None)
@@ -67,7 +61,11 @@ async def first_message(requests: AsyncIterator[Any]) -> Any:
 
 
 async def answer(context: Any, event: peer_pb2.OpenEvent) -> None:
-    """Write the first event. Raises PeerProtocolError if the other end does not take it in time."""
+    """Write the first event of a lease.
+
+    Raises:
+        PeerProtocolError: The other end does not take it within `FIRST_MESSAGE_S`.
+    """
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             await context.write(event)

@@ -1,4 +1,4 @@
-"""A model as a process serves it: through which transports, and its part in a swarm."""
+"""A model that a process serves: its exposures, and its part in a swarm."""
 
 from __future__ import annotations
 
@@ -18,21 +18,32 @@ class Participant(Protocol):
     def watch(
         self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
     ) -> None:
-        """From now on `sent(reader id, address or "")` says how many bytes a reader was sent, or
-        None where that cannot be seen; `trades(reader id, +1 or -1)` is to hear when a stream
-        to a reader that was dialled from here begins and ends."""
+        """Connect the participant to the source. Called before any other method.
+
+        Args:
+            sent: sent(reader id, address or "") returns the bytes sent to a reader so far, or None
+                if the source cannot see them.
+            trades: The participant calls trades(reader id, +1 or -1) when a stream to a reader that
+                it dialled begins or ends.
+        """
 
     def opened(self, reader_id: str) -> bool:
-        """A pull was granted reads. Must it ask first?"""
+        """Record that a pull was granted reads. Return True if it must request each chunk."""
 
     def closed(self, reader_id: str) -> None:
-        """One of its leases has ended."""
+        """Record that one of the pull's leases has ended."""
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
-        """Talk to one that greets, until the talk ends."""
+        """Trade chunks with a peer that has opened a stream, until the stream ends.
+
+        Args:
+            record: The peer, as it describes itself.
+            have: The chunks that it holds, as a bit set.
+            stream: The stream.
+        """
 
     def end(self) -> None:
-        """Nothing more will come of it."""
+        """End all streams: the source is no longer served. Idempotent."""
 
 
 @dataclass
@@ -42,27 +53,32 @@ class Served:
     held: HeldModel
     exposures: dict[str, Exposure]
     participant: Participant
-    #: Earlier ones, that readers have grants of.
+    #: Earlier exposures that readers still have grants of.
     retired: list[Exposure] = field(default_factory=list)
-    #: The generation that has taken this one's place; 0: none has.
+    #: The generation that has replaced this one; 0: none has.
     newer: int = 0
-    #: Are running reads over too?
+    #: True when running reads have been cut off too.
     cut: bool = False
 
     @property
     def transports(self) -> tuple[str, ...]:
+        """The names of the transports that expose it, sorted."""
         return tuple(sorted(self.exposures))
 
     def all_exposures(self) -> list[Exposure]:
+        """Return the current and the retired exposures."""
         return [*self.exposures.values(), *self.retired]
 
     def sent_bytes(self) -> int:
-        """What was sent so far, by exposures that do; others leave it to readers to fetch."""
+        """Return the bytes sent so far; readers of other exposures fetch for themselves."""
         return sum(e.sent_bytes() for e in self.all_exposures() if isinstance(e, Sending))
 
     def used(self) -> dict[str, tuple[int, bool]]:
-        """By grant that its reader has connected with: the bytes sent on it so far, and whether
-        that reader may fetch for itself too."""
+        """Return the use of each grant with which a reader has connected.
+
+        Returns:
+            By grant id: (bytes sent on it so far, True if its reader may fetch for itself too).
+        """
         found: dict[str, tuple[int, bool]] = {}
         for exposure in self.all_exposures():
             if isinstance(exposure, Witness):
@@ -73,5 +89,5 @@ class Served:
         return found
 
     def witnessed(self) -> bool:
-        """Return True if every exposure knows which grants are used."""
+        """Return True if every exposure knows which of its grants are used."""
         return all(isinstance(exposure, Witness) for exposure in self.all_exposures())

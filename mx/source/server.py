@@ -1,4 +1,4 @@
-"""The warm side: exposes models, answers readers, stays registered, drains when told to."""
+"""The source side: exposes models, answers readers, stays registered, and drains on request."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ from mx.wire.v1 import common_pb2, peer_pb2
 
 log = logging.getLogger(__name__)
 
-#: Calls that are about to end may do so: those that are cut, gRPC's client complains of.
+#: The grace for calls that are about to end: gRPC's client logs an error for each that is cut.
 _LAST_WORDS_S = 0.2
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How to serve. `advertise` is registered in place of `listen`; `coordinator` is where, if
-    that is known before it listens."""
+    """The options of a source.
+
+    `advertise` is registered in place of `listen`. `coordinator` is the coordinator's address, if
+    it is known before the source listens.
+    """
 
     listen: str = "127.0.0.1:0"
     advertise: str = ""
@@ -58,13 +61,15 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
+    """The state of a source. `readers` counts its running leases."""
+
     readers: int
     registered: bool
     state: SourceState
 
 
 class SourceServer:
-    """One process's sources behind one control address. All methods run on the loop."""
+    """The sources of one process behind one control address. All methods run on the loop."""
 
     def __init__(self, options: SourceOptions, transports: Mapping[str, Transport]) -> None:
         self.options = options
@@ -76,26 +81,32 @@ class SourceServer:
         self._listening: Listening | None = None
         self._client: CoordinatorClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._keeping: dict[str, asyncio.Task[None]] = {}  # source id -> what keeps it listed
-        self._place = discovery.here()  # that readers are told of
+        self._keeping: dict[str, asyncio.Task[None]] = {}  # source id -> its keep-alive task
+        self._place = discovery.here()  # the place that readers see
         self._expose_place = self._place
-        self._host = ""  # that others dial
+        self._host = ""  # the host that others dial
         self._binding_secret = secrets.token_bytes(32)
         self.registered = False
 
     @property
     def endpoint(self) -> str:
-        """The HOST:PORT that others dial."""
+        """The HOST:PORT that others dial; "" before `start`."""
         if self._listening is None:
             return ""
         port = split_address(self.options.advertise)[1] if self.options.advertise else 0
         return join_address(self._host, port or self._listening.port)
 
     def stats(self) -> SourceStats:
+        """Return the number of readers, and the state."""
         return SourceStats(len(self._servicer.leases), self.registered, self._servicer.state)
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError or LocalError where that is refused or taken."""
+        """Listen.
+
+        Raises:
+            ConfigError: The address is malformed, refused, or cannot be dialled by others.
+            LocalError: The address cannot be listened on, such as a port in use.
+        """
         host, _ = split_address(self.options.listen)
         advertise, coordinator = self.options.advertise, self.options.coordinator
         self._host = await in_thread(dialled_host, self.options.listen, advertise, coordinator)
@@ -122,8 +133,15 @@ class SourceServer:
         )
 
     async def offer(self, held: HeldModel, participant: Participant | None = None) -> None:
-        """Expose a model; from now on the Peer service describes it and grants reads. `mingler`
-        is its part in a swarm, that of an origin if None."""
+        """Expose a model; from now on the Peer service describes it and grants reads.
+
+        Args:
+            held: The model. The server owns its arena from now on, unless it is borrowed.
+            participant: Its part in a swarm; None for that of an origin.
+
+        Raises:
+            LocalError: No transport can offer the model.
+        """
         with trace.span("serve.expose", model=str(held.key)):
             exposures = await in_thread(self._expose, held)
             grid = held.manifest.grid
@@ -149,9 +167,15 @@ class SourceServer:
         return expose(held, self._transports, options)
 
     async def register(self, coordinator: str) -> None:
-        """Register every model and stay registered. Raises ConfigError where the coordinator is
-        elsewhere and others could not dial what this listens on, CoordinatorError if it is
-        refused the first time; after that the coordinator may come and go."""
+        """Register every model and stay registered, even if the coordinator restarts.
+
+        Args:
+            coordinator: The coordinator's address.
+
+        Raises:
+            ConfigError: The coordinator is elsewhere and others cannot dial this source.
+            CoordinatorError: The first registration failed.
+        """
         await in_thread(require_dialable, self.endpoint, coordinator)
         self._client = CoordinatorClient(
             coordinator,
@@ -199,22 +223,30 @@ class SourceServer:
     # -- new weights ----------------------------------------------------------------------------
 
     async def replace(self, source_id: str, held: HeldModel) -> None:
-        """Serve `held`, of which the server takes care from now on, beside the source that it is
-        to take the place of: as a new revision, which its key says afterwards. Then `retire` that
+        """Serve `held` as a new revision beside the source that it replaces. Then `retire` that
         source.
 
-        Raises ConfigError for a source that is not registered, LocalError, CoordinatorError, and
-        BindingError where the name is another's; `held` is released then, and nothing else has
-        changed.
+        Args:
+            source_id: The source to replace.
+            held: The new weights. The server owns its arena from now on, also after an error.
+                Its key gets the new revision.
+
+        Raises:
+            ConfigError: The source is not registered.
+            LocalError: No transport can offer the model.
+            CoordinatorError: The coordinator does not answer, or refuses.
+            BindingError: The name belongs to another source.
+
+            After an error `held` is released, and nothing else has changed.
         """
         client, old = self._client, self._servicer.models.get(source_id)
         try:
             if client is None or old is None:
-                raise ConfigError("only a source that is registered can be updated")
+                raise ConfigError("only a registered source can be updated")
             held.key, held.generation = old.held.key, old.held.generation + 1
             await self.offer(held)
-            # Once more: only whoever has bound a name may update it, and a coordinator that has
-            # restarted does not know yet who that is.
+            # Register the old one again: only the owner of a name may update it, and a coordinator
+            # that has restarted does not know the owner yet.
             await self._list(client, old)
             new = self._servicer.models[held.source_id]
             held.key = await self._list(client, new, replaces_revision=True)
@@ -232,9 +264,18 @@ class SourceServer:
     async def retire(
         self, source_id: str, grace_s: float, hurry: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Serve a source no more: no new grants; those that read may finish within `grace_s`
-        (until `hurry` says that there is no time for that) and are cut then. When none of them can
-        believe any more what it reads, the memory goes. False: some were cut."""
+        """Stop serving a source, and release its memory once no reader can trust it any more.
+
+        No new grants are given. Readers may finish within `grace_s`; the rest are cut off.
+
+        Args:
+            source_id: The source.
+            grace_s: How long its readers have to finish.
+            hurry: Polled; if it returns True, the grace ends at once.
+
+        Returns:
+            False if readers were cut off.
+        """
         served = self._servicer.models.get(source_id)
         if served is None:
             return True
@@ -250,9 +291,9 @@ class SourceServer:
         await self._until(lambda: not leases.of_source(source_id) or hurry(), grace_s)
         finished = not leases.of_source(source_id)
         self._servicer.cut(source_id)
-        # Nothing is renewed any more, so each ends by then.
+        # No lease is renewed any more, so all have ended by then.
         longest_s = leases.lease_s + MARGIN_S
-        await self._until(lambda: not self._servicer.out(source_id), longest_s)
+        await self._until(lambda: not self._servicer.has_unexpired(source_id), longest_s)
         if self._servicer.remove(source_id) is not None:
             await self._free(served)
         return finished
@@ -262,7 +303,7 @@ class SourceServer:
         try:
             await client.deregister(source_id)
         except MxError as error:
-            log.debug("not deregistered, the lease will end it: %s", error)
+            log.debug("could not deregister; the lease will end by itself: %s", error)
 
     async def _free(self, served: Served) -> None:
         served.participant.end()
@@ -274,8 +315,12 @@ class SourceServer:
     # -------------------------------------------------------------------------------------------
 
     async def advertise(self) -> None:
-        """Tell the coordinator which layers are held now. Raises CoordinatorError,
-        UnknownSourceError."""
+        """Report to the coordinator which layers are held now.
+
+        Raises:
+            CoordinatorError: The coordinator does not answer.
+            UnknownSourceError: It does not list the source.
+        """
         if self._client is None:
             return
         for served in self._servicer.models.values():
@@ -283,8 +328,10 @@ class SourceServer:
             await self._client.advertise(record.source_id, record.generation, record.table.held)
 
     async def settle(self, source_id: str) -> None:
-        """What was growing is whole now, and sealed: whoever comes may attach to it. Those that
-        read go on as they do."""
+        """Expose a model again that is complete and sealed now, so that new readers may attach.
+
+        Running reads go on over the earlier exposures.
+        """
         served = self._servicer.models[source_id]
         served.held.growing, served.held.layers = False, None
         exposures = await in_thread(self._expose, served.held)
@@ -292,7 +339,7 @@ class SourceServer:
         served.exposures = exposures
 
     def record(self, source_id: str) -> SourceRecord:
-        """How a model that was offered is told of."""
+        """Return the record of an offered model."""
         return self._record(self._servicer.models[source_id])
 
     def _on_registered(self, registered: bool, why: str) -> None:
@@ -308,14 +355,17 @@ class SourceServer:
         )
 
     async def drain(self, grace_s: float) -> bool:
-        """No new grants; wait until the readers there are have finished. False: `grace_s`
-        passed first and they were cut."""
+        """Give no new grants, and wait until all readers have finished and all streams have ended.
+
+        Returns:
+            False if `grace_s` passed first.
+        """
         self._servicer.drain(grace_s)
         readers = len(self._servicer.leases)
         event(log, "source.draining", endpoint=self.endpoint, readers=readers, grace_s=grace_s)
         if not await self._until(lambda: not len(self._servicer.leases), grace_s):
             return False
-        # Whoever only talks has nothing to finish.
+        # A stream without a lease has nothing to finish.
         for served in self._servicer.models.values():
             served.participant.end()
         return await self._until(lambda: not self._servicer.streams, grace_s)
@@ -330,7 +380,7 @@ class SourceServer:
         return True
 
     async def close(self) -> None:
-        """Deregister, stop listening, withdraw every ticket, drop the arenas. Idempotent."""
+        """Deregister, stop listening, revoke every ticket, release the arenas. Idempotent."""
         tasks = [*self._tasks, *self._keeping.values()]
         for task in tasks:
             task.cancel()
@@ -348,7 +398,7 @@ class SourceServer:
         if self._listening is not None:
             endpoint, listening, self._listening = self.endpoint, self._listening, None
             await listening.stop(_LAST_WORDS_S)
-            if self._servicer.models:  # else it never was a source: its start has failed
+            if self._servicer.models:  # else its start has failed, and it never was a source
                 event(log, "source.stopped", endpoint=endpoint)
         for source_id in list(self._servicer.models):
             gone = self._servicer.remove(source_id)

@@ -1,4 +1,4 @@
-"""The Peer service: describes what is held and keeps the leases of those that read it."""
+"""The Peer service: describes the held models and keeps the leases of their readers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-#: Events that one reader may leave unread before its renewals have to wait.
+#: The most events that one reader may leave unread before its renewals have to wait.
 _MAX_EVENTS = 16
-#: How often leases are looked at for those that have ended or are idle.
+#: How often leases are checked for those that have ended or are idle.
 _EXPIRE_S = 0.5
-#: How many of those that were replaced are remembered.
+#: The most replaced sources that are remembered.
 _MAX_GONE = 64
 
 
 class PeerServicer(peer_pb2_grpc.PeerServicer):
-    """Runs on the loop. `models` maps source ids to what is served."""
+    """The Peer service of one process, on the loop. `models` maps source ids to served models."""
 
     def __init__(
         self,
@@ -45,17 +45,23 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         lease_s: float,
         limits: SourceLimits | None = None,
     ) -> None:
+        """
+        Args:
+            record_of: Returns the record of a served model.
+            lease_s: How long a reader's lease lasts after each renewal.
+            limits: The bounds of the process.
+        """
         self.models: dict[str, Served] = {}
         self.leases = LeaseBook(lease_s)
         self.limits = limits or SourceLimits(report_s=lease_s / 4)
         self.counts = ReadCounts()
-        self.streams = 0  # that are going on
+        self.streams = 0  # the number of open swarm streams
         self.state = SourceState.SERVING
         self._record_of = record_of
         self._clock = time.monotonic
         self._queues: dict[str, asyncio.Queue[peer_pb2.OpenEvent]] = {}
-        self._alone: dict[str, str] = {}  # grants of pulls that need not ask -> source ids
-        #: Source id -> the generation that has taken its place, of some that are gone.
+        self._alone: dict[str, str] = {}  # grants of pulls that read freely -> source ids
+        #: The source ids of some replaced sources -> the generations that have replaced them.
         self._gone: dict[str, int] = {}
 
     # -- rpcs ---------------------------------------------------------------------------------
@@ -84,6 +90,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         request_iterator: AsyncIterator[peer_pb2.OpenRequest],
         context: Any,
     ) -> None:
+        """Give a grant, and keep its lease until the reader ends the stream."""
         request = await first_message(request_iterator)
         if request is None:
             return
@@ -96,9 +103,9 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         served = self._find(request)
         held = served.held
         principal = principal_of(context, request.reader_id)
-        ending = self.limits.make_room(principal)
+        ending = self.limits.admit(principal)
         if ending is None:
-            # It asks again, several times a second.
+            # At debug level: a refused reader retries several times a second.
             event(log, "reader.busy", level=logging.DEBUG, reader=reader.hostname)
             await answer(context, self._busy())
             return
@@ -129,7 +136,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             coordinated = bool(reader_id) and served.participant.opened(reader_id)
             counted = bool(reader_id)
             if coordinated:
-                self._end_solitude(held.source_id)
+                self._begin_coordination(held.source_id)
             elif counted:
                 self._alone[grant_id] = held.source_id
             self.limits.opened(
@@ -163,7 +170,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 async with asyncio.timeout(self.leases.lease_s * 2):
                     renewal = await anext(request_iterator, None)
                     if renewal is None:
-                        self.leases.close(grant_id)  # it was given back
+                        self.leases.close(grant_id)  # the reader has returned it
                         return
                     self.limits.reported(grant_id, renewal.read_bytes)
                     if served.cut:
@@ -196,16 +203,17 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     async def Trade(
         self, request_iterator: AsyncIterator[peer_pb2.SwarmMessage], context: Any
     ) -> None:
+        """Trade chunks with a peer until the stream ends."""
         first = await first_message(request_iterator)
         if first is None or first.WhichOneof("message") != "hello":
-            raise PeerProtocolError("a talk begins with a hello")
+            raise PeerProtocolError("the first message of a swarm stream must be a hello")
         served = self.models.get(first.hello.source_id)
         if served is None or served.newer or self.state is not SourceState.SERVING:
             raise PeerRefusedError("this process serves no such source")
         record = codec.source_from_wire(first.hello.own)
         if record.ref != served.held.manifest.ref:
             raise PeerRefusedError(
-                f"{served.held.key} here is another model, or laid out otherwise"
+                f"{served.held.key} here is another model, or has another layout"
             )
 
         async def hear() -> peer_pb2.SwarmMessage | None:
@@ -217,7 +225,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.streams += 1
         self.limits.trades(principal, +1)
         try:
-            if self.limits.full_for(principal):  # what use were it to ask for chunks?
+            if self.limits.full_for(principal):  # it could not read the chunks it requests
                 await stream.refuse()
                 return
             await served.participant.trade(record, first.hello.have, stream)
@@ -228,20 +236,25 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     # -- the source's side ----------------------------------------------------------------------
 
     def drain(self, grace_s: float) -> None:
-        """Refuse new grants and tell the readers there are."""
+        """Refuse new grants, and send every reader the time that it has left."""
         self.state = SourceState.DRAINING
         event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
         self._tell(self._queues, event)
 
     def supersede(self, source_id: str, generation: int, grace_s: float) -> None:
-        """Another source of this process has taken this one's place: no new grants; those that
-        read are told that they may finish within `grace_s`."""
+        """Record that another source of this process replaces this one.
+
+        Args:
+            source_id: The source that is replaced. It gives no new grants.
+            generation: The generation of the one that replaces it.
+            grace_s: How long its readers have to finish; each gets an event.
+        """
         self.models[source_id].newer = generation
         event = peer_pb2.OpenEvent(draining=peer_pb2.Draining(grace_s=grace_s))
         self._tell([lease.grant_id for lease in self.leases.of_source(source_id)], event)
 
     def cut(self, source_id: str) -> None:
-        """What is read of a superseded source from now on is not to be believed."""
+        """Cut off the readers of a superseded source: what they read from now on is not valid."""
         served = self.models[source_id]
         served.cut = True
         event = peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=served.newer))
@@ -250,12 +263,13 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             exposure.set_generation(served.newer)
         served.participant.end()
 
-    def out(self, source_id: str) -> bool:
-        """May a reader still believe what it reads of this source?"""
-        return self.leases.out(source_id, self._clock())
+    def has_unexpired(self, source_id: str) -> bool:
+        """Return True if a reader may still trust what it reads from this source."""
+        return self.leases.has_unexpired(source_id, self._clock())
 
     def remove(self, source_id: str) -> Served | None:
-        """Whoever asks for it later is told what has taken its place, if anything has."""
+        """Remove a source, and return it. Later requests for it get the generation that has
+        replaced it, if there is one."""
         served = self.models.pop(source_id, None)
         self.limits.forget(source_id)
         if served is not None and served.newer:
@@ -264,9 +278,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 del self._gone[next(iter(self._gone))]
         return served
 
-    def _end_solitude(self, source_id: str) -> None:
-        """Tell those that began to read alone: one that talks to nobody yet has no other way to
-        hear of it, and what it goes on reading by itself is of no use to the others."""
+    def _begin_coordination(self, source_id: str) -> None:
+        """Tell the pulls that read freely that reading is coordinated now.
+
+        A pull without an open stream has no other way to learn this, and chunks that it reads
+        uncoordinated are often ones that others have read too.
+        """
         grants = [grant for grant, read in self._alone.items() if read == source_id]
         for grant_id in grants:
             del self._alone[grant_id]
@@ -276,11 +293,11 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         for grant_id in grant_ids:
             queue = self._queues.get(grant_id)
             if queue is not None:
-                with contextlib.suppress(asyncio.QueueFull):  # who does not read is not told
+                with contextlib.suppress(asyncio.QueueFull):  # its reader does not read events
                     queue.put_nowait(event)
 
     async def expire_leases(self) -> None:
-        """For ever: withdraw the tickets of leases that have ended, and of those that are idle."""
+        """Run forever: revoke the tickets of leases that have ended, and of idle grants."""
         while True:
             await asyncio.sleep(_EXPIRE_S)
             for lease in self.leases.expire(self._clock()):
@@ -300,11 +317,11 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         return peer_pb2.OpenEvent(busy=peer_pb2.Busy(retry_after_s=self.limits.retry_after_s()))
 
     def _end_idle(self, grant_id: str) -> None:
-        """End a grant that moves nothing. Its reader is told when it may ask again."""
+        """End a grant that moves nothing. Its reader gets the time after which it may retry."""
         self._tell([grant_id], self._busy())
         lease = self.leases.find(grant_id)
         if lease is not None:
-            log.info("a grant of %s moves nothing: withdrawn", lease.reader)
+            log.info("withdrew an idle grant of %s", lease.reader)
             self.leases.lose(grant_id)
             self._revoke(lease)
 
@@ -317,6 +334,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 exposure.revoke(lease.grant_id)
 
     def document(self, digest: bytes) -> bytes | None:
+        """Return a document of any served model, or None."""
         for served in self.models.values():
             data = served.held.manifest.documents.get(digest)
             if data is not None:
@@ -329,7 +347,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             await context.write(await queue.get())
 
     def _newer(self, request: peer_pb2.OpenRequest) -> int:
-        """The generation that has taken the place of the one asked for; 0: that is the one."""
+        """Return the generation that has replaced the requested one, or 0 if none has."""
         served = self.models.get(request.source_id)
         if served is None:
             return self._gone.get(request.source_id, 0)

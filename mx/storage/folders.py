@@ -1,4 +1,4 @@
-"""Folders by descriptor: nothing here follows a symbolic link or trusts a path twice."""
+"""Opens folders and files by descriptor, without following links or resolving a path twice."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _FILE = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_folder(name: str, parent: int | None = None) -> int:
-    """A descriptor of the folder `name`; the caller closes it.
+    """Return a descriptor of the folder `name`; the caller closes it.
 
     Args:
         name: A path, or one name below `parent`.
         parent: A descriptor of the folder that holds it.
 
     Raises:
-        OSError: It is not there, or not a folder (a link to one is none).
+        OSError: It does not exist, or is not a folder (a link to a folder is not one).
     """
     return os.open(name, _FOLDER, dir_fd=parent)
 
 
 @contextmanager
 def opened(name: str, parent: int | None = None) -> Iterator[int]:
-    """As `open_folder`, closed at the end."""
+    """Give a descriptor as `open_folder` does, and close it at the end of the block."""
     fd = open_folder(name, parent)
     try:
         yield fd
@@ -37,15 +37,15 @@ def opened(name: str, parent: int | None = None) -> Iterator[int]:
 
 
 def open_file(root: int, path: str, flags: int) -> int:
-    """A descriptor of the file `path` below the folder `root`; the caller closes it.
+    """Return a descriptor of the file `path` below the folder `root`; the caller closes it.
 
     Args:
         root: A descriptor of a folder.
-        path: Relative, with forward slashes, as `bad_path` allows it.
-        flags: Of `os.open`; with O_CREAT the folders on the way are made too.
+        path: A relative path with forward slashes that `bad_path` accepts.
+        flags: Flags of `os.open`; with O_CREAT missing folders of `path` are created too.
 
     Raises:
-        OSError: As `os.open`, and where a folder on the way is a link.
+        OSError: As `os.open`; also if a folder of `path` is a link.
     """
     *folders, name = path.split("/")
     at = os.dup(root)
@@ -61,7 +61,7 @@ def open_file(root: int, path: str, flags: int) -> int:
 
 
 def find(name: str, parent: int) -> os.stat_result | None:
-    """What is at `name` below `parent`, a link as itself; None where nothing is."""
+    """Return the status of `name` below `parent`, of a link itself; None if there is nothing."""
     try:
         return os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
@@ -69,13 +69,17 @@ def find(name: str, parent: int) -> os.stat_result | None:
 
 
 def is_at(fd: int, name: str, parent: int) -> bool:
-    """Is the open folder or file `fd` what `name` below `parent` means now?"""
+    """Return True if `name` below `parent` is the open folder or file `fd`."""
     status = find(name, parent)
     return status is not None and os.path.samestat(status, os.fstat(fd))
 
 
 def empty(fd: int, *, ignore_errors: bool = False) -> None:
-    """Remove everything in an open folder. Raises OSError, unless `ignore_errors`."""
+    """Remove everything in the open folder `fd`.
+
+    Raises:
+        OSError: Something can't be removed, unless `ignore_errors`.
+    """
     for name in os.listdir(fd):
         try:
             status = find(name, fd)
@@ -89,13 +93,17 @@ def empty(fd: int, *, ignore_errors: bool = False) -> None:
 
 
 def is_private(status: os.stat_result, parent: int) -> bool:
-    """Does what `status` describes, below `parent`, belong to this user alone?
+    """Return True if only this user may use the file or folder that `status` describes.
 
-    Some file systems show another owner or other modes than they were given (a squashed root,
-    CIFS): then a file that was made just now, known by its descriptor, says what is usual there.
+    Some file systems report another owner or mode than the one that was set (a squashed root,
+    CIFS). In doubt a new file, held by its descriptor, shows what the file system reports.
+
+    Args:
+        status: The status of the file or folder.
+        parent: A descriptor of the folder that holds it.
 
     Raises:
-        OSError: That file could not be made.
+        OSError: The new file can't be created.
     """
     owner, loose = os.geteuid(), stat.S_IMODE(status.st_mode) & 0o077
     if status.st_uid == owner and not loose:
@@ -112,7 +120,7 @@ def is_private(status: os.stat_result, parent: int) -> bool:
 
 
 def others_may_replace(parent: int) -> bool:
-    """May every user rename what is in this folder, whoever made it?"""
+    """Return True if every user may rename every entry of this folder."""
     mode = os.fstat(parent).st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 

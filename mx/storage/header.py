@@ -1,8 +1,8 @@
-"""Reading safetensors headers, strictly: what a file holds and where, without its bytes.
+"""Reads and checks safetensors headers: what a file holds and where, without its bytes.
 
-The safetensors library accepts things that no honest writer makes (duplicate keys, names that
-look like paths, files without tensors); here they are errors that say the file and the place.
-Headers may start tensors anywhere: a misaligned start is ordinary in older files.
+The safetensors library accepts headers that no honest writer makes (duplicate keys, names that
+look like paths, files without tensors). Here they are errors that name the file and the place.
+A tensor may start anywhere: a misaligned start is common in older files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells a file from itself after it was changed."""
+    """Properties of a file that differ after it was changed."""
 
     device: int
     inode: int
@@ -48,14 +48,15 @@ class FileStamp:
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStamp:
+        """Return the stamp of the file with this status."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """One safetensors file. `path` is relative to the checkpoint, `location` where it is read.
+    """One safetensors file. `path` is relative to the checkpoint, `location` is where it is read.
 
-    `tensors` are in file order and cover everything from the header's end to the file's.
+    `tensors` are in file order and cover every byte from the end of the header to that of the file.
     """
 
     path: str
@@ -66,8 +67,17 @@ class TensorFile:
 
 
 def read_tensor_file(location: Path, path: str) -> TensorFile:
-    """Read and check one file's header. Raises CheckpointError (file and place named) or
-    LocalError where the disk fails."""
+    """Read and check one file's header.
+
+    Args:
+        location: Where to read the file.
+        path: Its path relative to the checkpoint.
+
+    Raises:
+        CheckpointError: The header is malformed; the message names the file and the place.
+        ConfigError: This user may not read the file.
+        LocalError: The disk fails.
+    """
     try:
         with open(open_regular(location), "rb") as file:
             status = os.fstat(file.fileno())
@@ -92,9 +102,15 @@ def read_tensor_file(location: Path, path: str) -> TensorFile:
 def parse_header(
     header: bytes, location: Path, file_nbytes: int
 ) -> tuple[dict[str, str] | None, tuple[FileTensor, ...]]:
-    """The metadata and the tensors in file order of a file of `file_nbytes` bytes.
+    """Return the metadata and the tensors of a file, in file order.
 
-    `header` is the JSON without its 8 bytes of length. Raises CheckpointError.
+    Args:
+        header: The JSON, without its 8 bytes of length.
+        location: Names the file in errors.
+        file_nbytes: The length of the file.
+
+    Raises:
+        CheckpointError: The header is malformed.
     """
     entries = _load(header, location)
     metadata = _metadata(entries.pop("__metadata__", None), location)
@@ -118,10 +134,10 @@ def parse_header(
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
-    """Everything before the first tensor's bytes, length included, for tensors in this order.
+    """Return all bytes before the first tensor, length included, for tensors in this order.
 
-    Spelt as the safetensors library spells it, so that a file that it wrote comes out the same
-    bit for bit; padded with spaces to a multiple of 8.
+    The header is spelt as the safetensors library spells it, so that a copy of a file that the
+    library wrote has the same bytes; it is padded with spaces to a multiple of 8.
     """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     offset = 0
@@ -147,7 +163,7 @@ def _load(header: bytes, location: Path) -> dict[str, object]:
         return found
 
     def integer(text: str) -> int:
-        if text.startswith("-"):  # "-0" is no unsigned integer either
+        if text.startswith("-"):  # this refuses "-0" too
             raise ValueError(f"{text[:20]} is negative")
         return int(text)
 

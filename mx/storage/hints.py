@@ -1,4 +1,4 @@
-"""What a path that holds no safetensors checkpoint is, and what its user can name instead."""
+"""Errors for paths without a safetensors checkpoint: what is there, and what to name instead."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from mx.errors import CheckpointError, ConfigError, MxError
 from mx.storage.osfile import open_regular
 from mx.units import MIB
 
-#: How a file begins that git left in the place of a large one.
+#: The first bytes of the pointer that git-LFS leaves in place of a large file.
 LFS_MAGIC = b"version https://git-lfs.github.com/spec/v1\n"
 LFS_HINT = "run `git lfs install` once and `git lfs pull` in the clone, or download the file itself"
 
 _GGUF_MAGIC = b"GGUF"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _SHARDS_HINT = "name the folder that holds the .safetensors files themselves"
-#: Of many folders, files or snapshots only so many are named.
+#: The most folders, files or snapshots that one hint names.
 _MOST_NAMED = 6
 
 
 def lfs_pointer(location: Path | str) -> CheckpointError:
-    """The error for a file that is only git-LFS's pointer to the real one."""
+    """Return the error for a file that is only git-LFS's pointer to the real one."""
     return CheckpointError(
         f"{location} is a git-LFS pointer: the real file has not been downloaded", hint=LFS_HINT
     )
 
 
 def no_checkpoint_file(path: Path) -> MxError:
-    """The error for a file that is not called a safetensors file. Raises OSError."""
+    """Return the error for a file whose name is not that of a safetensors file.
+
+    Raises OSError.
+    """
     with open(path, "rb") as file:
         begins = file.read(len(LFS_MAGIC))
     if begins == LFS_MAGIC:
@@ -84,7 +87,7 @@ def no_checkpoint_folder(root: Path) -> ConfigError:
 
 
 def _cached(root: Path) -> ConfigError:
-    """For Hugging Face's cache: of one repository, with its snapshots, or of all."""
+    """Return the error for Hugging Face's cache, or for one repository in it."""
     snapshots = root / "snapshots"
     if not snapshots.is_dir():
         found = sorted(
@@ -104,7 +107,7 @@ def _cached(root: Path) -> ConfigError:
                 message, hint=f"name {found[0]} (its main), or {_several(found[1:])}"
             )
     if not found:
-        return ConfigError(message, hint="and there is none: download the model first")
+        return ConfigError(message, hint="it has no snapshot: download the model first")
     return ConfigError(message, hint=f"name {_several(found)}")
 
 
@@ -124,7 +127,7 @@ def _gguf(path: Path) -> ConfigError:
 
 
 def _pickled(path: Path, folder: Path) -> ConfigError:
-    """Return the error for `path`, a pickled file in `folder`, or that folder."""
+    """Return the error for a pickled file `path` in `folder`, or for that folder."""
     convert = (
         "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
     )
@@ -139,7 +142,7 @@ def _pickled(path: Path, folder: Path) -> ConfigError:
 
 
 def _architecture(folder: Path) -> str:
-    """The class that transformers saves this model with."""
+    """Return the name of the class that transformers saves this model with."""
     try:
         with open(open_regular(folder / "config.json"), "rb") as file:
             found = read_json(file.read(MIB), "config").get("architectures")

@@ -1,8 +1,8 @@
-"""What of an output is on disk: a file of short lines that is only appended to.
+"""The journal of an output: an append-only file of short lines that says what is on disk.
 
-A line says that a layer was written, and is written after that layer was made durable; the first
-says of what. Each begins with its own checksum, so that one that was torn by a crash is as good as
-none. Nothing in it is more than a hint where to look: who goes on from it hashes what it finds.
+The first line names the manifest. Each later one names a layer and is appended after that layer
+was made durable. A line begins with its checksum, so that a line torn by a crash is ignored. The
+journal is only a hint: a pull that resumes from it hashes the layers that it finds.
 """
 
 from __future__ import annotations
@@ -21,27 +21,40 @@ import xxhash
 from mx.core.types import ManifestRef
 
 _LAYER = b"layer "
-#: A line is its 16 digits of checksum, a space, and at most so much text.
+#: The most text of a line, after 16 digits of checksum and a space.
 _MOST_TEXT_BYTES = 512
 _MOST_DIGITS = 9
-#: Between two syncs is this many times what the first of them took.
+#: The pause between two syncs, as a multiple of the time that the first one took.
 SPARING = 4.0
 
 log = logging.getLogger(__name__)
 
 
 def heading(ref: ManifestRef) -> bytes:
-    """What the first line says of a manifest: other weights, places, chunks or files, another
-    heading."""
+    """Return the first line of a journal of this manifest.
+
+    It differs for other weights, places, chunks or files.
+    """
     return b" ".join([b"mx-journal 1", *(digest.hex().encode() for digest in ref.digests)])
 
 
 def read(
     path: Path | str, ref: ManifestRef, layers: int, *, folder: int | None = None
 ) -> set[int] | None:
-    """The layers that a journal of this manifest names, of `layers`. None where there is none, or
-    it is of something else. Whatever else is in it is passed over. `folder` is a descriptor that
-    `path` is relative to. Raises OSError."""
+    """Return the layers that a journal names, ignoring lines that are damaged.
+
+    Args:
+        path: The journal.
+        ref: The manifest that it has to be of.
+        layers: How many layers the manifest has.
+        folder: A descriptor of the folder that `path` is relative to.
+
+    Returns:
+        The indices of the layers; None if there is no journal, or it is of another manifest.
+
+    Raises:
+        OSError: The journal can't be read.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, dir_fd=folder)
@@ -53,7 +66,7 @@ def read(
         os.close(fd)
         return None
     with open(fd, "rb") as file:
-        # A layer may be named again and again; nobody needs more than this of it.
+        # Layers may be named repeatedly; an honest journal is not longer than this.
         data = file.read((layers + 64) * _MOST_TEXT_BYTES)
     texts = [text for line in data.split(b"\n")[:-1] if (text := _text(line)) is not None]
     if not texts or texts[0] != heading(ref):
@@ -78,8 +91,11 @@ def _checksum(text: bytes) -> bytes:
 
 
 class Journal:
-    """One to append to, begun if it is not there; `path` as for `read`. `close` it. Raises
-    OSError."""
+    """A journal to append to; `close` it.
+
+    `path`, `ref` and `folder` are as for `read`; `new` creates the file, which must not exist yet.
+    Raises OSError.
+    """
 
     def __init__(
         self, path: Path | str, ref: ManifestRef, *, new: bool, folder: int | None = None
@@ -89,14 +105,14 @@ class Journal:
             path, flags | (os.O_CREAT | os.O_EXCL if new else 0), 0o666, dir_fd=folder
         )
         try:
-            # What was torn off ends here, and the next line is whole.
+            # A newline ends a line that a crash tore, so that the next line is whole.
             self._append([heading(ref)] if new else [], before=b"" if new else b"\n")
         except BaseException:
             self.close()
             raise
 
     def add(self, layers: Iterable[int]) -> None:
-        """These are on disk."""
+        """Record durably that these layers are on disk. Raises OSError."""
         self._append([_LAYER + b"%d" % layer for layer in layers])
 
     def _append(self, texts: Iterable[bytes], before: bytes = b"") -> None:
@@ -106,16 +122,19 @@ class Journal:
         os.fdatasync(self._fd)
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class Records:
-    """Makes layers durable and puts them down in a journal: a new one, unless there are layers that
-    one claims already. `layers` are those that are in it and were not found wrong. From any thread.
-    Keeps syncing to a small part of the time: what is not recorded when the process dies is pulled
-    again, and no more. `close` it."""
+    """Makes layers durable and records them in a journal; thread-safe; `close` it.
+
+    The journal is new unless one claims layers already. `layers` are those that it names and that
+    were not found wrong. Syncing takes only a small part of the time: layers that are not recorded
+    when the process dies are pulled again.
+    """
 
     def __init__(
         self,
@@ -129,15 +148,22 @@ class Records:
         self._journal: Journal | None = None
         try:
             self._journal = Journal(path, ref, new=not self.layers, folder=folder)
-        except OSError as error:  # only the next run, if there is one, is the poorer for it
-            log.warning("what is written is not recorded: %s", error)
+        except OSError as error:  # this run goes on; only a later one has less to resume from
+            log.warning("written layers are not recorded for a later run: %s", error)
         self._lock = threading.Lock()
         self._unsynced: dict[int, set[int]] = {}  # layer -> descriptors
         self._next_s = 0.0
 
     def wrote(self, layer: int, fds: set[int]) -> None:
-        """A layer was written to these descriptors, which are open until `close`. Raises OSError
-        if it can't be made durable."""
+        """Record a layer that was written.
+
+        Args:
+            layer: The layer's index.
+            fds: Descriptors of the files that it was written to; they stay open until `close`.
+
+        Raises:
+            OSError: The layer can't be made durable.
+        """
         with self._lock:
             self._unsynced[layer] = fds
             began_s = time.monotonic()
@@ -155,19 +181,19 @@ class Records:
         try:
             self._journal.add(batch)
         except OSError as error:  # as above
-            log.warning("what is written is not recorded: %s", error)
+            log.warning("written layers are not recorded for a later run: %s", error)
             self._journal.close()
             self._journal = None
         else:
             self.layers.update(batch)
 
     def close(self) -> None:
-        """Record what was written. Idempotent."""
+        """Record the layers that were written, and close the journal. Idempotent."""
         with self._lock:
             try:
                 self._sync()
             except OSError as error:
-                log.warning("what was written last is not kept: %s", error)
+                log.warning("the last layers are not recorded for a later run: %s", error)
             if self._journal is not None:
                 self._journal.close()
                 self._journal = None

@@ -16,12 +16,11 @@ class Landing:
     """Hashes pieces of tensors where they land. Thread-safe; hashing runs outside the lock.
 
     `arena` is the destination, a writable or read-only byte view of at least
-    `layout.arena_nbytes`, which is only read from, and only where bytes have landed. A tensor's
-    blake3 has to see its bytes in order: whoever lands the next ones hashes them, and then all
-    that landed behind them meanwhile, so that no thread ever waits for another. A 1 MiB block is
-    hashed by the thread that lands its last byte. `on_layer` hears of each layer that has landed
-    and been hashed, of which nothing is looked at in `arena` from then on, by the thread that
-    hashed the last of it.
+    `layout.arena_nbytes`, which is only read from, and only where bytes have landed. The blake3 of
+    a tensor needs its bytes in order: the thread that lands the next bytes hashes them, and then
+    all that landed behind them meanwhile, so that no thread waits for another. The thread that
+    lands the last byte of a 1 MiB block hashes the block. The thread that finishes a layer calls
+    `on_layer` with its index; the layer's bytes in `arena` are not read afterwards.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Landing:
             self._missing.append(missing)
 
     def landed(self, index: int, offset: int, nbytes: int) -> None:
-        """Bytes [offset, offset + nbytes) of the layout's tensor `index` are in place.
+        """Hash bytes [offset, offset + nbytes) of the layout's tensor `index`, now in place.
 
         Each byte is announced once; `nbytes` is positive.
         """
@@ -71,7 +70,7 @@ class Landing:
         self._hash_tensor(index, offset, nbytes)
 
     def chunk_digests(self) -> bytes:
-        """All chunks' digests, in order. Raises ValueError if something has not landed."""
+        """Return the digests of all chunks, in order. Raises ValueError if bytes are missing."""
         blocks_per_chunk = self._chunk_nbytes // BLOCK_BYTES
         digests = []
         for blocks in self._blocks:
@@ -128,8 +127,8 @@ class Landing:
                 return
 
     def _tensor_done(self, layer: int) -> None:
-        # Whoever lands a block's last byte hashes the block first and the tensors' part of it
-        # next, so that with the last tensor all blocks are done too.
+        # A thread hashes complete blocks before it hashes their tensors, so that all blocks are
+        # done when the last tensor is.
         with self._lock:
             self._tensors_left[layer] -= 1
             over = not self._tensors_left[layer]
@@ -138,7 +137,7 @@ class Landing:
 
 
 class _Pending:
-    """A tensor that lands in several pieces: how far it is hashed, and what waits behind that."""
+    """A tensor that lands in several pieces: the bytes hashed, and the pieces behind them."""
 
     __slots__ = ("busy", "hashed", "landed", "state")
 
@@ -150,7 +149,7 @@ class _Pending:
 
 
 def _blocks(offset: int, nbytes: int) -> list[tuple[int, int, int]]:
-    """The blocks that a range of layer space touches: [(block, offset of the part, its bytes)]."""
+    """Return the blocks that a range of layer space touches, as (block, offset, bytes)."""
     found = []
     end = offset + nbytes
     while offset < end:

@@ -1,4 +1,4 @@
-"""A checkpoint from disk into an arena: layout, one hashed read, manifest."""
+"""Loads a checkpoint from disk into an arena: layout, one hashed read, manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mx.transport import Span, host_view
 
 
 class FillableArena(Protocol):
-    """What `mx.memory` makes: host memory, or a GPU's with a way to fill it."""
+    """An arena of `mx.memory`: host memory, or GPU memory that can be filled from the host."""
 
     @property
     def view(self) -> Span: ...
@@ -30,8 +30,11 @@ A = TypeVar("A", bound=FillableArena)
 def destination(
     arena: FillableArena, layout: Layout
 ) -> Iterator[tuple[memoryview, Callable[[int], None] | None]]:
-    """Host memory to fill `arena` through, and what wants to hear of complete layers: the arena
-    itself and nobody, or a window whose layers go to the GPU one by one."""
+    """Give the host memory to fill an arena through, for the length of the block.
+
+    For host memory it is the arena itself, and None. For GPU memory it is a window, and a function
+    to call with the index of each complete layer, which copies that layer to the GPU.
+    """
     if not isinstance(arena, DeviceArena):
         yield host_view(arena.view), None
         return
@@ -53,11 +56,25 @@ def load_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[Manifest, A]:
-    """Read `path` once into the arena that `arena_of(nbytes)` makes, hashing on the way.
+    """Read a checkpoint once into a new arena, hashing it on the way.
 
-    `progress` is told (bytes so far, bytes in all) from reader threads. The caller owns the
-    arena. Raises CheckpointError for what is malformed, CapacityError before anything is
-    allocated where memory is short, LocalError where the disk fails.
+    Args:
+        path: A safetensors file, or a folder.
+        arena_of: Makes the arena, given its length in bytes.
+        chunk_nbytes: The chunk size of the manifest.
+        threads: How many threads read.
+        progress: Called with (bytes so far, bytes in total), from reader threads.
+        cancelled: Called while reading; returning True stops it.
+
+    Returns:
+        The manifest and the arena, which the caller owns.
+
+    Raises:
+        CheckpointError: The checkpoint is malformed.
+        ConfigError: There is no checkpoint at `path`, or this user may not read it.
+        CapacityError: There is too little memory; raised before any is allocated.
+        LocalError: The disk fails.
+        ClosedError: `cancelled` returned True.
     """
     checkpoint = open_checkpoint(path)
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)

@@ -1,4 +1,4 @@
-"""What a checkpoint is called where nobody names it."""
+"""Names checkpoints that the user gives no name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 _SUFFIXES = (".safetensors.index.json", ".safetensors")
-#: File names that say nothing of the model: the folder does.
+#: File names that say nothing about the model; the name of the folder does.
 _ORDINARY = ("model", "diffusion_pytorch_model")
 _CACHED = re.compile(r"models--(.+)")
 
@@ -18,8 +18,8 @@ def model_name_of(checkpoint: Path) -> str:
         checkpoint: A safetensors file, its index, or a folder of them. It need not exist.
 
     Returns:
-        The folder's name, the file's without its suffix, or ORG/NAME for a snapshot in a Hugging
-        Face cache; "" where there is none, as of "/".
+        The name of the folder, or of the file without its suffix, or ORG/NAME for a snapshot in a
+        Hugging Face cache; "" for a path without a name, such as "/".
     """
     path = checkpoint.absolute()
     for suffix in _SUFFIXES:

@@ -1,4 +1,4 @@
-"""Opening checkpoint files, and what the system's errors on them mean for the user."""
+"""Opens checkpoint files and turns the system's errors into errors for the user."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from mx.errors import (
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """A descriptor of a regular file, opened for reading; the caller closes it.
+    """Open a regular file for reading and return its descriptor; the caller closes it.
 
-    Raises CheckpointError for pipes, devices and folders (without waiting for a pipe's writer),
-    OSError where the open fails.
+    Args:
+        path: The file.
+        flags: Further flags of `os.open`.
+
+    Raises:
+        CheckpointError: It is a pipe, a device or a folder; a pipe's writer is not waited for.
+        OSError: The open fails.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -31,24 +36,24 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def shown(text: str) -> str:
-    """Text from a file as an error shows it: quoted, escaped, not endless."""
+    """Return text from a file for an error message: quoted, escaped and shortened."""
     return repr(text if len(text) <= 120 else text[:117] + "...")
 
 
 def read_error(error: OSError, path: Path) -> MxError:
-    """The typed error for a failed open or read of a checkpoint's file."""
+    """Return the typed error for a failed open or read of a checkpoint's file."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
         hint = "a shard is missing or a link is broken: download the checkpoint again"
         return CheckpointError(f"{path} is not there", hint=hint)
     if error.errno in (errno.EACCES, errno.EPERM):
-        return ConfigError(f"{path} may not be read by this user", hint="check its permissions")
+        return ConfigError(f"this user may not read {path}", hint="check its permissions")
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return LocalError(f"{path}: too many open files", hint="raise the limit: ulimit -n")
     return LocalError(f"{path} could not be read: {error.strerror}", hint="check the disk")
 
 
 def write_error(error: OSError, path: Path) -> MxError:
-    """The typed error for a failed create or write of an output file."""
+    """Return the typed error for a failed create or write of an output file."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CapacityError(f"{path}: {error.strerror}", hint="free space or name another `out`")
     hint = "choose an `out` on a disk that works"

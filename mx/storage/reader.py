@@ -1,9 +1,9 @@
-"""Filling an arena: each file read once, its bytes hashed as they land in layer space.
+"""Fills an arena: reads each file once and hashes its bytes as they land in layer space.
 
-Files are read with O_DIRECT, so that a model does not pass through (and out of) the page cache,
-by a few threads with one aligned buffer each; tensors start anywhere in their files, so bytes
-are copied from there to their places. Where a file's and the arena's alignment happen to agree,
-and where the file system refuses O_DIRECT, they are read into place without the buffer.
+A few threads, each with an aligned buffer, read the files with O_DIRECT, so that a model does not
+displace the page cache. Tensors start anywhere in their files, so bytes are copied from the buffer
+to their places. Bytes are read into place without the buffer where the alignment of file and arena
+agrees, and where the file system refuses O_DIRECT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COPY_THREADS = 2
 
 @dataclass(frozen=True)
 class Filled:
-    """What was computed while an arena was filled.
+    """The digests that were computed while an arena was filled.
 
     `tensor_digests` has the 32-byte blake3 of each tensor, `chunk_digests` 16 bytes for each
     chunk, in order.
@@ -51,17 +51,29 @@ def fill(
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
 ) -> Filled:
-    """Read every tensor of `checkpoint` to its place in `destination`, hashing on the way.
+    """Read every tensor of a checkpoint to its place in `destination`, hashing it on the way.
 
-    `destination` is a writable view of at least `layout.arena_nbytes` bytes; nothing refers to
-    it any more once this returns or raises. `progress` is told the bytes landed so far, from the
-    reader threads, one call at a time; `on_layer` of each layer that is complete and will not be
-    looked at again in `destination`. Padding is not written. Apart from `destination`, memory
-    is at most 16 MiB of buffers and some hundred bytes per tensor.
+    Padding is not written. Apart from `destination` this needs at most 16 MiB of buffers and some
+    hundred bytes per tensor. All threads have ended when it returns or raises.
 
-    Raises CheckpointError if a file shrank or changed since it was opened, LocalError where the
-    disk fails, ClosedError soon after `cancelled()` has become true. All threads have ended by
-    then.
+    Args:
+        checkpoint: The checkpoint.
+        layout: Where its tensors go.
+        destination: A writable view of at least `layout.arena_nbytes` bytes; nothing refers to it
+            once this returns or raises.
+        chunk_nbytes: The chunk size of the digests.
+        threads: How many threads read.
+        progress: Called with the bytes landed so far, from the reader threads, one call at a time.
+        cancelled: Called while reading; returning True stops it soon.
+        on_layer: Called with each complete layer, whose bytes in `destination` are not read again.
+
+    Returns:
+        The digests.
+
+    Raises:
+        CheckpointError: A file shrank or changed since it was opened.
+        LocalError: The disk fails.
+        ClosedError: `cancelled` returned True.
     """
     threads = max(1, threads)
     span_nbytes = min(SPAN_BYTES, RING_BYTES // threads) // DIRECT_ALIGNMENT_BYTES
@@ -105,9 +117,18 @@ def fill_from_tensors(
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
 ) -> Filled:
-    """As `fill`, from memory: `tensors` are contiguous byte views by name, none changed meanwhile.
+    """Copy tensors from memory to their places in `destination`, hashing them on the way.
 
-    Raises ValueError if one is missing or of another size, ClosedError when cancelled.
+    Args:
+        tensors: Contiguous byte views by name, which must not change meanwhile. The other
+            arguments are those of `fill`.
+
+    Returns:
+        The digests.
+
+    Raises:
+        ValueError: A tensor is missing or has another size than the layout's.
+        ClosedError: `cancelled` returned True.
     """
     for tensor in layout.tensors:
         if tensor.name not in tensors or tensors[tensor.name].nbytes != tensor.nbytes:
@@ -142,7 +163,7 @@ def fill_from_tensors(
 
 
 class _Job:
-    """The threads of one filling, and what they share."""
+    """The threads that fill one arena, and the state that they share."""
 
     def __init__(
         self,
@@ -163,11 +184,13 @@ class _Job:
         self._was_cancelled = False
 
     def goes_on(self) -> bool:
+        """Return True while threads should go on reading."""
         if not self._stop and self._cancelled():
             self._stop = self._was_cancelled = True
         return not self._stop
 
     def landed(self, index: int, offset: int, nbytes: int) -> None:
+        """Hash bytes of a tensor that are in place, and report progress."""
         self._landing.landed(index, offset, nbytes)
         if self._progress is not None:
             with self._lock:
@@ -175,7 +198,7 @@ class _Job:
                 self._progress(self._done_nbytes)
 
     def run(self, work: Callable[[], None], threads: int) -> None:
-        """Run `work` on each of `threads` threads; the first error stops and ends all."""
+        """Run `work` on each of `threads` threads; the first error stops them all and is raised."""
 
         def guarded() -> None:
             try:
@@ -188,13 +211,14 @@ class _Job:
             try:
                 for future in [pool.submit(guarded) for _ in range(threads)]:
                     future.result()
-            except BaseException:  # an interrupt of this thread included: end the others first
+            except BaseException:  # also an interrupt of this thread: the others end first
                 self._stop = True
                 raise
         if self._was_cancelled:
             raise ClosedError("reading was cancelled")
 
     def filled(self) -> Filled:
+        """Return the digests, once everything has landed."""
         digests = self._landing.tensor_digests
         names = (tensor.name for tensor in self._layout.tensors)
         chunk_digests = self._landing.chunk_digests()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which files make one up, and that they agree with each other."""
+"""Finds the files that make up a checkpoint on disk, and checks that they agree."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mx.storage.hints import LFS_MAGIC, lfs_pointer, no_checkpoint_file, no_chec
 from mx.storage.osfile import open_regular, read_error, shown
 from mx.storage.side_files import read_side_files
 
-# What transformers and diffusers look for, in their order; other files beside these (a second
-# precision, an adapter) are not part of the checkpoint.
+# The files that transformers and diffusers look for, in their order; other files beside these (a
+# second precision, an adapter) are not part of the checkpoint.
 _USUAL = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -31,10 +31,10 @@ _USUAL = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose headers were read and checked; its bytes have not been.
+    """A checkpoint whose headers, but not yet its tensors, were read and checked.
 
-    `side_documents` are the side files' bytes by digest. `left_out` names the files that will not
-    travel, and why.
+    `side_documents` are the side files' bytes by digest. `left_out` has, by name, the files that
+    are not transferred, with the reason.
     """
 
     root: Path
@@ -53,10 +53,17 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Find and check the safetensors files at `path`: one file, or a folder of them.
 
-    A folder is read as transformers or diffusers would: `model.safetensors`, else the shards of
-    an index, else all of its safetensors files. A single file comes without side files. Raises
-    ConfigError if there is nothing of the kind at `path`, CheckpointError (file and place named)
-    for whatever is malformed, missing or contradictory, LocalError where the disk fails.
+    A folder is read as transformers or diffusers read it: `model.safetensors`, else the shards of
+    an index, else all of its safetensors files. A single file has no side files.
+
+    Args:
+        path: A safetensors file, or a folder.
+
+    Raises:
+        ConfigError: There is no such file at `path`, or this user may not read it.
+        CheckpointError: A file is malformed, missing or contradicts another; the message names
+            the file and the place.
+        LocalError: The disk fails.
     """
     if path.is_dir():
         try:
@@ -74,7 +81,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 raise read_error(error, path) from error
         shards, index_path = [path.name], None
     else:
-        raise ConfigError(f"{path} is not there", hint="name a checkpoint's folder or file")
+        raise ConfigError(f"{path} is not there", hint="name the folder or file of a checkpoint")
     root = path if path.is_dir() else path.parent
     reason = next(filter(None, map(bad_path, shards)), None) or bad_path_set(shards)
     if reason is not None:
@@ -100,7 +107,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _find_shards(root: Path) -> tuple[list[str], str | None]:
-    """The tensor files' paths below `root`, in order, and the index that names them, if any."""
+    """Return the tensor files' paths below `root`, in order, and the index that names them."""
     names = sorted((e.name for e in os.scandir(root) if e.name[0] != "."), key=natural_key)
     chosen = next((name for name in _USUAL if name in names), None)
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -123,7 +130,7 @@ def _find_shards(root: Path) -> tuple[list[str], str | None]:
 
 
 def _read_index(location: Path) -> dict[str, str]:
-    """The weight map of an index: tensor name -> shard path. Raises CheckpointError."""
+    """Return the weight map of an index: tensor name -> shard path. Raises CheckpointError."""
     try:
         with open(open_regular(location), "rb") as file:
             data = file.read(MAX_HEADER_BYTES + 1)
@@ -133,7 +140,16 @@ def _read_index(location: Path) -> dict[str, str]:
 
 
 def weight_map(data: bytes, location: str) -> dict[str, str]:
-    """The weight map in an index's bytes, its paths checked. Raises CheckpointError."""
+    """Return the weight map of an index, with its paths checked.
+
+    Args:
+        data: The bytes of the index.
+        location: Names the index in errors.
+
+    Raises:
+        CheckpointError: The index is malformed, names a path that is not allowed, or is a git-LFS
+            pointer.
+    """
     if data.startswith(LFS_MAGIC):
         raise lfs_pointer(location)
     try:
@@ -154,7 +170,7 @@ def weight_map(data: bytes, location: str) -> dict[str, str]:
 
 
 def _check_index(location: Path, files: Iterable[TensorFile], shard_of: dict[str, str]) -> None:
-    """Each tensor is where the index says, and none is elsewhere or unmentioned."""
+    """Raise CheckpointError unless index and files name the same tensors in the same shards."""
     hint = "index and shards are from different checkpoints: download both again"
     there = {tensor.spec.name: file.path for file in files for tensor in file.tensors}
     tied = {(file.path, key) for file in files for key in (file.metadata or {})}
@@ -174,14 +190,17 @@ def _owners(files: Iterable[TensorFile]) -> dict[str, TensorFile]:
             if other is not file:
                 raise CheckpointError(
                     f"tensor {shown(tensor.spec.name)} is in {other.path} and in {file.path}",
-                    hint="two models share the folder: name one file, or part them",
+                    hint="two models share the folder: name one file, or move one model elsewhere",
                 )
     return owners
 
 
 def _ties(files: Iterable[TensorFile], owners: dict[str, TensorFile]) -> tuple[Alias, ...]:
-    """Aliases from metadata: safetensors.torch.save_model names there, for each tensor that it
-    dropped because it shares another's memory, the one that it kept."""
+    """Return the aliases that the files' metadata names.
+
+    safetensors.torch.save_model keeps one of several tensors that share memory, and names it in the
+    metadata for each tensor that it drops.
+    """
     found: dict[str, Alias] = {}
     for file in files:
         if not file.metadata:
@@ -189,7 +208,7 @@ def _ties(files: Iterable[TensorFile], owners: dict[str, TensorFile]) -> tuple[A
         specs = {tensor.spec.name: tensor.spec for tensor in file.tensors}
         for name, target in file.metadata.items():
             spec = specs.get(target)
-            # "format" is every writer's own entry, even where a tensor is called "pt".
+            # Every writer adds an entry "format", which is no tie even if a tensor is named "pt".
             if spec is None or name in owners or name == "format":
                 continue
             reason = "comes from two files" if name in found else bad_tensor_name(name)

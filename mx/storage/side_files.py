@@ -1,4 +1,4 @@
-"""The JSON, text and tokenizer files that travel along with a checkpoint's tensors."""
+"""Reads the JSON, text and tokenizer files that are transferred with a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.osfile import open_regular, read_error
 from mx.units import format_bytes
 
-#: Folders below the checkpoint's that are looked into (sentence-transformers: 1_Pooling/).
+#: How many levels of folders are searched (sentence-transformers have 1_Pooling/).
 _MAX_DEPTH = 3
 _MAX_ENTRIES = 10_000
 
@@ -29,11 +29,19 @@ _MAX_ENTRIES = 10_000
 def read_side_files(
     root: Path, index_path: str | None, taken: Collection[str]
 ) -> tuple[tuple[SideFile, ...], dict[bytes, bytes], dict[str, str]]:
-    """Read what may travel: (files by path, their bytes by digest, what was left out and why).
+    """Read the files below `root` that may be transferred.
 
-    `index_path` is the shard index in use, the only one that is carried; `taken` are the paths
-    of the tensor files. Raises LocalError, ConfigError or CheckpointError where a file that may
-    travel cannot be read.
+    Args:
+        root: The checkpoint's folder.
+        index_path: The shard index in use, the only index that is transferred.
+        taken: The paths of the tensor files.
+
+    Returns:
+        The files by path, their bytes by digest, and the reasons why others are left out.
+
+    Raises:
+        LocalError, ConfigError, CheckpointError: A file that may be transferred can't be read.
+        OSError: A folder can't be listed.
     """
     found: list[SideFile] = []
     documents: dict[bytes, bytes] = {}
@@ -42,7 +50,7 @@ def read_side_files(
     for path, location in _walk(root, left_out):
         reason = bad_side_path(path)
         if reason is None and path.endswith(".index.json") and path != index_path:
-            reason = "is an index of files that do not travel"
+            reason = "is an index of files that are not transferred"
         if reason is None and len(found) == MAX_SIDE_FILES:
             reason = f"comes after the first {MAX_SIDE_FILES}"
         data = b""
@@ -59,7 +67,7 @@ def read_side_files(
                     raise lfs_pointer(location)
                 reason = bad_side_content(path, data)
         if reason is None and bad_path_set([*taken, *(s.path for s in found), path]) is not None:
-            reason = "has the name of another but for upper and lower case"
+            reason = "has another file's name, except for upper and lower case"
         if reason is not None:
             if not path.endswith(TENSOR_SUFFIX) and not path.startswith("."):
                 left_out[path] = reason
@@ -72,7 +80,7 @@ def read_side_files(
 
 
 def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
-    """Each file below `root` as (relative path, where to read it), in a fixed order."""
+    """Yield each file below `root` as (relative path, where to read it), in a fixed order."""
     base = Path(os.path.realpath(root))
     folders = [("", 0)]
     entries_left = _MAX_ENTRIES
@@ -103,12 +111,12 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
 
 
 def _may_follow(base: Path, location: Path) -> bool:
-    """Whether a link from the checkpoint's folder may be read through.
+    """Return True if a link from the checkpoint's folder to `location` may be followed.
 
-    A folder from a stranger could link config.json to a private key, and serving would then
-    publish it, so links that leave the folder are left out. Hugging Face's cache is the exception:
-    there a snapshot is nothing but links into the blobs folder of the same repository, which
-    holds only what was downloaded for it.
+    A folder from a stranger could link config.json to a private key, which serving would publish,
+    so links that leave the folder are left out. Hugging Face's cache is the exception: a snapshot
+    there has only links into the blobs folder of the same repository, which holds only files that
+    were downloaded for it.
     """
     if location.is_relative_to(base):
         return True

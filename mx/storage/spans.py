@@ -1,4 +1,4 @@
-"""Reading spans of one safetensors file to where their tensors lie in an arena."""
+"""Reads spans of one safetensors file to the places of their tensors in an arena."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mx.storage.header import FileStamp, TensorFile
 from mx.storage.osfile import open_regular, read_error
 from mx.units import align_up
 
-#: O_DIRECT's alignment of offsets, lengths and addresses: enough for every disk.
+#: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
 DIRECT_ALIGNMENT_BYTES = 4096
-#: Views given to one preadv (the system's limit is 1024).
+#: The most views of one preadv (the system's limit is 1024).
 _MAX_VIEWS = 512
 
 
@@ -27,7 +27,7 @@ _MAX_VIEWS = 512
 class SpanPiece:
     """Bytes [offset, offset + nbytes) of the layout's tensor `index`.
 
-    They stand at `position` in the file and belong at `place` in the arena.
+    They are at `position` in the file and belong at `place` in the arena.
     """
 
     index: int
@@ -41,8 +41,11 @@ class SpanReader:
     """One open file. `read` is thread-safe; `close` it when no read is running.
 
     `index_of` maps names to indices of the layout's tensors. `arena` is borrowed until `close`.
-    Raises CheckpointError if the file is no longer what it was when its header was read, or
-    cannot be opened; LocalError where the disk fails.
+
+    Raises:
+        CheckpointError: The file is gone, or changed since its header was read.
+        ConfigError: This user may not read the file.
+        LocalError: The disk fails.
     """
 
     def __init__(
@@ -73,8 +76,12 @@ class SpanReader:
             raise
 
     def spans(self, span_nbytes: int) -> Iterator[tuple[int, int]]:
-        """The tensors' part of the file in [start, end) ranges, cut at multiples of `span_nbytes`
-        (itself one of `DIRECT_ALIGNMENT_BYTES`), so that none but the ends are misaligned."""
+        """Yield the tensors' part of the file as [start, end) ranges.
+
+        Args:
+            span_nbytes: Ranges end at multiples of it, so that only the first start and the last
+                end are misaligned; itself a multiple of `DIRECT_ALIGNMENT_BYTES`.
+        """
         if not self._tensors:
             return
         start, end = self._begins[0], self._file.stamp.nbytes
@@ -84,10 +91,18 @@ class SpanReader:
             start = cut
 
     def read(self, span: tuple[int, int], buffer: memoryview) -> list[SpanPiece]:
-        """Read a span and put its bytes in place; returns what landed.
+        """Read a span and put its bytes in place.
 
-        `buffer` is this thread's own, page-aligned, and as long as a span. Raises CheckpointError
-        if the file has become too short, LocalError where the disk fails.
+        Args:
+            span: A range that `spans` yielded.
+            buffer: Memory of this thread's own, page-aligned, and as long as a span.
+
+        Returns:
+            The pieces that landed.
+
+        Raises:
+            CheckpointError: The file has become too short.
+            LocalError: The disk fails.
         """
         start, end = span
         pieces = list(self._pieces(start, end))
@@ -107,7 +122,7 @@ class SpanReader:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise read_error(error, self._file.location) from error
-            # Some file systems open with O_DIRECT and then want another alignment.
+            # Some file systems allow O_DIRECT but require another alignment.
             self._read_into_place(pieces)
             return pieces
         for piece in pieces:
@@ -120,14 +135,15 @@ class SpanReader:
         return pieces
 
     def check_unchanged(self) -> None:
-        """Raises CheckpointError if the file differs from when its header was read."""
+        """Raise CheckpointError if the file changed since its header was read."""
         if FileStamp.of(os.fstat(self._fd)) != self._file.stamp:
             raise CheckpointError(
                 f"{self._file.location} changed while it was read",
-                hint="wait until whoever writes it is done, then try again",
+                hint="wait until it is completely written, then try again",
             )
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         for fd in (self._fd, self._direct_fd):
             if fd >= 0:
                 os.close(fd)
@@ -144,12 +160,12 @@ class SpanReader:
             yield SpanPiece(index, offset, high - low, low, place + offset)
 
     def _fits(self, piece: SpanPiece) -> bool:
-        """Whether O_DIRECT can read this piece into place: file and memory agree."""
+        """Return True if O_DIRECT can read this piece into place, as both are aligned."""
         address = self._address + piece.place
         return not (piece.position | piece.nbytes | address) % DIRECT_ALIGNMENT_BYTES
 
     def _read_into_place(self, pieces: list[SpanPiece]) -> None:
-        # One tensor follows the other in the file, so one call scatters many.
+        # Tensors follow one another in the file, so one call reads many of them.
         for first in range(0, len(pieces), _MAX_VIEWS):
             group = pieces[first : first + _MAX_VIEWS]
             with ExitStack() as stack:
@@ -164,7 +180,7 @@ class SpanReader:
     def _read_exactly(
         self, fd: int, views: Sequence[memoryview], position: int, *, needed: int | None = None
     ) -> None:
-        """Fill `views`, or at least their first `needed` bytes. Raises OSError as preadv does."""
+        """Fill `views`, or at least their first `needed` bytes. Raises OSError, CheckpointError."""
         total = sum(view.nbytes for view in views)
         needed = total if needed is None else needed
         done = 0
@@ -173,7 +189,7 @@ class SpanReader:
                 got = os.preadv(fd, _rest(views, done, stack), position + done)
             done += got
             if got and done < needed and fd == self._direct_fd:
-                # Only aligned reads can go on, so read the last, partial page again.
+                # Later reads have to be aligned, so read the last, partial page again.
                 got -= done % DIRECT_ALIGNMENT_BYTES
                 done -= done % DIRECT_ALIGNMENT_BYTES
             if got <= 0:
@@ -199,7 +215,7 @@ def _open_direct(file: TensorFile) -> int:
 
 
 def _rest(views: Sequence[memoryview], done: int, stack: ExitStack) -> list[memoryview]:
-    """What of `views` follows their first `done` bytes."""
+    """Return the parts of `views` after their first `done` bytes."""
     if not done:
         return list(views)
     rest = []

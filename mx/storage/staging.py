@@ -1,4 +1,4 @@
-"""A folder that is filled beside its final place and appears there whole, or not at all."""
+"""Fills a folder beside its final place, and renames it there whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mx.units import format_bytes
 _SUFFIX = ".mx-partial"
 _FILES = "files"
 JOURNAL = "journal"
-#: So often is the partial folder made anew when it has gone between two steps.
+#: How many times the partial folder is made anew if it vanishes between two steps.
 _TRIES = 100
 
 log = logging.getLogger(__name__)
 
 
 def _is_staged(fd: int, link: str) -> bool:
-    """Is this descriptor the lock, or of what is being written?"""
+    """Return True if this descriptor is the lock, or of a file that is being written."""
     return any(part.startswith(".") and part.endswith(_SUFFIX) for part in link.split("/"))
 
 
@@ -38,19 +38,20 @@ forks.recognise(_is_staged)
 
 
 class Staging:
-    """`.NAME.mx-partial` beside `out`, held under a lock while this process fills it: `files` is
-    what appears at `out`, `journal` whatever the caller keeps beside.
+    """The folder `.NAME.mx-partial` beside `out`, which this process fills under a lock.
 
-    The lock (flock, on the folder itself) dies with the process, so the next run for the same
-    `out` can tell a killed run's leftovers, which it goes on from or clears, from a running one's,
-    which it leaves alone.
+    Its folder `files` is what appears at `out`; its `journal` is for the caller.
 
-    The folder is this user's alone (mode 0700): what another user has put in its place is not
-    adopted. Everything below is reached through descriptors, so that nobody who may rename things
-    in the parent can lead it elsewhere.
+    The lock (flock, on the folder itself) dies with the process. The next run for the same `out`
+    can therefore tell what a killed run left, which it resumes from or clears, from the folder of
+    a running one, which it leaves alone.
+
+    The folder belongs to this user alone (mode 0700); a folder that another user put in its place
+    is refused. Everything below it is reached through descriptors, so that a user who may rename
+    entries of the parent can't redirect it.
 
     Raises:
-        ConfigError: `out` is in use or no place for a folder.
+        ConfigError: `out` is in use, or can't be a folder.
         OutputError: The file system refuses, or the partial folder is another user's.
         CapacityError: The disk is full.
     """
@@ -78,7 +79,7 @@ class Staging:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise what the system's errors inside mean for the output."""
+        """Turn system errors inside the block into errors about the output."""
         try:
             yield
         except OSError as error:
@@ -88,24 +89,33 @@ class Staging:
             raise write_error(error, path) from error
 
     def warn(self) -> None:
-        """Log what can't be made safe here: every user may rename what the parent holds."""
+        """Log a warning if every user may rename what the parent folder holds."""
         if folders.others_may_replace(self._parent):
             log.warning(
-                "every user may rename or replace what is in %s, so that what is written there is "
-                "safe only until it is complete: chmod o-w or +t it, or name another `out`",
+                "every user may rename or replace what is in %s: the output is safe only until it "
+                "is complete; chmod o-w or +t that folder, or name another `out`",
                 self.out.parent,
             )
 
     def clear(self) -> None:
-        """Begin with empty `files`, whatever an earlier run left. Raises OSError."""
+        """Remove what an earlier run left and begin with empty `files`. Raises OSError."""
         self._close_files()
         folders.empty(self._fd)
         os.mkdir(_FILES, dir_fd=self._fd)
         self._files = folders.open_folder(_FILES, self._fd)
 
     def left_over(self, sizes: Mapping[str, int]) -> bool:
-        """Are just these ordinary files there, of these sizes, this user's and under no other
-        name? What else there is is removed; side files are written again. Raises OSError."""
+        """Return True if an earlier run left all of these files, so that they can be resumed.
+
+        Each must be an ordinary file of this user, of that size, with a single name. Other files
+        are removed; side files are written again.
+
+        Args:
+            sizes: Sizes in bytes by path.
+
+        Raises:
+            OSError: The folder can't be read or cleaned.
+        """
         self._close_files()
         try:
             self._files = folders.open_folder(_FILES, self._fd)
@@ -135,12 +145,15 @@ class Staging:
         return len(found) == len(sizes)
 
     def open_file(self, path: str, flags: int) -> int:
-        """A descriptor of the file `path` in `files`; see `folders.open_file`."""
+        """Return a descriptor of the file `path` in `files`, as `folders.open_file` does."""
         return folders.open_file(self._files, path, flags)
 
     def require(self, nbytes: int) -> None:
-        """Raise CapacityError unless the file system has `nbytes` bytes free for this user, beyond
-        what `files` takes already."""
+        """Check that the file system has room for `files` to grow to `nbytes` bytes.
+
+        Raises:
+            CapacityError: Too little is free for this user.
+        """
         for _, _, names, fd in os.fwalk(".", dir_fd=self._files):
             nbytes -= sum(os.lstat(name, dir_fd=fd).st_blocks * 512 for name in names)
         status = os.statvfs(self._fd)
@@ -157,8 +170,8 @@ class Staging:
 
         Raises:
             OSError: The file system refuses.
-            ConfigError: Something has appeared at `out` meanwhile; all is still there.
-            OutputError: Someone has moved a folder meanwhile.
+            ConfigError: Something has appeared at `out` meanwhile; `files` is unchanged.
+            OutputError: A folder was moved meanwhile.
         """
         folders.sync(self._files)
         if not folders.is_at(self._fd, self._name, self._parent):
@@ -184,12 +197,12 @@ class Staging:
         self.discard()
 
     def release(self) -> None:
-        """Leave everything where it is, for another run. Idempotent."""
+        """Unlock the folder and leave it for another run. Idempotent."""
         self._forget_made()
         self._close()
 
     def leave(self) -> None:
-        """As it was found: after this was only made to see whether it can be."""
+        """Restore what was found, after the folder was made only to see if that is possible."""
         if self._fd >= 0 and os.listdir(self._fd):
             self.release()
         else:
@@ -205,7 +218,7 @@ class Staging:
             except OSError as error:
                 log.warning("%s could not be removed: %s", self.folder, error.strerror)
         self._close()
-        with contextlib.suppress(OSError):  # another process uses it by now
+        with contextlib.suppress(OSError):  # another process uses it meanwhile
             for parent, name in reversed(self._made):
                 os.rmdir(name, dir_fd=parent)
         self._forget_made()
@@ -271,7 +284,7 @@ class Staging:
             except BaseException:
                 os.close(fd)
                 raise
-            # The one that held the lock may have removed or renamed the folder just before.
+            # The previous holder of the lock may just have removed or renamed the folder.
             if folders.is_at(fd, self._name, self._parent):
                 self._fd = fd
                 return
@@ -279,16 +292,16 @@ class Staging:
         self._moved(self.folder)
 
     def _not_ours(self, status: os.stat_result | None) -> NoReturn:
-        """Raise OutputError for what is in the partial folder's place."""
+        """Raise the OutputError that says what is in the partial folder's place."""
         if status is None or not stat.S_ISDIR(status.st_mode):
-            what = "is in the way of the folder that is filled first, and is none"
+            what = "is where the output is first written, and is not a folder"
         elif status.st_uid != os.geteuid():
             what = f"belongs to {_user(status.st_uid)}, who may change what is in it"
         else:
             what = f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
         raise OutputError(
             f"{self.folder} {what}, so nothing is written to it",
-            hint="look at it and remove it, or name another `out`",
+            hint="check it and remove it, or name another `out`",
         )
 
 
@@ -302,7 +315,7 @@ def _user(uid: int) -> str:
 def _check_free(out: Path) -> None:
     if os.path.ismount(out):
         raise ConfigError(
-            f"{out} is where a disk is mounted, and can't be replaced in one step",
+            f"{out} is a mount point, which can't be replaced in one step",
             hint=f"name a folder in it: `out={out}/NAME`",
         )
     if out.is_symlink():

@@ -1,4 +1,4 @@
-"""Writing a checkpoint while its layers arrive: beside the target, then renamed in one step."""
+"""Writes a checkpoint beside its target while layers arrive, and renames it in one step."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ class CheckpointWriter:
     """Writes the checkpoint that `manifest` packages as the folder `out`.
 
     Nothing appears at `out` before `commit`; `abort`, and every error raised here, leave nothing
-    behind. With `keep` they leave the layers that were written, if there are any (`kept`), for
-    the next writer of the same manifest and place with `keep`: the layers in `claimed` are what
-    such a one left, by its own account. Whoever goes on from them checks them (`read_layer`), and
-    says which it found right (`have_layer`): they need not be written again.
+    behind. With `keep` they leave the layers that were written, if any (`kept`), for the next
+    writer with `keep` of the same manifest and `out`. `claimed` are the layers that an earlier
+    writer left, according to its journal. The caller checks them (`read_layer`) and reports which
+    are right (`have_layer`); those need not be written again.
 
     The constructor reserves the space of all files. `write_layer`, `write_side_page` and
     `finish_side_file` may be called from several threads; `commit` once those have returned,
     `abort` at any time. Also a context manager, which aborts unless committed.
 
-    Raises ConfigError where `out` is in use or no place for an output, CapacityError where the
-    disk is too small, OutputError where writing fails.
+    Raises:
+        ConfigError: `out` is in use, or can't be a folder.
+        CapacityError: The disk is too small.
+        OutputError: Writing fails.
     """
 
     def __init__(self, out: Path, manifest: Manifest, *, keep: bool = False) -> None:
         self._manifest = manifest
         self._packaging = manifest.packaging
-        if not self._packaging.files:  # tensors that never were a checkpoint
+        if not self._packaging.files:  # the source served tensors, not a checkpoint
             self._packaging = default_packaging(manifest.layout)
         self._side_files = {side.path: side for side in manifest.packaging.side_files}
         self._lock = threading.Lock()
@@ -62,17 +64,22 @@ class CheckpointWriter:
 
     @property
     def folder(self) -> Path:
-        """Where everything is until `commit`."""
+        """The folder that holds everything until `commit`."""
         return self._staging.folder
 
     @property
     def kept(self) -> int:
-        """How many layers are there for another run, if this one ends without `commit`."""
+        """How many layers another run can resume from if this one ends without `commit`."""
         return 0 if self._records is None else len(self._records.layers)
 
     def read_layer(self, index: int, layer_view: memoryview) -> None:
-        """Read a layer back, from what is claimed or was written, into its space (`layer_view`, of
-        `nbytes` bytes or more). For what it is worth: what can't be read stays as it is."""
+        """Read a claimed or written layer back from disk, as far as possible.
+
+        Args:
+            index: The layer's index.
+            layer_view: The layer's space, of its `nbytes` bytes or more. Bytes that can't be read
+                stay as they are.
+        """
         with self._using(), layer_view.cast("B") as layer:
             for offset, nbytes, fd, position in self._pieces[index]:
                 done = 0
@@ -87,7 +94,7 @@ class CheckpointWriter:
                     done += got
 
     def have_layer(self, index: int, right: bool) -> None:
-        """What was read back of a claimed layer is right, or it is not: then it is written."""
+        """Record whether a claimed layer is right; one that is wrong has to be written again."""
         with self._lock:
             if right:
                 self._layers_left.discard(index)
@@ -95,8 +102,16 @@ class CheckpointWriter:
                 self._records.layers.discard(index)
 
     def write_layer(self, index: int, layer_view: memoryview) -> None:
-        """Write a layer's tensors to their files. `layer_view` is the layer's space (its
-        `nbytes` bytes, or more), only read from, and only until this returns."""
+        """Write a layer's tensors to their files.
+
+        Args:
+            index: The layer's index.
+            layer_view: The layer's space, of its `nbytes` bytes or more. It is only read from, and
+                only until this returns.
+
+        Raises:
+            MxError: As the class.
+        """
         if index not in self._layers_left:
             return
         with self._using(), layer_view.cast("B") as layer:
@@ -115,8 +130,17 @@ class CheckpointWriter:
             self._layers_left.discard(index)
 
     def write_side_page(self, path: str, offset: int, data: bytes) -> None:
-        """Write bytes of one of the manifest's side files, from its first on; at offset 0 the file
-        begins anew. Raises IntegrityError where the manifest names no such bytes."""
+        """Write bytes of one of the manifest's side files, in order.
+
+        Args:
+            path: The side file.
+            offset: Where `data` begins in it; 0 begins the file anew.
+            data: The bytes.
+
+        Raises:
+            IntegrityError: The manifest names no such bytes.
+            MxError: As the class.
+        """
         with self._using():
             side = self._side_files.get(path)
             if side is None:
@@ -130,9 +154,13 @@ class CheckpointWriter:
                     data, offset = data[written:], offset + written
 
     def finish_side_file(self, path: str) -> None:
-        """Check a side file whose bytes were written, and make it durable. Raises DigestError or
-        IntegrityError where the bytes are not the ones the manifest names, or not what may be
-        written."""
+        """Check a side file whose bytes were written, and make it durable.
+
+        Raises:
+            DigestError: The bytes are not those that the manifest names.
+            IntegrityError: A file with such content may not be written.
+            MxError: As the class.
+        """
         with self._using():
             side = self._side_files.get(path)
             if side is None:
@@ -149,8 +177,12 @@ class CheckpointWriter:
             del self._side_files[path]
 
     def commit(self) -> None:
-        """Make everything durable and let it appear at `out`. Raises as the class says, and
-        OutputError if something was not written."""
+        """Make everything durable and rename it to `out`.
+
+        Raises:
+            OutputError: A layer or a side file was not written.
+            MxError: As the class.
+        """
         with self._using():
             missing = len(self._layers_left), len(self._side_files)
             if any(missing):
@@ -167,8 +199,11 @@ class CheckpointWriter:
                 records.close()
 
     def abort(self) -> None:
-        """Remove what was written, or leave it for another run, at once or when running calls have
-        noticed. Idempotent; does nothing after `commit`."""
+        """Remove what was written, or with `keep` leave it for another run.
+
+        That happens at once, or when the last running call ends. Idempotent; does nothing after
+        `commit`.
+        """
         with self._lock:
             self._ended = True
             if not self._active:
@@ -187,8 +222,11 @@ class CheckpointWriter:
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Around every use of the files. Whatever goes wrong inside ends the output and is raised
-        as what it means; what was written is removed once no other call uses a descriptor."""
+        """Guard a use of the files.
+
+        An error inside ends the output and is raised as an error about it. What was written is
+        cleaned up once no other call uses a descriptor.
+        """
         with self._lock:
             if self._ended:
                 raise OutputError(f"{self._staging.out} was abandoned or is already written")
@@ -239,7 +277,7 @@ class CheckpointWriter:
         for path, header, members, nbytes in plans:
             fd = self._staging.open_file(path, flags)
             self._fds.append(fd)
-            # So that a full disk is told now, not in the middle.
+            # Reserve the space, so that a full disk is reported now and not later.
             os.posix_fallocate(fd, 0, nbytes)
             position = 0
             while position < len(header):
@@ -251,7 +289,7 @@ class CheckpointWriter:
                 position += tensor.nbytes
 
     def _check_side_file(self, file: BinaryIO, side: SideFile) -> str | None:
-        """Why it may not be written; a piece at a time. Raises DigestError."""
+        """Return why the file may not be written, or None. Raises DigestError."""
         content, hasher, nbytes = SideContent(side.path), blake3(), 0
         while piece := file.read(MIB):
             hasher.update(piece)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +25,9 @@ from mx.core.swarm.free import free_after_s
 from mx.core.swarm.receiver import Receiver
 from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
 from mx.core.swarm.standing import Reader, Standing
-from mx.core.types import SourceRecord
-from mx.errors import PeerProtocolError
+from mx.core.types import Manifest, ModelKey, SourceRecord
+from mx.errors import MxError, PeerProtocolError
+from mx.memory.arena import Arena
 from mx.swarm.peers import Peers
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.wire.v1.peer_pb2 import SwarmMessage
@@ -34,6 +35,8 @@ from mx.wire.v1.peer_pb2 import SwarmMessage
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
+#: A pull that takes at least this long is worth telling others of.
+LONG_S = 2.0
 #: Chunks asked for at a time: one is read while the next is asked for.
 WIDTH = 2
 #: Who has had nobody to ask for so long reads without asking.
@@ -46,7 +49,7 @@ PATIENCE_S = 30.0
 
 
 class Reads(Protocol):
-    """What a node needs of its pull."""
+    """The transfer of a node's pull: `mx.target.transfer.Transfer`."""
 
     @property
     def holdings(self) -> Holdings:
@@ -61,20 +64,38 @@ class Reads(Protocol):
     def read_freely(self) -> None:
         """From now on read from any source."""
 
-    def allow(self, source_id: str, chunk: int) -> bool:
+    def allow(self, source: str, chunk: int) -> bool:
         """The chunk may be read from this source. Returns False if it is verified already."""
 
-    def withdraw(self, source_id: str, chunk: int) -> None:
-        """It is to come from another."""
+    def withdraw(self, source: str, chunk: int) -> None:
+        """The chunk is to come from another source."""
 
-    def reaches(self, source: SourceRecord) -> bool:
-        """Is there any way to read from it?"""
 
-    def connect(self, source: SourceRecord) -> None:
-        """Open ways to read from a neighbour."""
+class Host(Protocol):
+    """Lets others read what a pull has received so far: `mx.source.relay.Relay`. On the loop."""
 
-    def disconnect(self, source_id: str) -> None:
-        """Close them."""
+    async def start(self, node: Node) -> None:
+        """Listen, and offer the pull's memory. Raises MxError."""
+
+    def record(self) -> SourceRecord | None:
+        """Return how others find it; None before it listens."""
+
+    async def keep_listed(
+        self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
+    ) -> None:
+        """Tell the coordinator, if there is one, which layers are held, until all are.
+
+        Args:
+            holdings: The chunks that are verified.
+            sources: Gives the known sources, from which to take what else readers may want.
+        """
+
+    async def close(self) -> None:
+        """End all reading here. Idempotent."""
+
+
+#: Makes the host of a pull: (its source id, model, manifest, arena that fills).
+MakeHost = Callable[[str, ModelKey, Manifest, Arena], Host]
 
 
 @dataclass
@@ -99,13 +120,41 @@ class Node:
         chunk_count: int,
         chunk_nbytes: int,
         reads: Reads,
-        own: Callable[[], SourceRecord | None],
+        host: Host | None,
+        reaches: Callable[[SourceRecord], bool],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
+        changed: Callable[[], None],
+        *,
+        expected_s: float = 0.0,
+        alone_because: str = "",
     ) -> None:
+        """
+        Args:
+            own_id: The source id by which others know this pull.
+            chunk_count: Of the model.
+            chunk_nbytes: Of one chunk.
+            reads: The pull's transfer.
+            host: Lets others read here; None: the pull takes no part in swarms.
+            reaches: Says whether there is any path to a source.
+            dial: Opens a stream to a peer.
+            changed: Called when `coordinated` or `reading_from` change.
+            expected_s: How long the pull should take.
+            alone_because: Why there is no host, where that may surprise.
+        """
         self.coordinated = False
-        self.peers = Peers(own_id, self, own, dial)
+        self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
+        self.peers = Peers(own_id, self, self._record, dial)
+        self._own_id = own_id
         self._chunk_count = chunk_count
-        self._reads = reads
+        self._reads: Reads | None = reads
+        self._host = host
+        self._reaches = reaches
+        self._changed = changed
+        self._alone_because = alone_because
+        self._sources: Sequence[SourceRecord] = ()  # that were found last
+        self._sharing: asyncio.Task[None] | None = None
+        self._share_timer: asyncio.TimerHandle | None = None
+        self._share_at_s = time.monotonic() + (0.0 if expected_s > LONG_S else LONG_S / 2)
         self._loop = asyncio.get_running_loop()
         self.holdings = reads.holdings
         reads.subscribe(self)  # before the receiver looks at what is held
@@ -113,7 +162,7 @@ class Node:
             chunk_count, self.holdings, width=0, free_s=free_after_s(chunk_nbytes)
         )
         self._sent: Callable[[str, str], int | None] = lambda name, address: None
-        # By the id alone: of those that were dialled it is not known where they read from.
+        # By the id alone: where peers that were dialled read from is not known.
         self._standing = Standing(chunk_nbytes, lambda reader: self._sent(reader.name, ""))
         self._slots = Slots(standing=self._standing)
         self._peers: dict[int, _Peer] = {}
@@ -127,13 +176,100 @@ class Node:
         self._lost: set[str] = set()  # sources that were, since anything came
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
+    # -- being found ------------------------------------------------------------------------------
+
+    @property
+    def host(self) -> Host | None:
+        """What lets others read here; None before it listens."""
+        return None if self._record() is None else self._host
+
+    @property
+    def shares(self) -> bool:
+        """Can others find this pull, or are they about to?"""
+        return self._sharing is not None and self._host is not None
+
+    def met(self, sources: Sequence[SourceRecord]) -> None:
+        """These hold the model now, or parts of it."""
+        self._sources = sources
+        if self._sharing is not None:
+            self.peers.met(sources)
+
+    def reading_began(self) -> None:
+        """A connection is open. A pull that takes long is worth telling others of."""
+        if self._share_timer is None:
+            delay_s = max(0.0, self._share_at_s - time.monotonic())
+            self._share_timer = self._loop.call_later(delay_s, self._share_if_possible)
+
+    def _share_if_possible(self) -> None:
+        if self._host is not None:
+            self._share()
+        elif self._alone_because:
+            log.warning("%s", self._alone_because)
+
+    def _share(self) -> None:
+        if self._sharing is None:
+            self._sharing = asyncio.create_task(self._be_found(), name="mx-swarm")
+
+    async def _be_found(self) -> None:
+        assert self._host is not None
+        try:
+            await self._host.start(self)
+        except MxError as error:
+            log.warning("others can't read here: %s", str(error))
+            self._host = None
+            self.read_freely()
+            return
+        self.peers.met(self._sources)
+        await self._host.keep_listed(self.holdings, lambda: self._sources)
+
+    def _record(self) -> SourceRecord | None:
+        return None if self._host is None else self._host.record()
+
+    # -- how it reads -----------------------------------------------------------------------------
+
+    def coordinate(self) -> None:
+        """Others pull from the same origin: from now on request chunks before reading them."""
+        if self.coordinated or self._host is None or self._reads is None:
+            return
+        self.coordinated = True
+        self._alone_since_s = None
+        self._share()
+        self._reads.coordinate()
+        self.reading_from.clear()
+        self._receiver.width = WIDTH
+        for peer in self._peers.values():
+            peer.connected = False
+            if peer.seeds and peer.readable:
+                peer.stream.send(SwarmMessage(coordinated=True))
+        self._changed()
+        self._do(self._receiver.plan(time.monotonic()))
+
+    def read_freely(self) -> None:
+        """There is no peer to request chunks from: read from any source."""
+        if self.coordinated and self._reads is not None:
+            self.coordinated = False
+            self._receiver.width = 0
+            self._reads.read_freely()
+            self._changed()
+
+    def no_whole_source(self) -> None:
+        """No source that holds everything is left: read from those that hold parts, if any."""
+        others = [each for each in self._sources if each.source_id != self._own_id]
+        if any(not each.whole for each in others):
+            self.coordinate()
+
+    def reading_ended(self) -> None:
+        """The pull's transfer is about to end: from now on the node only gives."""
+        self._reads = None
+        if self._share_timer is not None:
+            self._share_timer.cancel()
+
     @property
     def complete(self) -> bool:
         return self.holdings.whole
 
-    @property
-    def hopeful(self) -> bool:
-        """Is there anybody who can give something, or are there news of late?"""
+    def waits(self) -> bool:
+        """Return True while peers may still give what is missing."""
         if not self.coordinated:
             return False
         seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
@@ -178,27 +314,6 @@ class Node:
             self._peers[number].stream.send(SwarmMessage(cancel=chunk))
         self._do(self._receiver.failed(number, chunk, time.monotonic()))
 
-    def coordinate(self) -> None:
-        """Others pull from the same origin: from now on ask before reading."""
-        if self.coordinated:
-            return
-        self.coordinated = True
-        self._alone_since_s = None
-        self._reads.coordinate()
-        self._receiver.width = WIDTH
-        for peer in self._peers.values():
-            peer.connected = False
-            if peer.seeds and peer.readable:
-                peer.stream.send(SwarmMessage(coordinated=True))
-        self._do(self._receiver.plan(time.monotonic()))
-
-    def read_freely(self) -> None:
-        """There is nobody to ask."""
-        if self.coordinated:
-            self.coordinated = False
-            self._receiver.width = 0
-            self._reads.read_freely()
-
     def lost(self, source_id: str, *, for_good: bool) -> None:
         """No way is left to read from it; `for_good`: nor will there be one."""
         self._lost.add(source_id)
@@ -209,13 +324,13 @@ class Node:
 
     def reaches(self, record: SourceRecord) -> bool:
         """Could it be read from?"""
-        return self._reads.reaches(record)
+        return self._reaches(record)
 
     # -- talks ------------------------------------------------------------------------------------
 
     def joined(self, record: SourceRecord, stream: PeerStream, have: bytes, *, seeds: bool) -> int:
         held = from_bytes(have, self._chunk_count)
-        readable = self._reads.reaches(record)
+        readable = self._reaches(record)
         self._count += 1
         number = self._count
         self._peers[number] = _Peer(record, stream, seeds, readable)
@@ -240,7 +355,8 @@ class Node:
             del self._reading[chunk]
         self._answers(self._slots.gone(number))
         self._standing.gone(number)
-        self._reads.disconnect(source_id)
+        if self.reading_from.pop(source_id, None) is not None:
+            self._changed()
         self._do(self._receiver.gone(number, time.monotonic()))
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
@@ -293,7 +409,7 @@ class Node:
                 )
             case "allow":
                 requested = number in self._receiver.requested(chunk)
-                if requested and self._reads.allow(peer.record.source_id, chunk):
+                if requested and self._allow(peer.record.source_id, chunk):
                     self._take_over(chunk, number)
                 else:
                     peer.stream.send(SwarmMessage(cancel=chunk))
@@ -312,7 +428,7 @@ class Node:
         if late is not None and late != number:
             peer = self._peers[late]
             peer.stream.send(SwarmMessage(cancel=chunk))
-            self._reads.withdraw(peer.record.source_id, chunk)
+            self._withdraw(peer.record.source_id, chunk)
 
     def _do(self, commands: Iterable[Command]) -> None:
         for each in commands:
@@ -324,11 +440,11 @@ class Node:
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
-                        self._reads.withdraw(peer.record.source_id, chunk)
+                        self._withdraw(peer.record.source_id, chunk)
                     peer.stream.send(SwarmMessage(cancel=chunk))
                 case ReadFreely(_, chunk):
                     self._connect(peer)
-                    if self._reads.allow(peer.record.source_id, chunk):
+                    if self._allow(peer.record.source_id, chunk):
                         self._take_over(chunk, each.peer)
                 case Decline(_, chunk):
                     peer.stream.send(SwarmMessage(decline=chunk))
@@ -341,7 +457,15 @@ class Node:
         """Not sooner: to connect all to all at once would take a second of a core."""
         if not peer.connected:
             peer.connected = True
-            self._reads.connect(peer.record)
+            self.reading_from[peer.record.source_id] = (peer.stream, peer.record)
+            self._changed()
+
+    def _allow(self, source_id: str, chunk: int) -> bool:
+        return self._reads is not None and self._reads.allow(source_id, chunk)
+
+    def _withdraw(self, source_id: str, chunk: int) -> None:
+        if self._reads is not None:
+            self._reads.withdraw(source_id, chunk)
 
     def _answers(self, answers: Iterable[Allow | Unchoke | Reject]) -> None:
         for each in answers:
@@ -418,9 +542,15 @@ class Node:
         self.peers.end()
 
     async def close(self) -> None:
-        """End every talk, and wait for that."""
+        """Leave the swarm, and end all reading here. Idempotent."""
+        self.reading_ended()
+        if self._sharing is not None:
+            self._sharing.cancel()
+            await asyncio.gather(self._sharing, return_exceptions=True)
         if self._announcing is not None:
             self._announcing.cancel()
         await self.peers.close()
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
+        if self._host is not None:
+            await self._host.close()

@@ -10,8 +10,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from mx.core.types import SourceRecord
 from mx.errors import MxError, PeerProtocolError
-from mx.wire.rpc import Malformed
+from mx.transport import TlsFiles
+from mx.wire.address import host_of
+from mx.wire.channel import Remote, Role, cut, dial
+from mx.wire.rpc import Malformed, Stub
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
@@ -123,3 +127,32 @@ class PeerStream:
         if not self.closed:
             self._closed.set()
             self._end()
+
+
+class StreamDialer:
+    """Opens streams to peers, on the loop. `close` it when they have ended."""
+
+    def __init__(self, tls: TlsFiles | None, insecure: bool) -> None:
+        self._tls = tls
+        self._insecure = insecure
+        self._ending: set[asyncio.Task[None]] = set()  # channels of streams that are over
+
+    async def dial(self, record: SourceRecord) -> PeerStream:
+        """Open a stream to the source. Raises MxError."""
+        endpoint = record.endpoint
+        service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
+        # A channel for each stream, since peers name whom to dial: it ends with the stream.
+        channel = dial(endpoint, tls=self._tls, insecure=self._insecure)
+        call = Stub(channel, service, Remote(Role.SOURCE, endpoint)).Trade()
+
+        def end() -> None:
+            cut(call)
+            ending = asyncio.create_task(channel.close(None), name="mx-stream-channel")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+        return PeerStream(endpoint, call.read, call.write, end, address=host_of(endpoint))
+
+    async def close(self) -> None:
+        """Wait until the channels of streams that have ended are closed."""
+        await asyncio.gather(*self._ending)

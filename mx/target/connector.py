@@ -1,5 +1,4 @@
-"""The connections of one pull: the ways there are, a lease per source and transport, a session
-per way."""
+"""Opens connections: a lease for each source and transport, a session for each path."""
 
 from __future__ import annotations
 
@@ -8,107 +7,31 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc.aio
 
 from mx import trace
-from mx.core.locality import with_verified_place
-from mx.core.planner import Plan, SourcePath, plan
+from mx.core.planner import SourcePath
 from mx.core.topology import Place
-from mx.core.types import SourceRecord
 from mx.cuda.device import Device
 from mx.cuda.driver import load
-from mx.errors import MxError, PeerProtocolError, SourceError
+from mx.cuda.staged import StagedSession
+from mx.errors import PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
-from mx.target.lease import Granted, Lease
 from mx.target.options import PullOptions
-from mx.target.pacing import PacedSession
-from mx.target.reads import Connection
-from mx.target.staged import StagedSession
-from mx.transport import Grant, Path, Session, Span, Transport, Unavailable
+from mx.target.reads import Connection, ReadLease
+from mx.transport import Grant, Session, Span, Transport
 from mx.wire.address import resolve
 from mx.wire.channel import dial
+from mx.wire.lease import Granted, Lease
+from mx.wire.pacing import PacedSession
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OpenPath:
-    """An open session and the lease that it stands on. Both are the `Links`' that opened it."""
-
-    path: SourcePath
-    lease: Lease
-    session: Session
-
-    def connection(self, now_s: float) -> Connection:
-        """What an engine reads through, from `now_s` (monotonic) on."""
-        connection = Connection(
-            self.path.transport,
-            self.path.source.endpoint,
-            self.session,
-            self.lease,
-            now_s,
-            rail=str(self.path.rail or ""),
-            source=self.path.source.source_id,
-            bytes_per_s=self.path.gb_per_s * 1e9,
-        )
-        self.lease.connections.append(connection)
-        return connection
-
-
-def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
-    """The transport's path; for a GPU that it can't reach, that to this host's memory, from which
-    mx copies on."""
-    path = transport.reach(here, there)
-    if path is None and here.device != "cpu":
-        path = transport.reach(replace(here, device="cpu"), there)
-        if path is not None:
-            detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))
-            path = replace(path, attach=False, staged=True, detail=detail)
-    return path
-
-
-def path_or_reason(
-    transport: Transport, here: Place, there: Place, *, trusted_fabric: bool
-) -> Path | str:
-    """The path that a pull may use, or why there is none."""
-    path = path_between(transport, here, there)
-    if path is None:
-        return "it does not reach from here to there"
-    if path.trusting and not trusted_fabric:
-        return "it enforces no bounds: say `trusted_fabric` if that network can be trusted"
-    return path
-
-
-def plan_paths(
-    options: PullOptions,
-    place: Place,
-    transports: Mapping[str, Transport],
-    sources: Sequence[SourceRecord],
-) -> Plan:
-    """What the transports say of each source, ranked and chosen from. Places are believed as far
-    as they are verified."""
-
-    def reach(name: str, there: Place) -> Path | str:
-        viable = transports[name].probe()
-        if isinstance(viable, Unavailable):
-            return viable.reason
-        trusted = options.trusted_fabric
-        return path_or_reason(transports[name], place, there, trusted_fabric=trusted)
-
-    return plan(
-        place,
-        [with_verified_place(source, place) for source in sources],
-        sorted(transports),
-        reach,
-        forced=options.transport,
-        attach=options.attach and not options.hold and options.into is None,
-    )
-
-
 class Connector:
-    """Opens links on the loop, and closes whatever was opened. The ways to one source by one
+    """Opens links on the loop, and closes whatever was connection. The ways to one source by one
     transport share a lease."""
 
     def __init__(
@@ -116,22 +39,30 @@ class Connector:
         options: PullOptions,
         place: Place,
         transports: Mapping[str, Transport],
-        on_lease_lost: Callable[[MxError], None],
+        on_change: Callable[[], None],
         reader_id: str = "",
     ) -> None:
+        """
+        Args:
+            options: The pull's.
+            place: Where its destinations are.
+            transports: By name.
+            on_change: Called on the loop when a lease is lost, or says that reading is coordinated.
+            reader_id: Names the pull, if it can be part of a swarm.
+        """
         self._reader_id = reader_id
         self._options = options
         self._place = place
         self._transports = transports
-        self._on_lease_lost = on_lease_lost
+        self._on_change = on_change
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._leases: list[Lease] = []
+        self._leases: dict[Lease, list[Connection]] = {}  # and what is read on each
         self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
         self._sessions: list[Session] = []
         self._lock = threading.Lock()
         self._device: Device | None = None
-        self._users: Counter[Lease] = Counter()  # sessions, open or being opened
-        self._begun: dict[SourcePath, asyncio.Task[tuple[OpenPath, int]]] = {}
+        self._users: Counter[ReadLease] = Counter()  # sessions, open or being opened
+        self._begun: dict[SourcePath, asyncio.Task[tuple[Connection, int]]] = {}
 
     def begin(self, paths: Sequence[SourcePath]) -> None:
         """Start connecting ahead of `open`, while the manifest is still on its way."""
@@ -140,39 +71,48 @@ class Connector:
                 continue
             self._begun[path] = asyncio.create_task(self._traced(path), name="mx-link")
 
-    async def open(self, path: SourcePath, need_nbytes: int) -> OpenPath:
-        """A grant from the way's source, and a session on it. `need_nbytes` is what its region
-        must hold. Raises SourceError, or LocalError where this side can't."""
+    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+        """Get a grant from the path's source, and open a session on it.
+
+        Args:
+            path: The path.
+            need_nbytes: What the source's region must hold.
+
+        Raises:
+            SourceError: The source refuses, or does not answer.
+            LocalError: This side can't.
+        """
         begun = self._begun.pop(path, None)
-        opened, offered_nbytes = await (begun if begun is not None else self._traced(path))
-        if begun is not None and opened.lease.check() is not None:
+        connection, offered_nbytes = await (begun if begun is not None else self._traced(path))
+        if begun is not None and connection.lease.check() is not None:
             # Much was done since it was begun, and the source has ended what was not used.
-            await self.give_back(opened)
-            opened, offered_nbytes = await self._traced(path)
+            await self.give_back(connection)
+            connection, offered_nbytes = await self._traced(path)
         if offered_nbytes < need_nbytes:
-            peer = opened.lease.peer
-            await self.give_back(opened)
+            peer = connection.peer
+            await self.give_back(connection)
             raise PeerProtocolError(
                 f"{peer} offers {offered_nbytes} bytes for a model that takes {need_nbytes}",
                 peer=peer,
             )
-        return opened
+        return connection
 
-    async def _traced(self, path: SourcePath) -> tuple[OpenPath, int]:
+    async def _traced(self, path: SourcePath) -> tuple[Connection, int]:
         with trace.span("pull.connect", source=path.source.endpoint, transport=path.label):
             return await self._connect(path)
 
-    async def _connect(self, path: SourcePath) -> tuple[OpenPath, int]:
-        """The link, and how many bytes its region holds."""
+    async def _connect(self, path: SourcePath) -> tuple[Connection, int]:
+        """Return the connection, and how many bytes the source's region holds."""
         lease, granted = await self._grant_for(path)
         self._users[lease] += 1
         try:
             session = await self._session(path, granted)
-            opened = OpenPath(path, lease, session)
+            connection = Connection(path, lease, session)
+            self._leases[lease].append(connection)
         except BaseException:
             await self._leave(lease)
             raise
-        return opened, granted.region_nbytes[0] if granted.region_nbytes else 0
+        return connection, granted.region_nbytes[0] if granted.region_nbytes else 0
 
     async def _grant_for(self, path: SourcePath) -> tuple[Lease, Granted]:
         key = (path.source.source_id, path.transport)
@@ -183,14 +123,16 @@ class Connector:
         return await asyncio.shield(task)
 
     async def _lease(self, path: SourcePath) -> tuple[Lease, Granted]:
+        connections: list[Connection] = []
         lease = Lease(
             self._channel(path.source.endpoint),
             path.source,
-            self._on_lease_lost,
+            self._on_change,
+            lambda: sum(each.verified_nbytes for each in connections),
             self._reader_id,
             self._options.tls,
         )
-        self._leases.append(lease)
+        self._leases[lease] = connections
         granted = await lease.open(self._place, [path.transport], self._options.connect_timeout_s)
         return lease, granted
 
@@ -256,28 +198,33 @@ class Connector:
             trusted_fabric=self._options.trusted_fabric,
         )
 
-    async def give_back(self, opened: OpenPath) -> None:
-        """Close a link's session, and the lease if no other stands on it. Once per link."""
-        opened.session.close()
-        await self._leave(opened.lease)
+    async def give_back(self, connection: Connection) -> None:
+        """Close the session, and the lease if no other stands on it. Once per connection."""
+        connection.session.close()
+        await self._leave(connection.lease)
 
-    async def _leave(self, lease: Lease) -> None:
+    async def _leave(self, lease: ReadLease) -> None:
         self._users[lease] -= 1
         if self._users[lease] <= 0:
             lease.end()  # now: a source that drains would wait for it
 
-    async def attach(self, opened: OpenPath, nbytes: int) -> Span:
-        """The source's memory, mapped, of which the model takes `nbytes`. Raises NotAllowedError,
-        with the link still good, where it can only be copied; SourceError; LocalError."""
+    async def attach(self, connection: Connection, nbytes: int) -> Span:
+        """Map the source's memory, of which the model takes `nbytes`.
+
+        Raises:
+            NotAllowedError: It can only be copied; the connection is still good.
+            SourceError: The source failed.
+            LocalError: This side can't.
+        """
         try:
-            view = await uncut(in_thread(opened.session.attach, 0))
+            view = await uncut(in_thread(connection.session.attach, 0))
             if len(view) < nbytes:
                 raise PeerProtocolError(
-                    f"{opened.lease.peer} holds {len(view)} bytes of a model that takes {nbytes}",
-                    peer=opened.lease.peer,
+                    f"{connection.peer} holds {len(view)} bytes of a model that takes {nbytes}",
+                    peer=connection.peer,
                 )
         except SourceError:
-            await self.give_back(opened)
+            await self.give_back(connection)
             raise
         return view[:nbytes]
 
@@ -297,7 +244,7 @@ class Connector:
                 log.warning("a session has not ended: %r", session)
         if self._device is not None:
             self._device.close()
-        leases, self._leases = self._leases, []
+        leases, self._leases = self._leases, {}
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(lease.close() for lease in leases))
         for channel in channels.values():

@@ -4,106 +4,117 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mx.core.types import Manifest
-from mx.errors import MxError
-from mx.target.events import EventLog
-from mx.target.output import Output
-from mx.target.report import LayerEvent, Reporting, VerifiedBy
+from mx.memory.device import HostReader
+from mx.memory.verify import check_chunks, check_identity, tensors_of_layers
+from mx.storage.output import Output
+from mx.target.events import EventLog, Outcome
+from mx.target.report import LayerEvent, VerifiedBy
 from mx.target.transfer import Transfer
-from mx.target.verify import Verifier
 from mx.transport import Span
+
+#: Threads that compare tensors with the model's identity, beside the transfer.
+CHECKS = 2
 
 
 class Delivery:
-    """One pull's. Layers come on any thread, as do the calls of `on_last` (every layer was
-    announced) and `on_error`; neither may block.
+    """One pull's. Layers come on any thread. `outcome` is told when every layer was announced, and
+    what goes wrong.
 
     With `out`, raises what `CheckpointWriter` raises, and wants `finish` or `abort`; `keep` is
-    that writer's. With `strong`, wants `settle`.
+    that writer's. With `strong` each layer's tensors are compared with the identity before its
+    event, from memory of a GPU piece by piece; wants `settle`.
     """
 
     def __init__(
         self,
         manifest: Manifest,
-        state: EventLog,
+        log: EventLog,
+        outcome: Outcome,
         *,
         strong: bool,
         out: Path | None,
         keep: bool = False,
-        on_last: Callable[[], None],
-        on_error: Callable[[MxError], None],
     ) -> None:
         self._manifest = manifest
-        self._state = state
-        self._on_last = on_last
-        self._on_error = on_error
-        self._verifier = Verifier(manifest) if strong else None
-        self._output = None if out is None else Output(out, manifest, on_error, keep=keep)
+        self._log = log
+        self._outcome = outcome
+        self._strong = strong
+        self._tensors = tensors_of_layers(manifest) if strong else []
+        self._reader = HostReader() if strong else None
+        self._checks = ThreadPoolExecutor(CHECKS, thread_name_prefix="mx-verify")
+        self._output = None if out is None else Output(out, manifest, outcome.raised, keep=keep)
 
     @property
     def resumable(self) -> bool:
-        """Has an earlier pull left anything to go on from?"""
+        """Return True if an earlier pull has left anything to go on from."""
         return self._output is not None and bool(self._output.left)
 
     def resume(self, transfer: Transfer, cancelled: Callable[[], bool]) -> None:
-        """Read what an earlier pull has written into the engine's arena, in host memory, and tell
-        it what of that is right, before it has lanes. Blocks."""
+        """Read what an earlier pull has written into the transfer's arena, in host memory, and add
+        what of that is right, before the first connection. Blocks."""
         assert self._output is not None
         for layer in self._output.left:
             if cancelled():
                 return
             began_s = time.monotonic()
-            place = self._manifest.layout.layers[layer]
-            view = transfer.arena[place.arena_offset : place.arena_offset + place.nbytes]
-            chunks = self._output.read_back(layer, view)
+            chunks = self._output.read_back(layer, self._place(transfer.arena, layer))
             transfer.prefill("resume", self._output.folder, chunks, time.monotonic() - began_s)
 
     def landed(self, arena: Span, layer: int) -> None:
-        """Every chunk of the layer is there and was verified by its digest."""
-        if self._verifier is None:
+        """Every chunk of the layer is in the arena, and right."""
+        if self._strong:
+            self._checks.submit(self._check, arena, layer)
+        else:
             self.announce(arena, layer, VerifiedBy.DIGEST)
-            return
-        self._verifier.submit(
-            arena,
-            layer,
-            lambda: self.announce(arena, layer, VerifiedBy.STRONG),
-            self._on_error,
-        )
+
+    def _check(self, arena: Span, layer: int) -> None:
+        with self._outcome.guard():
+            assert self._reader is not None
+            check_identity(self._manifest, arena, self._tensors[layer], self._reader)
+            self.announce(arena, layer, VerifiedBy.STRONG)
 
     def attached(self, arena: Span, layer: int) -> None:
-        """The source's sealed memory was mapped. Blocks, with `strong` for a look at every byte:
-        raises DigestError."""
-        if self._verifier is None:
-            self.announce(arena, layer, VerifiedBy.SOURCE)
-            return
-        self._verifier.check_all(arena, layer)
-        self.announce(arena, layer, VerifiedBy.STRONG)
+        """The source's sealed memory was mapped. With `strong` blocks, for a look at every byte.
+
+        Raises:
+            DigestError: A chunk or a tensor is wrong.
+        """
+        if self._reader is not None:
+            check_chunks(self._manifest, arena, layer, self._reader)
+            check_identity(self._manifest, arena, self._tensors[layer], self._reader)
+        self.announce(arena, layer, VerifiedBy.STRONG if self._strong else VerifiedBy.SOURCE)
 
     def announce(self, arena: Span, layer: int, by: VerifiedBy) -> None:
-        place = self._manifest.layout.layers[layer]
+        """The layer is ready: write it, and log the event."""
         if self._output is not None:
-            start = place.arena_offset
-            self._output.layer_ready(layer, arena[start : start + place.nbytes])
-        at_s = time.monotonic() - self._state.started_s
-        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s, self._state.tensors_of)
-        with Reporting(self._on_error):  # of what a callback raises
-            if self._state.layer_ready(event):
-                self._on_last()
+            self._output.layer_ready(layer, self._place(arena, layer))
+        place, at_s = self._manifest.layout.layers[layer], time.monotonic() - self._log.started_s
+        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s, self._log.tensors_of)
+        with self._outcome.guard():  # callbacks may raise
+            if self._log.layer_ready(event):
+                self._outcome.complete()
+
+    def _place(self, arena: Span, layer: int) -> Span:
+        place = self._manifest.layout.layers[layer]
+        return arena[place.arena_offset : place.arena_offset + place.nbytes]
 
     def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
-        """Some bytes of the side files of this digest; at offset 0 they begin anew. Blocks, and
-        raises what `CheckpointWriter` raises."""
+        """Take some bytes of the side files of this digest; at offset 0 they begin anew. Blocks,
+        and raises what `CheckpointWriter` raises."""
         if self._output is not None:
             self._output.side_page(digest, offset, data)
 
     # -- the end; these block --------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for the checks that run, drop those that don't yet."""
-        if self._verifier is not None:
-            self._verifier.close()
+        """Wait for the checks that run, and drop those that don't yet. Idempotent."""
+        self._checks.shutdown(cancel_futures=True)
+        if self._reader is not None:
+            self._reader.close()
 
     def finish(self) -> None:
         """Wait until everything is written, and commit it. Raises OutputError, CapacityError."""
@@ -111,7 +122,10 @@ class Delivery:
             self._output.finish()
 
     def abort(self) -> str:
-        """Settle, and remove what was written, or keep it: returns how to go on from there, or
-        ""."""
+        """Settle, and remove what was written, or keep it.
+
+        Returns:
+            How to go on from what is kept, or "".
+        """
         self.settle()
         return "" if self._output is None else self._output.abort()

@@ -9,7 +9,7 @@ from mx.errors import CheckpointError, ConfigError
 from mx.memory.arena import Arena
 from mx.storage.load import load_checkpoint
 from mx.storage.staging import Staging
-from mx.target.memory import new_arena
+from mx.target.arena import new_arena
 from mx.target.options import PullOptions
 
 

@@ -1,4 +1,5 @@
-"""Where a pull stands, told to every waiter: blocking, asyncio, callback."""
+"""What happens in a pull: its event log, which callers wait on and subscribe to, and how a transfer
+ends."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,10 +21,58 @@ from mx.target.report import (
     TensorsOf,
     VerifiedBy,
     no_tensors,
+    unexpected,
 )
 
 T = TypeVar("T")
 Callback = Callable[[LayerEvent], None]
+
+
+class Outcome:
+    """What becomes of a transfer: told on any thread, known on the loop, where it is made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.lost: dict[int, MxError] = {}  # connections that the transfer gave up
+        self.ended = False
+        self.failure: MxError | None = None
+
+    def connection_lost(self, connection: int, error: MxError) -> None:
+        self._on_loop(lambda: self.lost.update({connection: error}))
+
+    def complete(self) -> None:
+        """Every layer was announced."""
+        self._on_loop(self._end)
+
+    def broken(self, error: MxError) -> None:
+        """The pull can't go on."""
+        self._on_loop(lambda: self._end(error))
+
+    def raised(self, error: BaseException) -> None:
+        """So it can't: something was raised on a thread that others own."""
+        self.broken(unexpected(error))
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Report whatever the block raises as the pull's failure, and don't raise it: for work on
+        threads that others own, where an error would be lost and the pull would wait for ever."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - reported
+            self.raised(error)
+
+    def _end(self, error: MxError | None = None) -> None:
+        self.failure = self.failure or error
+        self.ended = True
+
+    def _on_loop(self, change: Callable[[], object]) -> None:
+        def run() -> None:
+            change()
+            self.changed.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop was closed: the pull is over
+            self._loop.call_soon_threadsafe(run)
 
 
 @dataclass(slots=True)
@@ -44,6 +93,7 @@ class EventLog:
         self.started_s = started_s
         self.tensors_of = tensors_of
         self.first_read_s = 0.0
+        self.phase = "resolving"  # for people
         self._condition = threading.Condition()
         self._events: dict[int, LayerEvent] = {}
         self._n_layers: int | None = None
@@ -59,6 +109,15 @@ class EventLog:
         with self._condition:
             self._n_layers = n_layers
             self._wake()
+
+    def reading_began(self, now_s: float) -> None:
+        """A connection is open, and read through."""
+        self.first_read_s = self.first_read_s or now_s
+        self.phase = "reading"
+
+    def waiting(self) -> None:
+        """There is no source to read from, for now."""
+        self.phase = "waiting for a source"
 
     def layer_ready(self, event: LayerEvent) -> bool:
         """Record and announce. True if it was the last one. Raises what a callback raises."""

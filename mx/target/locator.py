@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -150,12 +150,31 @@ class Locator:
                 return {**located.inlined, **await self._client.fetch(refs)}
             except MxError as error:
                 causes.append(error)
-        found = await _from_sources(located.key, refs, located.sources, self._channel, causes)
+        found = await self._from_sources(refs, located, causes)
         return {**located.inlined, **found}
 
     async def side_files(self, manifest: Manifest, located: Located) -> dict[bytes, bytes]:
-        """As the function of that name, from the sources that were found."""
-        return await side_files(located.key, manifest, located.sources, self._channel)
+        """Fetch the side files, which only sources hold, into memory.
+
+        Returns:
+            Their bytes by digest.
+
+        Raises:
+            NoSourceError: No source gave all of them.
+        """
+        refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
+        return await self._from_sources(refs, located, []) if refs else {}
+
+    async def _from_sources(
+        self, refs: Sequence[tuple[bytes, int]], located: Located, causes: list[MxError]
+    ) -> dict[bytes, bytes]:
+        for source in located.sources:
+            remote = Remote(Role.SOURCE, source.endpoint)
+            try:
+                return await fetch(self._channel(source.endpoint), refs, who=remote)
+            except MxError as error:
+                causes.append(error)
+        raise _none_gave("description", located.key.name, causes)
 
     async def write_side_files(
         self, manifest: Manifest, sources: Sequence[SourceRecord], write: WritePage
@@ -190,46 +209,6 @@ class Locator:
         if self._client is not None:
             await self._client.close()
             self._client = None
-
-
-async def side_files(
-    key: ModelKey,
-    manifest: Manifest,
-    sources: Sequence[SourceRecord],
-    channel: Callable[[str], grpc.aio.Channel],
-) -> dict[bytes, bytes]:
-    """Fetch the side files, which only sources hold, into memory.
-
-    Args:
-        channel: Connects to an endpoint.
-
-    Returns:
-        Their bytes by digest.
-
-    Raises:
-        NoSourceError: No source gave all of them.
-    """
-    sides = manifest.packaging.side_files
-    if not sides:
-        return {}
-    refs = list({(side.digest, side.nbytes) for side in sides})
-    return await _from_sources(key, refs, sources, channel, [])
-
-
-async def _from_sources(
-    key: ModelKey,
-    refs: Sequence[tuple[bytes, int]],
-    sources: Sequence[SourceRecord],
-    channel: Callable[[str], grpc.aio.Channel],
-    causes: list[MxError],
-) -> dict[bytes, bytes]:
-    for source in sources:
-        remote = Remote(Role.SOURCE, source.endpoint)
-        try:
-            return await fetch(channel(source.endpoint), refs, who=remote)
-        except MxError as error:
-            causes.append(error)
-    raise _none_gave("description", key.name, causes)
 
 
 def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mx.core.bindings import MAIN
 from mx.core.types import CHUNK_BYTES, ModelKey
+from mx.swarm.node import MakeHost
 from mx.target.prefill import Held
-from mx.target.relay import MakeRelay
 from mx.transport import TlsFiles
 
 
@@ -20,8 +20,9 @@ class PullOptions:
     One of `coordinator`, `peer` and `disk` says where to look;
     `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
     "cpu" or "cuda:UUID", `into` the caller's memory, `reuse` what
-    this process holds (emptied once it was looked through). With `relay` others may read what has
-    come; `alone_because` says why it is None where that may surprise.
+    this process holds (emptied once it was looked through). `host` lets others read what has
+    come; `alone_because` says why it is None where that may surprise. `coordinate_always` believes
+    a source that says that others read there on every medium, not only over networks.
     """
 
     name: str
@@ -50,7 +51,8 @@ class PullOptions:
     chunk_nbytes: int = CHUNK_BYTES
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
-    relay: MakeRelay | None = None
+    host: MakeHost | None = None
+    coordinate_always: bool = False
     alone_because: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""What a pull's engine reads through, and who hears of what it reads."""
+"""What a pull reads through."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mx.core.digest import ChunkHasher
+from mx.core.planner import SourcePath
 from mx.core.striping import ConnectionLoad
 from mx.core.types import Segment
 from mx.errors import (
@@ -32,10 +33,17 @@ CONNECTION_ERRORS = (
 
 
 class ReadLease(Protocol):
-    """What a sink asks before it believes a read's bytes."""
+    """What is checked before a read's bytes are believed."""
 
     def check(self) -> MxError | None:
-        """None while the lease runs and the generation stands; else why not."""
+        """Return None while the lease runs and the generation stands; else why not."""
+
+    @property
+    def coordinated(self) -> bool:
+        """Did the source say that other pulls read there too?"""
+
+    def end(self) -> None:
+        """Give the lease back; does not block. Idempotent."""
 
 
 class Hasher(Protocol):
@@ -53,22 +61,25 @@ def host_hasher(segments: Sequence[Segment], spans: Sequence[Span]) -> Hasher:
     return ChunkHasher(segments, spans)  # type: ignore[arg-type]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Connection:
-    """A session to one source, and what came through it. `source` says whose lanes share their
-    reputation; `bytes_per_s` is what is expected of it, 0 if nothing is."""
+    """One open session over a path, the lease that it stands on, and what came through it.
 
-    transport: str
-    peer: str
-    session: Session
+    Session and lease belong to the `Connector` that opened them.
+    """
+
+    path: SourcePath
     lease: ReadLease
-    opened_at_s: float
-    rail: str = ""
-    source: str = ""
-    bytes_per_s: float = 0.0
+    session: Session
+    opened_at_s: float = 0.0  # monotonic: when it was first read through
     lost: bool = False
     #: What the transfer knows of it, from when it is added there.
     load: ConnectionLoad | None = None
+
+    @property
+    def peer(self) -> str:
+        """The source's endpoint, which names it in errors and reports."""
+        return self.path.source.endpoint
 
     @property
     def verified_nbytes(self) -> int:

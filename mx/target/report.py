@@ -6,7 +6,6 @@ import asyncio
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from mx.core.types import Layout
@@ -217,27 +216,6 @@ def again(error: MxError, how: str) -> MxError:
     rest = error.hint.removeprefix("start the pull again").removeprefix("; ")
     error.hint = "; ".join(filter(None, [how, rest])) if how else error.hint
     return error
-
-
-class Reporting:
-    """Inside it, whatever is raised is told as one of mx's errors, and not raised: for work on
-    threads that others own, where an error would else be lost and the pull wait for ever."""
-
-    def __init__(self, tell: Callable[[MxError], None]) -> None:
-        self._tell = tell
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if error is not None:
-            self._tell(unexpected(error))
-        return True
 
 
 def final_error(

@@ -1,4 +1,4 @@
-"""Looks for holders of what is pulled: until there is one, beside those that are being read, and
+"""Looks for sources of what is pulled: until there is one, beside those that are being read, and
 when none is left."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mx import trace
 from mx.core import manifest as manifests
+from mx.core.connections import Connections
 from mx.core.planner import Plan
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
@@ -22,7 +23,7 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.runtime import in_thread
-from mx.target.connections import ConnectionPool
+from mx.target.events import EventLog, Outcome
 from mx.target.locator import Located, Locator
 from mx.units import format_seconds
 from mx.wire.documents import WritePage
@@ -41,7 +42,8 @@ LONGEST_S = 2.0
 
 @dataclass(frozen=True)
 class Found:
-    """A model to be read, and whom from. `ways` may be empty where only parts of it are held."""
+    """A model, and the paths to sources that hold all of it; there may be none where others hold
+    parts."""
 
     located: Located
     manifest: Manifest
@@ -56,11 +58,17 @@ async def find(
     relays_do: bool,
     side_files: bool,
 ) -> Found:
-    """One look. `begin` hears of the ways while the manifest is still on its way; `relays_do`
-    says whether sources that hold a part are better than nothing, `side_files` whether those are
-    wanted in memory, too.
+    """Look once.
 
-    Raises UnknownModelError, CoordinatorError, SourceError, ManifestError.
+    Args:
+        locator: Asks the coordinator or the peer that was named.
+        plan: Finds the paths to sources.
+        begin: Called with the paths while the manifest is still on its way.
+        relays_do: Are sources that hold a part better than nothing?
+        side_files: Fetch those too, into memory.
+
+    Raises:
+        UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
     with trace.span("pull.locate", model=locator.name) as span:
         located = await locator.locate()
@@ -144,45 +152,54 @@ def _may_pass(error: MxError) -> bool:
 
 
 class Resolver:
-    """One pull's, on the loop, from when it is known what is pulled. Gives its crew the holders
-    that come up; says, when the crew has none left, whether one is waited for. `close` it."""
+    """Looks for more sources from when it is known what is pulled; on the loop."""
 
     def __init__(
         self,
         locator: Locator,
         located: Located,
-        pool: ConnectionPool,
+        connections: Connections,
         plan: Callable[[Sequence[SourceRecord]], Plan],
+        on_sources: Callable[[Sequence[SourceRecord]], None],
+        came: Callable[[], int],
+        outcome: Outcome,
+        log: EventLog,
+        causes: list[MxError],
         *,
         wait_s: float,
-        on_sources: Callable[[Sequence[SourceRecord]], None],
-        on_wait: Callable[[], None],
-        came: Callable[[], int],
-        causes: list[MxError],
     ) -> None:
-        """`plan` finds the ways to read from sources. `on_sources` hears of all that hold the same
-        manifest, or parts of it, each time they were asked for. `on_wait` is called when a wait
-        begins; `came` says how many bytes have come; `causes` is added to when a wait was in
-        vain."""
+        """
+        Args:
+            locator: Asks the coordinator or the peer that was named.
+            located: What is pulled.
+            connections: Paths to new sources are added to them.
+            plan: Finds the paths to sources.
+            on_sources: Called with all that hold the same manifest, or parts of it, each time they
+                were looked up.
+            came: Gives how many bytes have come so far.
+            outcome: Its `changed` is set when there are new sources.
+            log: Is told when a wait begins.
+            causes: A wait in vain is added to them.
+            wait_s: How long to wait for a source while there is none.
+        """
         self._locator = locator
         self._located = located
-        self._pool = pool
+        self._connections = connections
         self._plan = plan
-        self._wait_s = wait_s
         self._on_sources = on_sources
-        self._on_wait = on_wait
         self._came = came
+        self._outcome = outcome
+        self._log = log
         self._causes = causes
+        self._wait_s = wait_s
         self._until_s = 0.0
         self._came_then = -1  # bytes, when the present wait began
         self._listed = 0
         self._hurry = asyncio.Event()
-        pool.hoping = self.hope
-        self._task = asyncio.create_task(self._run(), name="mx-seek")
 
-    def hope(self) -> bool:
-        """Nobody is left: is a new holder still waited for? A wait begins when this is first
-        asked, and anew if bytes have come since it did."""
+    def waits(self) -> bool:
+        """Return True while a new source is worth waiting for. The wait begins when this is first
+        called, and anew if bytes have come since it did."""
         if self._wait_s <= 0:
             return False
         now_s, came = time.monotonic(), self._came()
@@ -190,21 +207,22 @@ class Resolver:
             self._came_then = came
             self._until_s = now_s + self._wait_s
             self._hurry.set()
-            self._on_wait()
+            self._log.waiting()
         if now_s < self._until_s:
             return True
         waited = format_seconds(self._wait_s)
-        self._causes.append(NoSourceError(f"nobody else came within {waited}"))
+        self._causes.append(NoSourceError(f"no other source came within {waited}"))
         return False
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """For ever: look for sources, often while there is none."""
         pause_s = ORDINARY_S
         while True:
             hurried = await self._hurried(pause_s)
-            idle = self._pool.idle
-            # One that was named, and is being read from, has nobody else to tell of.
+            idle = self._connections.idle
+            # A peer that was named, and is being read from, has no others to tell of.
             if idle or self._locator.asks_coordinator:
-                await self._ask()
+                await self._look()
             if not idle:
                 pause_s = max(ORDINARY_S, self._listed / SOURCES_PER_S)
             elif hurried:
@@ -213,7 +231,7 @@ class Resolver:
                 pause_s = min(2 * pause_s, LONGEST_S)
 
     async def _hurried(self, seconds: float) -> bool:
-        """Pause so long, or until a wait begins: did one?"""
+        """Pause so long, or until a wait begins. Returns True if one did."""
         try:
             await asyncio.wait_for(self._hurry.wait(), seconds)
         except TimeoutError:
@@ -221,17 +239,14 @@ class Resolver:
         self._hurry.clear()
         return True
 
-    async def _ask(self) -> None:
+    async def _look(self) -> None:
         try:
             sources = await self._locator.again(self._located)
-        except MxError:  # it is asked again, and nothing that runs depends on it
+        except MxError:  # it looks again, and nothing that runs depends on it
             return
         self._listed = len(sources)
-        new = [each for each in sources if each.whole and self._pool.wants(each.source_id)]
+        new = [each for each in sources if each.whole and self._connections.wants(each.source_id)]
         if new:
-            self._pool.add_candidates(self._plan(new).paths)
+            self._connections.add(self._plan(new).paths)
+            self._outcome.changed.set()
         self._on_sources(sources)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)

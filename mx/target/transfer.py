@@ -19,7 +19,7 @@ from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, Lay
 from mx.core.types import Manifest
 from mx.errors import ClosedError, MxError, PathSlowError
 from mx.target.reads import CONNECTION_ERRORS, Connection, Hasher, MakeHasher, host_hasher
-from mx.target.report import PathReport, Reporting
+from mx.target.report import PathReport, unexpected
 from mx.transport import Piece, Read, Span
 
 
@@ -56,12 +56,16 @@ class _PartSink:
         self.landed_nbytes = nbytes
 
     def done(self) -> None:
-        with self.transfer.reporting:
+        try:
             self.transfer.part_done(self)
+        except BaseException as error:  # noqa: BLE001 - the thread is the transport's
+            self.transfer.raised(error)
 
     def failed(self, error: MxError) -> None:
-        with self.transfer.reporting:
+        try:
             self.transfer.part_failed(self, error)
+        except BaseException as raised:  # noqa: BLE001 - as above
+            self.transfer.raised(raised)
 
 
 class Transfer:
@@ -78,7 +82,6 @@ class Transfer:
         several_connections: bool = False,
     ) -> None:
         self.manifest = manifest
-        self.reporting = Reporting(listener.broken)
         self._grid = manifest.grid
         self._arena = arena
         self._listener = listener
@@ -89,6 +92,7 @@ class Transfer:
         )
         self._connections: dict[int, Connection] = {}
         self._in_flight: dict[Part, _PartSink] = {}
+        self.started = False
         self._prefilled: dict[tuple[str, str], PathReport] = {}
 
     @property
@@ -114,11 +118,11 @@ class Transfer:
         """Return what came over each path that brought anything."""
         return [
             PathReport(
-                each.transport,
+                each.path.transport,
                 each.peer,
                 each.verified_nbytes,
                 each.verified_at_s - each.opened_at_s,
-                rail=each.rail,
+                rail=str(each.path.rail or ""),
             )
             for each in self.connections
             if each.verified_nbytes
@@ -134,7 +138,11 @@ class Transfer:
         return sum(layers), layers
 
     def start(self) -> None:
+        """Begin: layers without bytes are ready. The first connection does it too. Idempotent."""
         with self._lock:
+            if self.started:
+                return
+            self.started = True
             commands = self._machine.start()
         self._run(commands)
 
@@ -174,6 +182,7 @@ class Transfer:
 
     def add_connection(self, connection: Connection) -> int:
         """Begin reading through a session. Returns the connection's number."""
+        self.start()
         with self._lock:
             number = len(self._connections)
             self._connections[number] = connection
@@ -181,9 +190,9 @@ class Transfer:
                 number,
                 connection.session.depth,
                 time.monotonic(),
-                source=connection.source,
+                source=connection.path.source.source_id,
                 peer=connection.peer,
-                bytes_per_s=connection.bytes_per_s,
+                bytes_per_s=connection.path.gb_per_s * 1e9,
             )
             connection.load = self._machine.load(number)
         self._run(commands)
@@ -275,6 +284,10 @@ class Transfer:
         return joined
 
     # -- from the sinks, on the transports' threads ------------------------------------------
+
+    def raised(self, error: BaseException) -> None:
+        """A sink raised what this code did not expect."""
+        self._listener.broken(unexpected(error))
 
     def part_done(self, sink: _PartSink) -> None:
         # Lease first, then generation, then digest: bytes read past a lease prove nothing.

@@ -1,1 +1,1 @@
-"""gRPC plumbing: channels, servers, statuses, documents, the coordinator's client."""
+"""The use of gRPC: channels, servers, statuses, documents, the coordinator's client."""

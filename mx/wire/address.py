@@ -1,4 +1,4 @@
-"""HOST:PORT as the user writes it, and which of them may go without TLS."""
+"""HOST:PORT as users write it, and the rule for addresses that need TLS."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from mx.transport import TlsFiles
 #: Every address of this machine.
 WILDCARDS = ("0.0.0.0", "::")
 
-# No empty label and none of more than 63 characters: looking such a name up raises UnicodeError.
+# No empty label and none of more than 63 characters: resolving such a name raises UnicodeError.
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _HOST = re.compile(rf"(?=[A-Za-z0-9])(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*(?<=[A-Za-z0-9])\.?")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """("host", port) of HOST:PORT or [IPV6]:PORT; the port is 0 to 65535.
+    """Split HOST:PORT or [IPV6]:PORT, without resolving names.
 
-    No name is looked up. Raises ConfigError that says how to write it.
+    Returns:
+        (host, port); the port is 0 to 65535, an IPv6 host has no brackets.
+
+    Raises:
+        ConfigError: The address is malformed; the hint says how to write it.
     """
     host, colon, port = address.rpartition(":")
     wrong = ConfigError(
@@ -41,18 +45,25 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def host_of(address: str) -> str:
-    """The host of an address that was dialled; "unix" for unix:PATH."""
+    """Return the host of a dialled address; "unix" for unix:PATH."""
     return "unix" if address.startswith("unix:") else split_address(address)[0]
 
 
 def join_address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
+    """Return HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def address_of_peer(peer: str) -> str:
-    """The address in what gRPC calls the other end of a connection, without its port: of IPv6 the
-    network of 64 bits, since a host may use any address in it."""
+    """Return the IP address in gRPC's name of a connection's other end.
+
+    Args:
+        peer: As `context.peer()` returns it, such as "ipv4:10.0.0.1:5000".
+
+    Returns:
+        The address without its port; of IPv6 the network of 64 bits, since a host may use any
+        address in it; for other kinds of connections the kind, such as "unix".
+    """
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return kind
@@ -69,9 +80,9 @@ def address_of_peer(peer: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Does nothing off this machine hear it? True for loopback addresses and unix sockets.
+    """Return True if an address stays on this machine: loopback addresses and unix sockets.
 
-    Names other than localhost count as remote: what they resolve to can change.
+    Names other than localhost count as remote, since they may resolve to another address later.
     """
     if address.startswith("unix:"):
         return True
@@ -85,19 +96,30 @@ def is_local(address: str) -> bool:
 
 
 def require_protection(address: str, *, tls: TlsFiles | None, insecure: bool, verb: str) -> None:
-    """Refuse plain text off this machine, unless it was asked for by name.
+    """Refuse plain text beyond this machine without `insecure`.
 
-    `verb` is "listen on" or "talk to". Raises ConfigError.
+    Args:
+        address: The address to use.
+        tls: The certificates, None for plain text.
+        insecure: Allow plain text.
+        verb: What is refused: "listen on" or "connect to".
+
+    Raises:
+        ConfigError: `address` is beyond this machine, and neither `tls` nor `insecure` is given.
     """
     if tls is None and not insecure and not is_local(address):
         raise ConfigError(
             f"refusing to {verb} {address} without TLS",
-            hint="give `tls_cert`, `tls_key` and `tls_ca`, or say `insecure`",
+            hint="give `tls_cert`, `tls_key` and `tls_ca`, or `insecure`",
         )
 
 
 def read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
-    """The PEM bytes of (certificate, key, authority). Raises ConfigError naming the file."""
+    """Return the PEM bytes of (certificate, key, authority). Reads the files.
+
+    Raises:
+        ConfigError: A file cannot be read or is not PEM; the message names it.
+    """
     contents = []
     for flag, path in (
         ("`tls_cert`", tls.certificate),
@@ -116,7 +138,7 @@ def read_tls(tls: TlsFiles) -> tuple[bytes, bytes, bytes]:
 
 
 def resolve(address: str) -> tuple[str, ...]:
-    """The IP addresses that HOST:PORT stands for; none where the name is not known. May block."""
+    """Return the IP addresses of HOST:PORT; none if the name is unknown. May block."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""Dialling: one set of channel options for everything that mx talks to."""
+"""Client channels: one set of options for all connections of mx."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mx.wire.tls import check_client_files
 
 __all__ = ["Remote", "Role", "cut", "dial", "translate", "translating"]
 
-#: A stopped peer is noticed about 2.5 s after it fell silent, while an RPC is open: a ping each
-#: second, 1.5 s for its answer. ping_timeout_ms is what current gRPC obeys; keepalive_timeout_ms
-#: alone would let it take a minute.
-#: gRPC gives each of its sockets the latter as TCP_USER_TIMEOUT: an odd number, by which a forked
-#: child can tell those of mx's from others, of gRPC's too.
+#: While an RPC is open, a stopped peer is detected after about 2.5 s: a ping each second, 1.5 s for
+#: its answer. Current gRPC obeys ping_timeout_ms; with keepalive_timeout_ms alone it would take a
+#: minute.
+#: gRPC sets keepalive_timeout_ms as TCP_USER_TIMEOUT of its sockets: an unusual number, by which a
+#: forked child recognises the gRPC sockets of mx.
 _PING_TIMEOUT_MS = 1511
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 1000),
@@ -33,10 +33,10 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also how long one attempt to connect may take: a port that accepts and says nothing.
+    # Also bounds one attempt to connect, such as to a port that accepts and sends nothing.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Channels of one process would share connections, and each other's backoff.
+    # Otherwise the channels of one process would share connections, and their backoff.
     ("grpc.use_local_subchannel_pool", 1),
     # Peers are dialled directly, whatever http_proxy says.
     ("grpc.enable_http_proxy", 0),
@@ -47,7 +47,7 @@ _unix_addresses: set[str] = set()
 
 
 def remember_unix(address: str) -> None:
-    """gRPC's sockets at this unix:PATH are mx's."""
+    """Record that gRPC's sockets at this unix:PATH belong to mx."""
     _unix_addresses.add(address.removeprefix("unix:"))
 
 
@@ -70,18 +70,26 @@ forks.recognise(_is_grpc_socket)
 
 
 def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -> grpc.aio.Channel:
-    """A channel to HOST:PORT (or unix:PATH), not yet connected; the caller closes it.
+    """Return a channel, not yet connected. Call this on the event loop that will use it.
 
-    With `tls` both sides show certificates, and the peer's must name the host in `address`.
-    Call it in the event loop that will use it. Raises ConfigError for a malformed address,
-    unreadable PEM files, and plain text off this machine without `insecure`; NotAllowedError for
-    a certificate that no server would accept.
+    Args:
+        address: HOST:PORT or unix:PATH.
+        tls: Both sides show certificates, and the peer's must name the host in `address`.
+        insecure: Allow plain text beyond this machine.
+
+    Returns:
+        The channel; the caller closes it.
+
+    Raises:
+        ConfigError: The address is malformed, a PEM file cannot be read, or plain text beyond
+            this machine is not allowed.
+        NotAllowedError: No server would accept the certificate.
     """
     if address.startswith("unix:"):
         remember_unix(address)
     else:
         split_address(address)
-    require_protection(address, tls=tls, insecure=insecure, verb="talk to")
+    require_protection(address, tls=tls, insecure=insecure, verb="connect to")
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     check_client_files(tls)
@@ -91,10 +99,10 @@ def dial(address: str, *, tls: TlsFiles | None = None, insecure: bool = False) -
 
 
 def cut(call: Any) -> None:
-    """End a call of grpc.aio's, whatever has become of it. Idempotent.
+    """End a call of grpc.aio in any state. Idempotent.
 
-    When a write fails, because the other end has gone, grpc.aio (1.85) takes the call for done
-    and `cancel` does nothing; but the core still waits for what was received to be read, and the
+    When a write fails because the other end is gone, grpc.aio (1.85) considers the call done and
+    `cancel` does nothing. But the core still waits until the received messages are read, and the
     call would keep itself, its connection and the poller's thread for ever.
     """
     if not call.cancel():

@@ -1,4 +1,4 @@
-"""The coordinator as its clients see it: one channel, a deadline on every call, mx's errors."""
+"""The coordinator's client: one channel, a deadline on every call, errors of mx."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from mx.wire.tls import diagnosing
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.watching import WatchUpdate, update_from_wire
 
-_UPLOAD_TIMEOUT_S = 60.0  # a manifest of many tensors takes longer than a question
+_UPLOAD_TIMEOUT_S = 60.0  # the upload of a large manifest takes longer than other calls
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """`model` is the key the source is listed under: another revision after an update."""
+    """The answer to `register`. `model` is the key that the source is listed under: for an update
+    it has a new revision."""
 
     lease_s: float
     epoch: str
@@ -45,10 +46,10 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What to pull, and from whom: origins first. No sources: known, but nobody serves it now.
+    """The manifest to pull, and its sources, origins first; a known model may have none now.
 
-    `documents` are those of the manifest that came along, verified: all of a small one, none of
-    a large one.
+    `documents` are the verified documents that came with the answer: all of a small manifest, none
+    of a large one.
     """
 
     model: ModelKey
@@ -58,11 +59,11 @@ class Resolution:
 
 
 class CoordinatorClient:
-    """Use it in one event loop, and `close` it. Safe for concurrent calls.
+    """A client for one event loop; `close` it. Safe for concurrent calls.
 
-    Every call raises what `mx.wire.status.translate` makes of a failed RPC: CoordinatorError
-    where nobody answers within `timeout_s`, else what the coordinator refused with. It remembers
-    the secrets of what it registered. Raises ConfigError as `dial` does.
+    Every call raises the error that `mx.wire.status.translate` makes of a failed RPC:
+    CoordinatorError if there is no answer within the timeout, else the coordinator's error. The
+    client remembers the secrets of the sources that it registered.
     """
 
     def __init__(
@@ -73,6 +74,17 @@ class CoordinatorClient:
         insecure: bool = False,
         timeout_s: float = 5.0,
     ) -> None:
+        """
+        Args:
+            address: HOST:PORT or unix:PATH of the coordinator.
+            tls: The certificates for mutual TLS.
+            insecure: Allow plain text beyond this machine.
+            timeout_s: The deadline of a call; uploads of documents have at least 60 s.
+
+        Raises:
+            ConfigError: As `dial`.
+            NotAllowedError: As `dial`.
+        """
         self.remote = Remote(Role.COORDINATOR, address, tls)
         self._timeout_s = timeout_s
         self._channel = dial(address, tls=tls, insecure=insecure)
@@ -83,7 +95,7 @@ class CoordinatorClient:
         self._epochs: dict[str, str] = {}
 
     async def close(self) -> None:
-        """Cut what is running and close the channel. Nothing is deregistered."""
+        """Cut running calls and close the channel. Deregisters nothing."""
         await self._channel.close(None)
 
     # -- for sources ----------------------------------------------------------------------------
@@ -96,12 +108,23 @@ class CoordinatorClient:
         binding_secret: bytes,
         replaces_revision: bool = False,
     ) -> Registered:
-        """List a source, or list it anew. Uploads only those of the manifest's four documents
-        that the coordinator lacks, and the rows of `record.table`, in pages.
+        """List a source, or list it again.
 
-        `binding_secret` (16 to 64 random bytes) proves later who this is. Raises BindingError,
-        NotAllowedError, StaleGenerationError, CoordinatorError, and LocalError where a document
-        is wanted that `documents` lacks.
+        Uploads the documents of the manifest that the coordinator lacks, and the rows of
+        `record.table`, in pages.
+
+        Args:
+            record: The source.
+            documents: The documents of the manifest, by digest.
+            binding_secret: 16 to 64 random bytes that authenticate later calls about the source.
+            replaces_revision: If the name is bound to other weights, register an update.
+
+        Raises:
+            BindingError: The name is bound to other weights, or belongs to another source.
+            NotAllowedError: The source id belongs to another secret.
+            StaleGenerationError: The generation is past.
+            CoordinatorError: The coordinator does not answer.
+            LocalError: `documents` lacks a document that the coordinator lacks too.
         """
         codec.check_model_key(record.model)
         async with diagnosing(self.remote):
@@ -110,7 +133,7 @@ class CoordinatorClient:
             )
         absent = [digest for digest in missing.digests if digest not in documents]
         if absent:
-            raise LocalError(f"document {absent[0][:8].hex()} of the manifest is not given")
+            raise LocalError(f"document {absent[0][:8].hex()} of the manifest is missing here")
         wanted = {digest: documents[digest] for digest in missing.digests}
 
         async def requests() -> AsyncIterator[pb.RegisterRequest]:
@@ -144,11 +167,19 @@ class CoordinatorClient:
         gb_per_s: Callable[[], float] = lambda: 0.0,
         on_state: Callable[[bool, str], None] = lambda registered, why: None,
     ) -> None:
-        """For ever (cancel it): heartbeat, and register `current()` again whenever the
-        coordinator has lost it, restarted or come back.
+        """Send heartbeats until cancelled, and register again whenever the coordinator has lost
+        the source, was restarted or was away.
 
-        An absent or refusing coordinator raises nothing: `on_state(registered, why)` hears of
-        each change of state, and the attempts go on with jittered backoff.
+        Errors of the coordinator are not raised: the attempts go on with jittered backoff.
+
+        Args:
+            current: Returns the source's current record.
+            documents: As in `register`.
+            binding_secret: As in `register`.
+            replaces_revision: As in `register`.
+            readers: Returns the number of the source's readers.
+            gb_per_s: Returns the source's rate.
+            on_state: Called as on_state(registered, why) on each change of state.
         """
         known: bool | None = None
         backoff_s = _FIRST_BACKOFF_S
@@ -172,8 +203,8 @@ class CoordinatorClient:
                     is_registered = True
                 await self._beat(current, readers, gb_per_s, beating)
             except UnknownSourceError:
-                # It restarted, or our lease ended. It answers, so register at once; but not again
-                # and again.
+                # It restarted, or our lease ended. It answers, so register at once, but with
+                # backoff if this repeats.
                 is_registered = False
                 if backoff_s > _FIRST_BACKOFF_S:
                     await asyncio.sleep(backoff_s)
@@ -193,7 +224,7 @@ class CoordinatorClient:
         gb_per_s: Callable[[], float],
         beating: Callable[[], None],
     ) -> None:
-        """Renew until something fails, which is raised."""
+        """Send heartbeats until one fails, and raise that error."""
         ended = f"the coordinator at {self.remote.address} ended the heartbeats"
         call = self._stub.Heartbeat()
         try:
@@ -229,9 +260,16 @@ class CoordinatorClient:
     async def advertise(
         self, source_id: str, generation: int, held: Sequence[tuple[int, int]]
     ) -> None:
-        """Say which layers (half-open ranges) a source that was registered here holds now.
+        """Report which layers a source that this client registered holds now.
 
-        Raises UnknownSourceError where it is not listed (any more), StaleGenerationError.
+        Args:
+            source_id: The source.
+            generation: The generation of its memory.
+            held: The half-open ranges of its complete layers.
+
+        Raises:
+            UnknownSourceError: The source is not listed.
+            StaleGenerationError: The source has a newer generation by now.
         """
         request = pb.AdvertiseRequest(
             source_id=source_id,
@@ -243,7 +281,7 @@ class CoordinatorClient:
             await self._stub.Advertise(request, timeout=self._timeout_s)
 
     async def deregister(self, source_id: str) -> None:
-        """Take a source that was registered here off the list, if it is still on it."""
+        """Remove a source that this client registered from the list, if it is still listed."""
         request = pb.DeregisterRequest(source_id=source_id, binding_secret=self._secret(source_id))
         with translating(self.remote):
             await self._stub.Deregister(request, timeout=self._timeout_s)
@@ -259,22 +297,30 @@ class CoordinatorClient:
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[None]:
-        """As `diagnosing`, also for an answer that parses but makes no sense."""
+        """As `diagnosing`, and translate the errors of answers that parse but are not valid."""
         try:
             async with diagnosing(self.remote):
                 yield
         except PeerProtocolError as error:
             raise CoordinatorError(
-                f"the coordinator at {self.remote.address} answered nonsense: {error.message}"
+                f"the answer of the coordinator at {self.remote.address} is not valid: "
+                f"{error.message}"
             ) from error
 
     async def resolve(
         self, name: str, revision: str = "", variant: str = "", *, documents: bool = True
     ) -> Resolution:
-        """What NAME or NAME@IDENTITY means, and who serves it; `documents` says whether those of
-        the manifest are wanted.
+        """Return the manifest that NAME or NAME@PIN means, and the sources that serve it.
 
-        Raises UnknownModelError; ConfigError for what can't be a name.
+        Args:
+            name: NAME or NAME@PIN.
+            revision: "" for the newest one that is served.
+            variant: "" for "checkpoint".
+            documents: Request the documents of a small manifest, too.
+
+        Raises:
+            UnknownModelError: No registered model fits.
+            ConfigError: An argument is not a valid name or pin.
         """
         codec.check_model_key(
             ModelKey(name.partition("@")[0], revision or "main", variant or "checkpoint")
@@ -298,9 +344,13 @@ class CoordinatorClient:
             )
 
     async def watch(self, name: str = "", revision: str = "") -> AsyncGenerator[WatchUpdate, None]:
-        """What there is (UP each, then SNAPSHOT_END), then what changes. "" watches everything.
+        """Yield the listed sources (an UP each, then SNAPSHOT_END), then every change.
 
-        Close the iterator when done. Raises as the other calls do when the coordinator goes.
+        Close the iterator when done. It raises as the other calls do if the coordinator fails.
+
+        Args:
+            name: The model; "" for all.
+            revision: The revision; "" for all.
         """
         stream = self._stub.Watch(pb.WatchRequest(name=name, revision=revision, batches=True))
         try:
@@ -313,14 +363,14 @@ class CoordinatorClient:
             stream.cancel()
 
     async def list_models(self) -> list[ModelStatus]:
-        """Every model that is known. A bad entry is skipped, with a warning; so it is below."""
+        """Return every known model. Skips a malformed entry, with a warning, as the other lists."""
         call = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s)
         async with self._reading():
             messages = [model async for page in call for model in page.models]
         return self._lists.read("model", messages, _model_status)
 
     async def list_sources(self, name: str = "") -> list[SourceStatus]:
-        """All, or those of one model name."""
+        """Return all sources, or those of one model name."""
         request = pb.ListSourcesRequest(name=name)
         call = self._stub.ListSources(request, timeout=self._timeout_s)
         async with self._reading():
@@ -328,20 +378,20 @@ class CoordinatorClient:
         return self._lists.read("source", messages, _source_status)
 
     async def list_pulls(self, name: str = "") -> list[PullStatus]:
-        """The pulls that tell how far they are: all, or those of one model name."""
+        """Return all pulls that report their progress, or those of one model name."""
         call = self._stub.ListPulls(pb.ListPullsRequest(name=name), timeout=self._timeout_s)
         async with self._reading():
             messages = [pull async for page in call for pull in page.pulls]
         return self._lists.read("pull", messages, pull_from_wire)
 
     def reporting(self) -> AbstractAsyncContextManager[Report]:
-        """Tell how far a pull is; see `mx.wire.progress.telling`."""
+        """Report a pull's progress; see `mx.wire.progress.reporting`."""
         return reporting(self._stub, self.remote, self._timeout_s)
 
     async def fetch(
         self, refs: Sequence[tuple[bytes, int]], *, timeout_s: float = 30.0
     ) -> dict[bytes, bytes]:
-        """Documents by (digest, nbytes); see `mx.wire.documents.fetch`."""
+        """Fetch documents, given as (digest, nbytes); see `mx.wire.documents.fetch`."""
         return await wire_documents.fetch(self._channel, refs, who=self.remote, timeout_s=timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""Documents: blobs addressed by their blake3, sent in pages, believed only when they match."""
+"""Documents: blobs addressed by their blake3, sent in pages and verified by the receiver."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DOCUMENT_DIGEST_BYTES = 32
 PAGE_BYTES = MIB
 MAX_DOCUMENT_BYTES = 256 * MIB
 _MAX_DIGESTS = 4096
-#: A document that goes to disk may come as slowly as this.
+#: The least rate of documents that go to disk.
 _LEAST_BYTES_PER_S = MIB
 
-#: Takes a document's bytes as they come: (digest, offset, data). From offset 0 on they come anew.
+#: Takes a document's bytes in order: (digest, offset, data). Offset 0 begins the document again.
 WritePage = Callable[[bytes, int, bytes], None]
 
 
 @dataclass(slots=True)
 class _Partial:
-    """What has come of a document; `data` only where it is kept in memory."""
+    """The received part of a document; `data` is empty if the bytes go to `write`."""
 
     nbytes: int = 0
     hasher: blake3 = field(default_factory=blake3)
@@ -38,7 +38,7 @@ class _Partial:
 
 
 def pages(digest: bytes, data: bytes) -> Iterator[pb.Page]:
-    """`data` cut into pages of at most 1 MiB; an empty document is one empty page."""
+    """Yield `data` in pages of at most 1 MiB; an empty document is one empty page."""
     for offset in range(0, max(1, len(data)), PAGE_BYTES):
         yield pb.Page(
             digest=digest,
@@ -49,17 +49,25 @@ def pages(digest: bytes, data: bytes) -> Iterator[pb.Page]:
 
 
 class Assembler:
-    """Puts pages together. Takes only the documents of `refs`, in memory as they arrive, or hands
-    their bytes to `write`.
+    """Puts the pages of expected documents together and verifies them.
 
-    `refs` are (digest, nbytes). Pages of one document come in order, documents in any order and
-    interleaved. `who` names the sender in errors. What was written is only to be believed once
-    its digest is no longer `missing`.
+    Pages of one document come in order, documents in any order and interleaved.
     """
 
     def __init__(
         self, refs: Sequence[tuple[bytes, int]], *, who: str, write: WritePage | None = None
     ) -> None:
+        """
+        Args:
+            refs: The expected documents: (digest, nbytes) of each.
+            who: The sender's name in errors.
+            write: Takes the bytes as they arrive, instead of memory. They are verified once their
+                digest is no longer `missing`.
+
+        Raises:
+            PeerProtocolError: `refs` is malformed.
+            CapacityError: A document is too large.
+        """
         self._who = who
         self._write = write
         self._wanted: dict[bytes, int] = {}
@@ -72,28 +80,33 @@ class Assembler:
                     f"{format_bytes(MAX_DOCUMENT_BYTES)}"
                 )
             if self._wanted.setdefault(digest, nbytes) != nbytes:
-                raise PeerProtocolError("one document under two sizes", peer=who)
+                raise PeerProtocolError("one document is announced with two sizes", peer=who)
         self._partial: dict[bytes, _Partial] = {}
         self._done: dict[bytes, bytes] = {}
 
     @property
     def documents(self) -> dict[bytes, bytes]:
-        """The complete ones, by digest; empty bytes for those that were written."""
+        """The complete documents, by digest; empty bytes for those that went to `write`."""
         return self._done
 
     @property
     def missing(self) -> list[bytes]:
-        """Digests that have not come, or not wholly."""
+        """The digests of the documents that are not complete."""
         return [digest for digest in self._wanted if digest not in self._done]
 
     def add(self, page: pb.Page) -> None:
-        """Raises PeerProtocolError for gaps, overlaps and excess, DigestError for wrong bytes."""
+        """Add a page.
+
+        Raises:
+            PeerProtocolError: The page leaves a gap, overlaps, or is not expected.
+            DigestError: The document is complete and does not match its digest.
+        """
         digest, name = page.digest, f"document {page.digest[:8].hex()}"
         nbytes = self._wanted.get(digest)
         if nbytes is None:
-            raise PeerProtocolError(f"{name} was not asked for", peer=self._who)
+            raise PeerProtocolError(f"{name} was not requested", peer=self._who)
         if digest in self._done:
-            raise PeerProtocolError(f"{name} came twice", peer=self._who)
+            raise PeerProtocolError(f"{name} was sent twice", peer=self._who)
         partial = self._partial.setdefault(digest, _Partial())
         if page.nbytes != nbytes:
             raise PeerProtocolError(
@@ -123,12 +136,14 @@ class Assembler:
 
 
 class DocumentsServicer:
-    """The Documents service over `lookup`, which is called in the event loop and must not block.
-
-    It returns a document's bytes (immutable, kept alive by the reply) or None.
-    """
+    """The Documents service."""
 
     def __init__(self, lookup: Callable[[bytes], bytes | None]) -> None:
+        """
+        Args:
+            lookup: Returns a document by its digest, or None. It runs on the event loop and must
+                not block. The reply keeps the bytes alive.
+        """
         self._lookup = lookup
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.Page]:
@@ -150,11 +165,22 @@ async def fetch(
     who: Remote | str,
     timeout_s: float = 30.0,
 ) -> dict[bytes, bytes]:
-    """Fetch documents, given as (digest, nbytes), from whoever is at the channel's other end.
+    """Fetch documents into memory, never more than their announced sizes.
 
-    Returns all of them by digest, verified. Never holds more than the announced sizes. Raises
-    what `translate` makes of a failed RPC, UnknownModelError where the peer lacks one,
-    PeerProtocolError or DigestError (both naming the peer) for a peer that lies.
+    Args:
+        channel: A channel to a process that serves documents.
+        refs: The documents: (digest, nbytes) of each.
+        who: The process at the channel's other end; a string is the address of a source.
+        timeout_s: The deadline of each request.
+
+    Returns:
+        All documents by digest, verified.
+
+    Raises:
+        UnknownModelError: The peer lacks a document.
+        PeerProtocolError: The peer sends pages that were not requested, or too few.
+        DigestError: A document does not match its digest.
+        MxError: As `translate`, if the RPC fails.
     """
     remote = Remote(Role.SOURCE, who) if isinstance(who, str) else who
     assembler = Assembler(refs, who=remote.address)
@@ -173,17 +199,17 @@ async def fetch_to(
     who: Remote,
     timeout_s: float = 30.0,
 ) -> None:
-    """Fetch documents as `fetch` does, to `write` in place of memory, which is called in a thread.
+    """Fetch documents as `fetch` does, but hand their bytes to `write`.
 
     Args:
-        channel: To the one that is asked.
-        refs: Of each document the digest and the bytes.
-        write: Takes the pages; only once this returns are they to be believed.
-        who: Is at the channel's other end.
-        timeout_s: For the beginning; each MiB has a second more.
+        channel: A channel to a process that serves documents.
+        refs: The documents: (digest, nbytes) of each.
+        write: Takes the pages, on a thread. They are verified only when this function returns.
+        who: The process at the channel's other end.
+        timeout_s: The deadline; each MiB extends it by a second.
 
     Raises:
-        MxError: As `fetch`, and what `write` raises.
+        MxError: As `fetch`, and as `write`.
     """
     assembler = Assembler(refs, who=who.address, write=write)
     timeout_s += sum(nbytes for _, nbytes in refs) / _LEAST_BYTES_PER_S
@@ -210,4 +236,4 @@ async def _pages(
 
 def _require_all(assembler: Assembler, remote: Remote) -> None:
     if assembler.missing:
-        raise PeerProtocolError("the peer ended before all documents came", peer=remote.address)
+        raise PeerProtocolError("the peer did not send all documents", peer=remote.address)

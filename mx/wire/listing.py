@@ -1,4 +1,4 @@
-"""Lists that a coordinator answers with, read entry by entry: a bad one costs no other."""
+"""Reads the lists of a coordinator entry by entry: a malformed entry does not affect the others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _log = logging.getLogger(__name__)
 
 _M = TypeVar("_M")
 _T = TypeVar("_T")
-#: So many different complaints are made; what is looked at again and again repeats them.
+#: The most different warnings: lists that are read repeatedly repeat their malformed entries.
 _MAX_SAID = 64
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ModelStatus:
-    """`nbytes` and `layers` as an origin registered them; 0 where none is left."""
+    """A model as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one."""
 
     model: ModelKey
     ref: ManifestRef
@@ -31,7 +31,7 @@ class ModelStatus:
     sources: int
 
     def __repr__(self) -> str:
-        """One line: its name, the beginning of its identity, how large it is."""
+        """Return one line: its name, the beginning of its identity, its size."""
         return (
             f"<ModelStatus {self.model}@{self.ref.identity.hex()[:16]}: "
             f"{format_bytes(self.nbytes)} in {count(self.layers, 'layer')}, "
@@ -41,7 +41,7 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SourceStatus:
-    """A source as the coordinator lists it; `gb_per_s` is what it gave lately."""
+    """A source as the coordinator lists it; `gb_per_s` is its recent rate."""
 
     record: SourceRecord
     lease_left_s: float
@@ -49,7 +49,7 @@ class SourceStatus:
     gb_per_s: float
 
     def __repr__(self) -> str:
-        """One line: what it serves, where, to how many."""
+        """Return one line: what it serves, where, and its number of readers."""
         record = self.record
         return (
             f"<SourceStatus {record.model} at {record.endpoint}: {record.role.value}, "
@@ -58,7 +58,7 @@ class SourceStatus:
 
 
 class Lists:
-    """Reads the lists of one coordinator. Says once of each bad entry that it was skipped."""
+    """Reads the lists of one coordinator. Warns once of each malformed entry that it skips."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -68,7 +68,9 @@ class Lists:
         """Decode each message, and leave out those that `decode` refuses with PeerProtocolError.
 
         Args:
-            what: names an entry in the warning: "source".
+            what: The name of an entry in warnings, such as "source".
+            messages: The entries.
+            decode: Returns a decoded entry.
         """
         found = []
         for message in messages:

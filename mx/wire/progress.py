@@ -20,7 +20,7 @@ from mx.wire.channel import Remote, cut, translating
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
 
-#: Says how far a pull is.
+#: Reports a pull's progress.
 Report = Callable[[PullStatus], Awaitable[None]]
 
 MAX_LAYERS = 1 << 16
@@ -35,7 +35,7 @@ _PHASES = {
 
 
 def pull_to_wire(status: PullStatus) -> pb.PullProgress:
-    """The message; sources and layers beyond what a coordinator takes are left out."""
+    """Return the message; sources and layers beyond a coordinator's limits are left out."""
     ready = status.ready & ((1 << MAX_LAYERS) - 1)
     return pb.PullProgress(
         pull_id=status.pull_id,
@@ -55,7 +55,11 @@ def pull_to_wire(status: PullStatus) -> pb.PullProgress:
 
 
 def pull_from_wire(message: pb.PullProgress) -> PullStatus:
-    """Raises PeerProtocolError for what no pull would tell."""
+    """Return the status that a message describes.
+
+    Raises:
+        PeerProtocolError: A field is not valid.
+    """
     phase = next((p for p, number in _PHASES.items() if number == message.phase), None)
     if phase is None:
         raise PeerProtocolError(f"a pull's phase {message.phase}")
@@ -67,9 +71,9 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
     if message.nbytes > MAX_TOTAL_BYTES:
         raise PeerProtocolError(f"a pull of {message.nbytes} bytes")
     if message.done_bytes > message.nbytes:
-        raise PeerProtocolError(f"{message.done_bytes} of {message.nbytes} bytes have come")
+        raise PeerProtocolError(f"{message.done_bytes} of {message.nbytes} bytes are done")
     if len(message.host) > _MAX_HOST_CHARS or not (message.host or "-").isprintable():
-        raise PeerProtocolError("that is no host's name")
+        raise PeerProtocolError("the host's name is too long or not printable")
     if len(message.sources) > MAX_SOURCES:
         raise PeerProtocolError(f"more than {MAX_SOURCES} sources")
     for source in message.sources:
@@ -96,11 +100,22 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
 
 @asynccontextmanager
 async def reporting(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterator[Report]:
-    """Tell a coordinator how far a pull is: call what this yields, at most once a second. The end
-    of the block is the pull's. Raises CoordinatorError where it does not hear or answer, and what
-    it refuses with."""
+    """Report a pull's progress to a coordinator. The end of the block is the end of the pull.
+
+    Args:
+        stub: The Coordinator service.
+        remote: The coordinator, for errors.
+        timeout_s: The deadline of each report, and of the end.
+
+    Yields:
+        A function that reports a status; call it at most once a second.
+
+    Raises:
+        CoordinatorError: The coordinator does not take reports, or does not answer.
+        MxError: As `translate`, if the coordinator refuses.
+    """
     call = stub.Progress()
-    deaf = CoordinatorError(f"the coordinator at {remote.address} hears of no progress")
+    not_taken = CoordinatorError(f"the coordinator at {remote.address} takes no progress reports")
 
     async def report(status: PullStatus) -> None:
         try:
@@ -108,7 +123,7 @@ async def reporting(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterat
                 await call.write(pb.ProgressRequest(pull=pull_to_wire(status)))
         except asyncio.InvalidStateError:  # it has ended the stream
             await call
-            raise deaf from None
+            raise not_taken from None
 
     try:
         with translating(remote):
@@ -117,6 +132,6 @@ async def reporting(stub: Stub, remote: Remote, timeout_s: float) -> AsyncIterat
                 await call.done_writing()
                 await call
     except (TimeoutError, asyncio.InvalidStateError):
-        raise deaf from None
+        raise not_taken from None
     finally:
         cut(call)

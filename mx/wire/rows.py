@@ -1,4 +1,4 @@
-"""The rows of a scattered source's table, in pages, checked as they come."""
+"""The rows of a scattered source's table, sent in pages and checked on arrival."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _U64 = 1 << 64
 
 
 def rows_to_wire(rows: Sequence[TableRow]) -> Iterator[pb.TableRows]:
-    """Pages that stay under the default message limit."""
+    """Yield the rows in pages that stay below the default message limit."""
     for first in range(0, len(rows), ROWS_PER_PAGE):
         page = rows[first : first + ROWS_PER_PAGE]
         yield pb.TableRows(
@@ -27,13 +27,18 @@ def rows_to_wire(rows: Sequence[TableRow]) -> Iterator[pb.TableRows]:
 
 
 class RowsDecoder:
-    """Checks the pages of one table's rows as they come.
+    """Checks the pages of one table's rows in order.
 
-    Rows are ascending by (layer, offset), do not overlap, and stay inside the regions that want
-    rows. `expected` is the number announced.
+    Rows must be ascending by (layer, offset), must not overlap, and must stay inside regions
+    without layers of their own.
     """
 
     def __init__(self, table: AddressTable, expected: int) -> None:
+        """
+        Args:
+            table: The table without its rows.
+            expected: The announced number of rows.
+        """
         self._sizes = [-1 if region.layers else region.nbytes for region in table.regions]
         self._expected = expected
         self._count = 0
@@ -41,7 +46,11 @@ class RowsDecoder:
         self._end = 0
 
     def check(self, page: pb.TableRows) -> int:
-        """How many rows the page has. Raises PeerProtocolError."""
+        """Check a page, and return the number of its rows.
+
+        Raises:
+            PeerProtocolError: A row is not valid, or there are more than announced.
+        """
         columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
         count = len(page.layer)
         if count > ROWS_PER_PAGE:
@@ -70,15 +79,23 @@ class RowsDecoder:
         return count
 
     def feed(self, page: pb.TableRows) -> list[TableRow]:
-        """The page's rows, checked."""
+        """Check a page, and return its rows.
+
+        Raises:
+            PeerProtocolError: As `check`.
+        """
         self.check(page)
         columns = (page.layer, page.offset, page.nbytes, page.region, page.region_offset)
         return [TableRow(*row) for row in zip(*columns, strict=True)]
 
     def finish(self) -> None:
-        """Raises PeerProtocolError if fewer rows came than were announced."""
+        """Check that all rows have come.
+
+        Raises:
+            PeerProtocolError: There were fewer rows than announced.
+        """
         if self._count != self._expected:
-            raise PeerProtocolError(f"rows: {self._count} of {self._expected} came")
+            raise PeerProtocolError(f"rows: {self._count} of {self._expected} were sent")
 
     @staticmethod
     def _wrong(layer: int, offset: int, what: str) -> PeerProtocolError:

@@ -1,7 +1,7 @@
-"""Messages that do not parse, on either side, as mx errors.
+"""Turns messages that do not parse, on either side, into errors of mx.
 
-gRPC turns a request that does not parse into UNKNOWN and an answer that does not into None, and
-logs a traceback for both. Here such a message becomes a `Malformed`, which raises at first use.
+gRPC turns a request that does not parse into UNKNOWN and an answer that does not parse into None,
+and logs a traceback for both. Here such a message becomes a `Malformed`, which raises on first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mx.wire.status import Remote, foreign
 
 
 class Malformed:
-    """Stands for a message that did not parse: reading any field of it raises `error()`."""
+    """A message that did not parse: reading any field of it raises `error()`."""
 
     def __init__(self, error: Callable[[], MxError]) -> None:
         self.error = error
@@ -29,7 +29,12 @@ class Malformed:
 
 
 def parser(message: Descriptor, error: Callable[[], MxError]) -> Callable[[bytes], Any]:
-    """A deserialiser for messages of this type that never raises."""
+    """Return a deserialiser for messages of this type that never raises.
+
+    Args:
+        message: The type.
+        error: Makes the error of the `Malformed` that stands for a message that does not parse.
+    """
     message_class = GetMessageClass(message)
 
     def parse(data: bytes) -> Any:
@@ -42,10 +47,18 @@ def parser(message: Descriptor, error: Callable[[], MxError]) -> Callable[[bytes
 
 
 class Stub:
-    """As the generated stubs, a callable per method; an answer that does not parse raises an
-    error naming `who` when it is used. For the life of `channel`, which it does not own."""
+    """A client stub, as the generated ones: a callable per method.
+
+    An answer that does not parse raises an error on first use.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, service: ServiceDescriptor, who: Remote) -> None:
+        """
+        Args:
+            channel: The channel, which the stub does not own.
+            service: The service.
+            who: The process at the channel's other end, for errors.
+        """
         makers: dict[tuple[bool, bool], Any] = {
             (False, False): channel.unary_unary,
             (False, True): channel.unary_stream,
@@ -59,7 +72,7 @@ class Stub:
                 f"/{service.full_name}/{method.name}",
                 request_serializer=GetMessageClass(method.input_type).SerializeToString,
                 response_deserializer=parser(
-                    method.output_type, lambda: foreign(who, "its answer is not the protocol's")
+                    method.output_type, lambda: foreign(who, "its answer does not parse")
                 ),
             )
 

@@ -1,7 +1,7 @@
-"""Serving: one set of server options, the rule about addresses, errors as statuses.
+"""Servers: one set of options, the rule for addresses, errors as statuses.
 
-Services are registered from their protobuf descriptors rather than with the generated `add_…`
-functions, because those let a request that does not parse end as UNKNOWN.
+Services are registered from their protobuf descriptors, not with the generated `add_…` functions,
+because those answer a request that does not parse with UNKNOWN.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _refusals = Throttle()
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *KEEPALIVE_OPTIONS,
-    # Our clients ping each second; the default would cut them off.
+    # Clients of mx ping each second; the default would disconnect them.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Two servers on one port would each get some of the clients.
+    # Otherwise two servers could share a port, and each would get some of the clients.
     ("grpc.so_reuseport", 0),
-    # Who connects and says nothing is let go.
+    # A client that connects and sends nothing is disconnected after this.
     ("grpc.server_handshake_timeout_ms", 5000),
     # One process has a handful of streams open; more than this wait at the client.
     ("grpc.max_concurrent_streams", 256),
-    # Calls that have come and that the event loop has not taken yet. Beyond the first number
-    # (1,000 by default) gRPC cancels some of the new ones at random, with no word to either side:
-    # a thousand sources that register at once passed it while the loop was busy.
+    # Calls that have arrived and that the event loop has not taken yet. Beyond the first number
+    # (1,000 by default) gRPC cancels some new calls at random, silently on both sides: a thousand
+    # sources that registered at once exceeded it while the loop was busy.
     ("grpc.server.max_pending_requests", 16_384),
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
 )
 
-#: Who opens a call and sends nothing is refused after this.
+#: A call whose first message does not come within this time is refused.
 FIRST_MESSAGE_S = 15.0
 
 _DRAIN_TIMEOUT_S = 2.0
@@ -65,9 +65,9 @@ _DRAIN_MESSAGES = 1024  # pages of 1 MiB: more than any registration has
 class Service:
     """A service of the protocol and the object whose async methods implement it.
 
-    The methods are named as in the proto and look as grpc.aio has them (`request, context`; a
-    streamed answer is yielded, or written to the context). `MxError` raised in one becomes its
-    status.
+    The methods have the names of the proto and the form that grpc.aio expects (`request, context`;
+    a streamed answer is yielded, or written to the context). An `MxError` that a method raises
+    becomes the call's status.
     """
 
     descriptor: ServiceDescriptor
@@ -76,7 +76,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A running server. `address` is HOST:PORT with the port that was really bound."""
+    """A running server. `address` is HOST:PORT with the port that it listens on."""
 
     server: grpc.aio.Server
     address: str
@@ -128,9 +128,9 @@ async def _abort(context: Any, error: MxError) -> None:
 
 
 def _log_refusal(context: Any, error: MxError) -> None:
-    """What is not there (yet) is asked for again and again, and is no refusal."""
-    asked = isinstance(error, UnknownModelError | UnknownSourceError)
-    level = logging.DEBUG if asked else logging.INFO
+    """Log an error; at debug level that a model or source is unknown, which clients poll for."""
+    is_absent = isinstance(error, UnknownModelError | UnknownSourceError)
+    level = logging.DEBUG if is_absent else logging.INFO
     held_back = _refusals.passes() if _log.isEnabledFor(level) else None
     if held_back is not None:
         more = {"held_back": held_back} if held_back else {}
@@ -141,10 +141,10 @@ def _log_refusal(context: Any, error: MxError) -> None:
 
 
 async def _drain(requests: AsyncIterator[object]) -> None:
-    """Let the client finish what it is sending, within limits, before it hears a refusal.
+    """Read the rest of what a client sends, within limits, before it gets a refusal.
 
     A client of grpc.aio whose call ends while it still writes may report INTERNAL ("Internal
-    error from Core") in place of the status that it was sent.
+    error from Core") instead of the status that it was sent.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_TIMEOUT_S):
@@ -166,7 +166,7 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
             return checked
         async for request in checked:
             return request
-        raise PeerProtocolError(f"{method.name}: there was no request")
+        raise PeerProtocolError(f"{method.name}: no request was sent")
 
     async def answer(requests: Any, context: Any) -> Any:
         try:
@@ -192,8 +192,8 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
     handler: Any = answer
     if streams_out:
         handler = stream if inspect.isasyncgenfunction(behaviour) else write
-    # A single request is read as a stream of one, which looks the same on the wire: gRPC itself
-    # would wait for it for ever.
+    # A single request is read as a stream of one message, which is the same on the wire: gRPC
+    # itself would wait for it for ever.
     maker: Any = (
         grpc.stream_stream_rpc_method_handler
         if streams_out
@@ -216,7 +216,7 @@ def _add(server: grpc.aio.Server, service: Service) -> None:
 
 
 async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
-    """Health checking and reflection, where their packages are installed."""
+    """Add health checking and reflection, if their packages are installed."""
     try:
         health: Any = importlib.import_module("grpc_health.v1.health")
         health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
@@ -236,7 +236,8 @@ async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
 
 
 async def _require_free(host: str, port: int) -> None:
-    """gRPC says only that it could not bind, and logs it; a plain socket says why."""
+    """Raise LocalError if the address cannot be bound. A plain socket gives the reason; gRPC only
+    says and logs that it failed."""
     where = join_address(host, port)
     try:
         found = await runtime.in_thread(
@@ -268,14 +269,22 @@ async def listen(
     insecure: bool = False,
     dialled: str = "",
 ) -> Listening:
-    """Serve `services` on HOST:PORT (port 0: any free one) or unix:PATH, in this event loop.
+    """Serve `services` on this event loop, with health checking and reflection if installed.
 
-    Health checking and reflection come along where installed. With `tls`, clients must show a
-    certificate of its authority, and its own must name the host that they dial: `dialled`, else
-    the one in `address` unless that is a wildcard. Raises ConfigError for a malformed address,
-    unreadable PEM files, and plain text off this machine without `insecure`; NotAllowedError for
-    a certificate that no client would accept; LocalError, naming the port, where it can't be
-    bound.
+    Args:
+        address: HOST:PORT (port 0: any free one) or unix:PATH.
+        services: The services.
+        tls: Clients must show a certificate of this authority, and the server's certificate must
+            name the host that they dial.
+        insecure: Allow plain text beyond this machine.
+        dialled: The host that clients dial; by default the one in `address`, unless that is a
+            wildcard.
+
+    Raises:
+        ConfigError: The address is malformed, a PEM file cannot be read, or plain text beyond
+            this machine is not allowed.
+        NotAllowedError: No client would accept the certificate.
+        LocalError: The address cannot be bound; the message names the port.
     """
     is_unix = address.startswith("unix:")
     if is_unix:

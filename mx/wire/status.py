@@ -1,8 +1,8 @@
-"""mx errors <-> gRPC statuses, so that a refusal arrives as the class it was raised as.
+"""mx errors <-> gRPC statuses, so that an error arrives with the class that it was raised with.
 
-The status code is for foreign clients; beside it, trailing metadata carries the class by name,
-the message and the hint. A peer may only make us raise errors that say it or we asked wrongly:
-`LocalError` is never rebuilt, since it would blame this process.
+The status code is for foreign clients; trailing metadata carries the name of the class, the
+message and the hint. A peer may only cause errors that blame the peer or the request: `LocalError`
+is never rebuilt, since it would blame this process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mx.text import plain
 from mx.transport import TlsFiles
 
 DETAIL_KEY = "mx-error-bin"
-# Trailing metadata shares 8 KiB with everything else in it: these are bytes as they are sent.
+# All trailing metadata share 8 KiB. These limits are in bytes as sent.
 _MAX_DETAIL_BYTES = 3000
 _MAX_TEXT_BYTES = 1000
 
@@ -74,8 +74,8 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Whom we talk to, and with which files: decides which error its silence is, and names it in
-    messages."""
+    """A process that mx calls: its role decides which error is raised if it does not answer, its
+    address names it in messages, and `tls` are the files used for the connection."""
 
     role: Role
     address: str
@@ -83,12 +83,12 @@ class Remote:
 
 
 def code_of(error: MxError) -> grpc.StatusCode:
-    """The status that a foreign client sees for `error`."""
+    """Return the status code that a foreign client sees for `error`."""
     return next(code for kind, code in _CODES if isinstance(error, kind))
 
 
 def encode_detail(error: MxError) -> bytes:
-    """What `translate` rebuilds the error from."""
+    """Return the metadata from which `translate` rebuilds the error."""
     half = _MAX_DETAIL_BYTES // 2
     detail = {
         "error": type(error).__name__,
@@ -99,12 +99,15 @@ def encode_detail(error: MxError) -> bytes:
 
 
 def status_text(error: MxError) -> str:
-    """One line for foreign clients. gRPC sends three bytes for each that is not ASCII."""
+    """Return the error as one line for foreign clients.
+
+    It is bounded, since gRPC sends three bytes for each byte that is not ASCII.
+    """
     return _cut(" ".join(str(error).split()), _MAX_TEXT_BYTES)
 
 
 def _cut(text: str, limit: int) -> str:
-    """The beginning of a text that takes at most `limit` bytes in JSON's escapes."""
+    """Return the beginning of a text, of at most `limit` bytes in JSON with escapes."""
     text = text[:limit]
     while len(json.dumps(text)) > limit:
         text = text[: len(text) * limit // len(json.dumps(text))]
@@ -132,7 +135,7 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
     return None
 
 
-#: How gRPC wraps what the operating system says of a connection.
+#: How gRPC wraps the operating system's message about a connection.
 _NOT_CONNECTED = re.compile(r"Failed to connect to remote host: (?:getsockopt\(SO_ERROR\): )?(.+)$")
 
 
@@ -145,11 +148,11 @@ def _first_line(text: str | None) -> str:
 
 
 def _silent(remote: Remote, said: str) -> MxError:
-    """Nobody (or nobody of ours) answers."""
+    """Return the error for an address at which no mx process answers."""
     lowered = said.lower()
     if "http1.x" in lowered or "http2 frame" in lowered or "unexpected content" in lowered:
         return foreign(remote, said)
-    # "Handshake read failed" is what a stopped process leaves: it has refused nothing.
+    # "Handshake read failed" is not a refusal: a stopped process causes it.
     if any(sign in lowered for sign in ("ssl", "certificate", "handshake failed")):
         hint = "check `tls_cert`, `tls_key` and `tls_ca` on both sides"
         message = f"no secure connection to {remote.address}: {said}"
@@ -157,9 +160,9 @@ def _silent(remote: Remote, said: str) -> MxError:
             return NotAllowedError(message, hint=hint)
         return PeerRefusedError(message, peer=remote.address, hint=hint)
     tls = ""
-    # What a plain client hears of a TLS port, and the other way.
+    # The symptoms of a plain client at a TLS port, and of a TLS client at a plain one.
     if "socket closed" in lowered or "handshake" in lowered:
-        tls = "; or is it `insecure` at one end, or TLS at one end or of two authorities?"
+        tls = "; check also that both ends use TLS of one authority, or both `insecure`"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(
             f"no coordinator answers at {remote.address}: {said}",
@@ -169,13 +172,18 @@ def _silent(remote: Remote, said: str) -> MxError:
     return PeerLostError(
         f"the source at {remote.address} does not answer: {said}",
         peer=remote.address,
-        hint="mx sources shows who is there" + tls,
+        hint="mx sources lists the sources" + tls,
     )
 
 
 def foreign(remote: Remote, said: str) -> MxError:
-    """The error for somebody who answers, but not as an mx process does."""
-    message = f"what answers at {remote.address} is no mx {remote.role.value}: {said}"
+    """Return the error for a process that answers, but not as an mx process does.
+
+    Args:
+        remote: The process.
+        said: What it answered.
+    """
+    message = f"the process at {remote.address} is not an mx {remote.role.value}: {said}"
     if remote.role is Role.COORDINATOR:
         return CoordinatorError(message, hint="check the port, and `coordinator`")
     return PeerProtocolError(message, peer=remote.address)
@@ -184,7 +192,7 @@ def foreign(remote: Remote, said: str) -> MxError:
 def _late(remote: Remote) -> MxError:
     message = f"the {remote.role.value} at {remote.address} did not answer in time"
     if remote.role is Role.COORDINATOR:
-        return CoordinatorError(message, hint="is it overloaded or stopped? try again")
+        return CoordinatorError(message, hint="it may be overloaded or stopped; try again")
     return PeerTimeoutError(message, peer=remote.address)
 
 
@@ -196,8 +204,12 @@ def _refused(remote: Remote, said: str) -> MxError:
 
 
 def translate(error: grpc.RpcError, *, who: Remote | str) -> MxError:
-    """The mx error for a failed RPC to `who` (a string: the address of a source). Returned, not
-    raised."""
+    """Return the mx error for a failed RPC.
+
+    Args:
+        error: What gRPC raised.
+        who: The process that was called; a string is the address of a source.
+    """
     if isinstance(who, str):
         who = Remote(Role.SOURCE, who)
     if not isinstance(error, grpc.aio.AioRpcError):
@@ -231,7 +243,11 @@ def translate(error: grpc.RpcError, *, who: Remote | str) -> MxError:
 
 @contextmanager
 def translating(who: Remote | str) -> Iterator[None]:
-    """Raise mx errors for what gRPC raises inside: failed RPCs and unreadable answers."""
+    """Raise mx errors instead of gRPC's for failed RPCs and answers that do not parse.
+
+    Args:
+        who: The process that is called; a string is the address of a source.
+    """
     if isinstance(who, str):
         who = Remote(Role.SOURCE, who)
     try:
@@ -239,4 +255,4 @@ def translating(who: Remote | str) -> Iterator[None]:
     except grpc.RpcError as error:
         raise translate(error, who=who) from None
     except DecodeError as error:
-        raise foreign(who, "its answer is not the protocol's") from error
+        raise foreign(who, "its answer does not parse") from error

@@ -1,8 +1,8 @@
-"""What is wrong with certificates, said at the end where it is wrong.
+"""Finds out what is wrong with certificates, at the end that has to correct it.
 
-gRPC says only that a handshake failed. So a process tries its own files on itself before it uses
-them, and after a failure it shakes hands with the other end once more, through Python's `ssl`,
-which tells why.
+gRPC reports only that a handshake failed. So a process tests its own files with a handshake in
+memory before it uses them, and repeats a failed handshake with the other end through Python's
+`ssl`, which reports the reason.
 """
 
 from __future__ import annotations
@@ -38,29 +38,38 @@ _RECIPE = "docs/tls.md shows how certificates are made"
 _NOT_YET_VALID, _EXPIRED, _PURPOSE = 9, 10, 26
 _UNTRUSTED = (2, 18, 19, 20, 21)
 _OTHER_NAME = (62, 64)
-#: In what gRPC says where TLS may be the reason.
+#: Words in gRPC's message if TLS may be the reason.
 _SIGNS = ("handshake", "ssl", "tls", "certificate", "verification", "closed", "reset")
 
 
 def check_server_files(tls: TlsFiles, host: str = "") -> None:
-    """Refuse files that no client would accept of a server that it dials as `host` ("": as
-    whatever; any name will do then).
+    """Refuse files with which no client would accept this server.
+
+    Args:
+        tls: The files.
+        host: The host that clients dial; "" accepts a certificate that names any host.
 
     Raises:
-        ConfigError: a file can't be read or is not PEM.
-        NotAllowedError: the certificate and the key are not a pair, or the certificate has
+        ConfigError: A file cannot be read or is not PEM.
+        NotAllowedError: The certificate and the key are not a pair, or the certificate has
             expired, is not signed by the authority, is not for servers, or names other hosts.
     """
     _check(tls, _state_of(tls), host, server=True)
 
 
 def check_client_files(tls: TlsFiles) -> None:
-    """Refuse files that no server would accept of a client. Raises as `check_server_files`."""
+    """Refuse files with which no server would accept this client.
+
+    Raises:
+        ConfigError: As `check_server_files`.
+        NotAllowedError: As `check_server_files`; the certificate must be for clients.
+    """
     _check(tls, _state_of(tls), "", server=False)
 
 
 def _state_of(tls: TlsFiles) -> tuple[tuple[int, int], ...]:
-    """Differs once a file was replaced: a process dials many peers with the same ones."""
+    """Return a key that changes when a file is replaced: it makes `_check` cacheable, since a
+    process dials many peers with the same files."""
     found = []
     for path in (tls.certificate, tls.key, tls.authority):
         with contextlib.suppress(OSError):
@@ -94,8 +103,8 @@ def _check(tls: TlsFiles, state: object, host: str, *, server: bool) -> None:
             raise NotAllowedError(
                 f"{what} does not name {host}, where others dial this process: it names "
                 f"{', '.join(names)}",
-                hint="listen at one of these, or give it with `advertise` where there is such a "
-                f"flag; {_RECIPE}",
+                hint="listen at one of these, or set `advertise` to one, if this command has it; "
+                f"{_RECIPE}",
             ) from None
         why = _why(error, tls, of_server=server)
         raise NotAllowedError(f"{what} {why}", hint=_RECIPE) from None
@@ -135,7 +144,7 @@ def _context(tls: TlsFiles, *, server: bool) -> ssl.SSLContext:
 def _shake_hands(
     accepting: ssl.SSLContext, dialling: ssl.SSLContext, host: str | None = None
 ) -> ssl.SSLObject:
-    """A handshake in memory; returns the client's side. Raises ssl.SSLError."""
+    """Do a handshake in memory and return the client's side. Raises ssl.SSLError."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = accepting.wrap_bio(to_server, to_client, server_side=True)
     client = dialling.wrap_bio(to_client, to_server, server_hostname=host)
@@ -149,24 +158,24 @@ def _shake_hands(
 
 
 def _names(client: ssl.SSLObject | ssl.SSLSocket) -> list[str]:
-    """The hosts that the server's certificate names; empty where it was not verified."""
+    """Return the hosts that the server's certificate names; none if it was not verified."""
     shown = client.getpeercert() or {}
     entries = shown.get("subjectAltName", ())
     return [str(entry[1]) for entry in entries if isinstance(entry, tuple) and len(entry) == 2]
 
 
 def _why(error: ssl.SSLCertVerificationError, tls: TlsFiles, *, of_server: bool) -> str:
-    """What is wrong with a certificate, as the end of a sentence about it."""
+    """Return what is wrong with a certificate, as the end of a sentence about it."""
     code = error.verify_code
     if code == _EXPIRED:
         return "has expired"
     if code == _NOT_YET_VALID:
-        return "is not valid yet: is the clock right?"
+        return "is not valid yet: check the clock"
     if code in _UNTRUSTED:
         return f"is not signed by an authority in `tls_ca` {tls.authority}"
     if code == _PURPOSE:
         use = "serverAuth" if of_server else "clientAuth"
-        return f"may not be used so: its extendedKeyUsage lacks {use}"
+        return f"may not be used for this: its extendedKeyUsage lacks {use}"
     return f"is not valid: {error.verify_message}"
 
 
@@ -183,17 +192,17 @@ def _reason(error: Exception) -> str:
 
 @asynccontextmanager
 async def diagnosing(who: Remote) -> AsyncIterator[None]:
-    """As `mx.wire.status.translating`; where TLS may be at fault, find out what is wrong."""
+    """Translate errors as `mx.wire.status.translating`; if TLS may be at fault, add the reason."""
     try:
         yield
     except grpc.RpcError as error:
         raise await diagnose(error, who) from error
     except DecodeError as error:
-        raise foreign(who, "its answer is not the protocol's") from error
+        raise foreign(who, "its answer does not parse") from error
 
 
 async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
-    """The mx error for a failed RPC to `who`. Returned, not raised."""
+    """Return the mx error for a failed RPC to `who`; connects again if TLS may be at fault."""
     translated = translate(error, who=who)
     if not isinstance(error, grpc.aio.AioRpcError) or who.address.startswith("unix:"):
         return translated
@@ -205,7 +214,7 @@ async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
         return translated
     message = f"no secure connection to the {who.role.value} at {who.address}: {found}"
     if who.role is Role.COORDINATOR:
-        # Without any files it has not been refused: it speaks another protocol.
+        # Without files this process was not refused: the two use different protocols.
         kind = CoordinatorError if who.tls is None else NotAllowedError
         return kind(message, hint=_BOTH_SIDES)
     refused = PeerLostError if who.tls is None else PeerUntrustedError
@@ -213,7 +222,7 @@ async def diagnose(error: grpc.RpcError, who: Remote) -> MxError:
 
 
 def _probe(address: str, tls: TlsFiles | None) -> str | None:
-    """What is wrong with TLS there; None if nothing is, or nothing answers. Blocks."""
+    """Return what is wrong with TLS there; None if nothing is, or nothing answers. Blocks."""
     host, port = split_address(address)
     try:
         context = _probing(tls)
@@ -222,7 +231,7 @@ def _probe(address: str, tls: TlsFiles | None) -> str | None:
             context.wrap_socket(plain, server_hostname=host) as sock,
         ):
             if tls is None:
-                return "it wants TLS"
+                return "it requires TLS"
             names = _names(sock)
             if not names:
                 return "its certificate has no subjectAltName: it names no host"
@@ -266,7 +275,8 @@ def _named(host: str, port: int, tls: TlsFiles) -> bool:
 
 
 def _refused(sock: ssl.SSLSocket, tls: TlsFiles) -> str | None:
-    """Whether a server that shook hands takes our certificate: it speaks first if it does."""
+    """Return why a server rejects our certificate after the handshake, or None if it accepts it:
+    then it sends the first byte."""
     why = "it closed the connection"
     try:
         if sock.recv(1):
@@ -275,4 +285,4 @@ def _refused(sock: ssl.SSLSocket, tls: TlsFiles) -> str | None:
         why = _reason(error)
     except ConnectionError:
         pass
-    return f"it does not accept `tls_cert` {tls.certificate} ({why}): is its `tls_ca` another?"
+    return f"it does not accept `tls_cert` {tls.certificate} ({why}): check its `tls_ca`"

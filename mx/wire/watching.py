@@ -1,4 +1,4 @@
-"""What a watch of the coordinator tells."""
+"""The updates that a watch of the coordinator yields."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mx.wire.v1 import coordinator_pb2 as pb
 
 
 class WatchKind(enum.Enum):
+    """The kind of an update; SNAPSHOT_END ends the list of what was there at first."""
+
     UP = pb.WatchEvent.KIND_SOURCE_UP
     CHANGED = pb.WatchEvent.KIND_SOURCE_CHANGED
     LAYERS = pb.WatchEvent.KIND_LAYERS
@@ -21,7 +23,7 @@ class WatchKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class WatchUpdate:
-    """`record` is None for SNAPSHOT_END only; `reason` says why a source is GONE."""
+    """One update. `record` is None for SNAPSHOT_END only; `reason` says why a source is GONE."""
 
     kind: WatchKind
     record: SourceRecord | None = None
@@ -29,7 +31,11 @@ class WatchUpdate:
 
 
 def update_from_wire(event: pb.WatchEvent) -> WatchUpdate:
-    """One change. Raises PeerProtocolError for what makes no sense."""
+    """Return the update that a message describes.
+
+    Raises:
+        PeerProtocolError: The message is not valid.
+    """
     try:
         kind = WatchKind(event.kind)
     except ValueError:

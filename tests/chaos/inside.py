@@ -1,5 +1,4 @@
-"""What a process says of itself when it hangs: SIGUSR1 prints where its threads are, and what its
-swarm's machines hold."""
+"""Lets a process explain a hang: SIGUSR1 prints its threads' stacks and its swarm's state."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _DEEP.maxstring = _DEEP.maxother = 400
 
 
 def register() -> None:
-    """On the main thread."""
+    """Install the signal's handler; call it on the main thread."""
     signal.signal(signal.SIGUSR1, lambda number, frame: _tell())
 
 

@@ -1,6 +1,6 @@
-"""A process that serves the model under several names, or one whose memory changes.
+"""A process that serves the model under several names, or from memory that changes.
 
-One JSON object a line in both directions. It ends when its standard input does.
+It reads and writes one JSON object a line, and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def tell(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
-def patiently(serve: Any) -> Any:
-    """The coordinator may be on its way up again."""
+def until_served(serve: Any) -> Any:
+    """Call `serve` until it returns: the coordinator may be restarting."""
     while True:
         try:
             return serve()
@@ -76,7 +76,7 @@ class _Remembering:
 
 
 class Fickle:
-    """A source of memory that is not sealed: a live engine's."""
+    """A source whose memory is not sealed, like that of a live engine."""
 
     def __init__(self, checkpoint: Path, models: Sequence[str], coordinator: str) -> None:
         self._checkpoint = checkpoint
@@ -90,7 +90,7 @@ class Fickle:
         self._generation = 1
 
     def start(self) -> dict[str, str]:
-        """Offer everything, as it ought to be, and nothing else. Returns the endpoints."""
+        """Offer the model with its right bytes and return the endpoints."""
         self.stop()
         return {model: self._offer(model) for model in self._models}
 
@@ -141,11 +141,11 @@ def main() -> None:
     sources: list[api.Source] = []
     if arguments["fickle"]:
         fickle = Fickle(checkpoint, models, coordinator)
-        endpoints = patiently(fickle.start)
+        endpoints = until_served(fickle.start)
     else:
         for model in models:
             sources.append(
-                patiently(
+                until_served(
                     lambda model=model: api.serve(checkpoint, model=model, coordinator=coordinator)
                 )
             )
@@ -160,7 +160,7 @@ def main() -> None:
             case "corrupt" if fickle is not None:
                 fickle.change(says_so=False)
             case "renew" if fickle is not None:
-                tell(event="ready", endpoints=patiently(fickle.start))
+                tell(event="ready", endpoints=until_served(fickle.start))
     for source in sources:
         source.close()
     if fickle is not None:

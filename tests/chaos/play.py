@@ -1,7 +1,7 @@
-"""Plays a round at a site, and judges it.
+"""Plays a round at a site and checks the rules.
 
-Every pull ends with right bytes or a typed error, in bounded time, and nobody is left holding
-anything; a pull to whose source nothing happened ends with right bytes.
+Every pull ends with right bytes or a typed error, in bounded time, and no process keeps resources;
+a pull with a source without a fault ends with right bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.chaos.processes import Process, Violation, command
 from tests.chaos.schedule import Fault, PullSpec, Round, What
 from tests.chaos.site import Site
 
-#: No schedule stops anything for longer than 4 s; what waits for a deadline waits for one or two.
+#: A schedule stops nothing for longer than 4 s, and a wait takes one or two deadlines.
 BOUND_S = 30.0
 FULL_DISK = "size=6m"
 ROOMY_DISK = "size=64m"
@@ -32,7 +32,7 @@ ROOMY_DISK = "size=64m"
 
 @dataclass
 class Played:
-    """How the pulls of a round ended: "whole", the error's name, or "killed"."""
+    """How the pulls of a round ended: "whole", the name of the error, or "killed"."""
 
     ends: list[str] = field(default_factory=list)
     retries: int = 0
@@ -48,12 +48,12 @@ class _Pull:
         self.out = out
         self.deadline_s = time.monotonic() + BOUND_S
         self.reading = False
-        self.said: dict[str, Any] = {}  # by a command, on standard output
+        self.said: dict[str, Any] = {}  # what a command printed on standard output
         self.outcome: dict[str, Any] | None = None
 
 
 class Play:
-    """One round's, at a gathered site."""
+    """One round at a site whose processes are all ready."""
 
     def __init__(self, site: Site, round_: Round) -> None:
         self._site = site
@@ -86,7 +86,7 @@ class Play:
         shutil.rmtree(self._site.folder / "out", ignore_errors=True)
         return played
 
-    # -- the course of it -------------------------------------------------------------------------
+    # -- the round --------------------------------------------------------------------------------
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (at_s, next(self._serial), action))
@@ -156,7 +156,7 @@ class Play:
                 )
 
     def _check_reading(self) -> None:
-        """Is every pull in its middle, or over?"""
+        """Schedule the faults that wait until every pull has a layer or has ended."""
         if self._reading or len(self._pulls) < len(self._round.pulls):
             return
         if all(pull.reading or pull.outcome is not None for pull in self._pulls.values()):
@@ -193,11 +193,11 @@ class Play:
                 },
             )
         self._pulls[spec.target] = pull = _Pull(spec, process, out)
-        if process.killed:  # before it came to that
+        if process.killed:  # before the pull began
             pull.outcome = {"killed": True}
 
     def _transport(self, spec: PullSpec) -> str | None:
-        """What the schedule says, if it works here at all."""
+        """Return the schedule's transport, or None if it does not work here."""
         works = self._site.processes[spec.target].ready["transports"]
         return spec.transport if spec.transport in works else None
 
@@ -216,9 +216,9 @@ class Play:
     def _inflict(self, fault: Fault) -> None:
         pull = self._pulls.get(fault.who)
         if pull is not None and pull.spec.command and fault.what in (What.KILL, What.STOP):
-            return  # the target's process has nothing to do with it
+            return  # the pull is a process of its own
         if not self._site.processes[fault.who].alive:
-            return  # it was killed before
+            return  # it was killed already
         undo = self._site.inflict(fault)
         number = next(self._serial)
         self._undo[number] = undo
@@ -233,7 +233,7 @@ class Play:
             self._undo.popitem()[1]()
         self._site.gather()
 
-    # -- what came of it --------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------
 
     def _judge(self, pull: _Pull, *, must: bool) -> str:
         outcome, who = pull.outcome or {}, pull.spec.target
@@ -265,8 +265,10 @@ class Play:
         return name
 
     def _again(self) -> list[str]:
-        """What was to be written and was not is pulled again, with nothing going wrong: so what
-        was begun is of use, or at least not in the way."""
+        """Pull every incomplete output again without faults, and return what is wrong.
+
+        What a failed pull left must help the next one, or at least not hinder it.
+        """
         ends = []
         for pull in list(self._pulls.values()):
             if pull.out is None or "wrong" in (pull.outcome or {}):

@@ -1,4 +1,4 @@
-"""The processes of a chaos run: started, told, killed, stopped; and what they hold."""
+"""Starts, commands, stops and kills the processes of a chaos run, and lists what they hold."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-#: Every process of a run carries it, and so do the children it may leave behind.
+#: Marks every process of a run, and the children that it may leave behind.
 MARK = "CHAOS_RUN"
-#: In gRPC's and the event loop's pools threads come and go by themselves.
+#: The pools of gRPC and the event loop start and end threads by themselves.
 SPARE_THREADS = 24
 AGENT = "thread mx-ucx-agent"
 CHILD = "child process"
@@ -30,7 +30,7 @@ class Violation(Exception):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What a child gets: our code, quick settings, and none of the machine's."""
+    """Return a child's environment: our code, short timeouts, no settings of the machine."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MX_PEER_")}
     settings = {
         "CHUNK_BYTES": "1MiB",
@@ -49,8 +49,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Process:
-    """One of ours. What it says on standard output goes to `inbox` as (process, message), with
-    event "end" at the last; standard error to a file, where a traceback is a violation."""
+    """A process of the run.
+
+    Its messages on standard output go to `inbox` as (process, message), the last one with event
+    "end". Standard error goes to a file, where a traceback is a violation.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class Process:
     ) -> None:
         self.name = name
         self.stderr = folder / f"{name}-{time.monotonic_ns()}.err"
-        self.killed = False  # by us
+        self.killed = False  # by the harness
         self.ready: dict[str, Any] = {}
         self._inbox = inbox
         with self.stderr.open("wb") as stderr:
@@ -92,7 +95,7 @@ class Process:
 
     def tell(self, **command: Any) -> None:
         assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it was killed: its end is on its way
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and its "end" follows
             self._popen.stdin.write(json.dumps(command).encode() + b"\n")
             self._popen.stdin.flush()
 
@@ -100,7 +103,7 @@ class Process:
         self._popen.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9, and gone."""
+        """Kill the process with SIGKILL and wait for its end."""
         self.killed = True
         self._popen.kill()
         self._popen.wait()
@@ -120,7 +123,7 @@ class Process:
         return self.stderr.read_text(errors="replace")
 
     def end(self) -> None:
-        """In good order if it still can, by force if not. Nothing is left of it."""
+        """End the process normally if possible, else by force, and close everything of it."""
         with contextlib.suppress(OSError):
             self.signal(signal.SIGCONT)
         assert self._popen.stdin is not None and self._popen.stdout is not None
@@ -138,7 +141,7 @@ class Process:
     # -- what it holds ----------------------------------------------------------------------------
 
     def holdings(self) -> Counter[str]:
-        """Descriptors and shared mappings by kind, and kernel threads; of another's process."""
+        """Count the process's descriptors and shared mappings by kind, and its kernel threads."""
         found: Counter[str] = Counter()
         with contextlib.suppress(OSError):
             for number in os.listdir(f"/proc/{self.pid}/fd"):
@@ -160,7 +163,7 @@ def _children(pid: int) -> list[str]:
 
 
 def _kind(link: str) -> str:
-    """What a descriptor is, without its number."""
+    """Return the kind of a descriptor, without numbers."""
     if link.startswith("/memfd:"):
         return "memfd"
     if link.endswith(".err"):
@@ -174,8 +177,8 @@ def _kind(link: str) -> str:
 
 
 def beyond(now: Counter[str], allowed: Counter[str]) -> dict[str, tuple[int, int]]:
-    """What there is more of than allowed: kind -> (now, allowed)."""
-    # The agents of ucx live for 30 s after their last reader, each with a thread and a socket.
+    """Return the kinds of which there are more than allowed: kind -> (now, allowed)."""
+    # Agents of ucx stay for 30 s after their last reader, each with a thread and a socket.
     agents = now[CHILD]
     spare = {"kernel thread": SPARE_THREADS, CHILD: agents, AGENT: agents, "socket": agents}
     return {
@@ -186,7 +189,7 @@ def beyond(now: Counter[str], allowed: Counter[str]) -> dict[str, tuple[int, int
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that carry the run's mark, zombies left out."""
+    """Return the processes with the run's mark, without zombies."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():

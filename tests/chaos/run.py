@@ -1,4 +1,4 @@
-"""Plays round after round until enough pulls have ended, at all sites at once."""
+"""Plays rounds at all sites at once until enough pulls have ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.chaos.site import Site
 
 PROGRESS_S = 10.0
 GONE_S = 15.0
-#: What is on its way out after the first pulls is out by then.
+#: Seconds after which everything that the first pulls release is gone.
 WARM_S = 2.0
 
 
@@ -49,13 +49,13 @@ class Tally:
 
 
 def places() -> tuple[str, ...]:
-    """Those that can be made here, best said by why not."""
+    """Return the places where sites can be made on this machine."""
     return ("loopback",) if unavailable() else ("loopback", "hosts")
 
 
 @contextlib.contextmanager
 def site(place: str, *, believe_everything: bool = False) -> Iterator[Site]:
-    """A site with everybody there and warm, that leaves nothing behind."""
+    """Give a site with all its processes started and warm, and check that it leaves nothing."""
     mark = secrets.token_hex(8)
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="mx-chaos-")))
@@ -74,13 +74,13 @@ def site(place: str, *, believe_everything: bool = False) -> Iterator[Site]:
 
 
 def warm_up(site: Site) -> None:
-    """What libraries make on first use and keep is there, so that it can be told from leaks."""
+    """Let libraries make what they make once and keep, so that it does not count as a leak."""
     site.measure()
     for model, transport in (("one", "tcp"), ("two", "tcp"), ("three", "ucx"), ("mixed", None)):
         if not set(site.sources) >= set(MODELS[model]):
             continue
         pulls = tuple(PullSpec(target, 0.0, transport=transport, hold=True) for target in TARGETS)
-        if transport == "ucx":  # what it takes to load is the same in all of them
+        if transport == "ucx":  # loading it once is enough
             pulls = pulls[:1]
         round_ = Round(0, site.place, model, pulls, ())
         try:
@@ -92,12 +92,12 @@ def warm_up(site: Site) -> None:
 
 
 class Runner:
-    """Hands seeds out in order; each site takes those that are for its place."""
+    """Hands out seeds in order; each site takes those for its place."""
 
     def __init__(
         self, pulls: int, seed: int, places: Sequence[str], first: Sequence[int] = ()
     ) -> None:
-        """`first` are seeds to be played before those from `seed` on."""
+        """Play the seeds in `first`, then those from `seed` on."""
         self.tally = Tally()
         self.failure: str | None = None
         self._pulls = pulls
@@ -109,7 +109,7 @@ class Runner:
         self.began_s = time.monotonic()
 
     def take(self, place: str) -> Round | None:
-        """The next round for this place; None when it is enough, or when something is wrong."""
+        """Return the next round for this place; None after enough pulls, or a broken rule."""
         with self._lock:
             while self.failure is None:
                 if self._waiting[place]:
@@ -133,13 +133,13 @@ class Runner:
             self.failure = self.failure or f"{violation}{told}"
 
     def stop(self) -> None:
-        """Begin no more rounds."""
+        """Start no more rounds."""
         with self._lock:
             self.failure = self.failure or "it was stopped"
 
 
 def attend(runner: Runner, place: str, *, believe_everything: bool) -> None:
-    """One site's thread."""
+    """Play rounds at one site, on its own thread."""
     round_: Round | None = None
     try:
         with site(place, believe_everything=believe_everything) as here:
@@ -150,7 +150,7 @@ def attend(runner: Runner, place: str, *, believe_everything: bool) -> None:
 
 
 def play(runner: Runner, places: Sequence[str], *, believe_everything: bool = False) -> None:
-    """Play until it is enough, with a site for each of `places`; says how it goes."""
+    """Play until there were enough pulls, with a site for each of `places`; print progress."""
     threads = [
         threading.Thread(
             target=attend, args=(runner, place), kwargs={"believe_everything": believe_everything}
@@ -175,12 +175,12 @@ def play(runner: Runner, places: Sequence[str], *, believe_everything: bool = Fa
 
 
 def run(pulls: int, seed: int, *, believe_everything: bool = False) -> int:
-    """Returns the exit code; says how it goes on standard error, and how it went."""
+    """Run the campaign, print progress and results on standard error, return the exit code."""
     can = places()
     if len(can) < 2:
         print(f"only on loopback: {unavailable()}", file=sys.stderr)
     runner = Runner(pulls, seed, can)
-    # One round needs one site; several of a place are used as long as there are pulls for them.
+    # One round needs one site; several sites of a place play as long as there are pulls to make.
     wanted = [draw(seed, can).place] if pulls == 1 else [*can, "loopback"]
     play(runner, wanted, believe_everything=believe_everything)
     _say(runner)

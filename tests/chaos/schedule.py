@@ -1,6 +1,6 @@
-"""What happens in a round of chaos, drawn from its seed: pulls, and what goes wrong meanwhile.
+"""Draws a round of chaos from its seed: the pulls and their faults.
 
-A round is a function of its seed and of nothing else, so that the seed repeats it.
+A round depends on its seed alone, so that the seed repeats it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-#: Who serves what. "f" is the source whose memory changes.
+#: The sources of each model. "f" is the source whose memory changes.
 MODELS = {
     "one": ("s0",),
     "two": ("s0", "s1"),
@@ -24,21 +24,21 @@ PLACES = ("loopback", "hosts")
 
 
 class What(StrEnum):
-    """Undone after `Fault.for_s`, where it can be; else when the round is over."""
+    """The kind of a fault; undone after `Fault.for_s` if possible, else after the round."""
 
-    KILL = "kill"  # kill -9; a source or coordinator comes back after `for_s`
+    KILL = "kill"  # SIGKILL; a source or coordinator restarts after `for_s`
     STOP = "stop"  # SIGSTOP, then SIGCONT
-    CHANGE = "change"  # a source's memory changes, and its generation says so
-    CORRUPT = "corrupt"  # it changes, and nothing says so
+    CHANGE = "change"  # a source's memory changes, with its generation
+    CORRUPT = "corrupt"  # a source's memory changes, without its generation
     GIVE_UP = "give up"  # the user closes the pull
-    CUT = "cut"  # a host's cable
+    CUT = "cut"  # a host's link loses its carrier
     MUTE_UP = "mute up"  # what a host sends is lost
-    MUTE_DOWN = "mute down"  # what is sent to it is
-    SLOW = "slow"  # its cable carries `value` Mbit/s each way
+    MUTE_DOWN = "mute down"  # what is sent to a host is lost
+    SLOW = "slow"  # a host's link carries `value` Mbit/s each way
 
 
 class Damage(StrEnum):
-    """What a fault proxy does to a connection, `Wire.offset` bytes after its start."""
+    """The damage that a fault proxy does to a connection, `Wire.offset` bytes after its start."""
 
     FLIP = "flip"
     TRUNCATE = "truncate"
@@ -49,8 +49,11 @@ class Damage(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """`at_s` counts from the round's start, or with `reading` from when every pull has a layer
-    or has ended."""
+    """A fault.
+
+    `at_s` counts from the round's start, or with `reading` from when every pull has a layer or has
+    ended.
+    """
 
     what: What
     who: str
@@ -74,7 +77,7 @@ class Wire:
     peer: str
     towards_target: bool = True
     offset: int = 0
-    once: bool = True  # to one connection, not to each
+    once: bool = True  # to one connection only
     after_s: float = 0.0
     for_s: float = 0.0
 
@@ -88,7 +91,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class PullSpec:
-    """One pull. `mbyte_per_s` is what each of its connections carries (None: what it can)."""
+    """One pull. `mbyte_per_s` is the limit of each of its connections (None: no limit)."""
 
     target: str
     start_s: float
@@ -130,7 +133,7 @@ class Round:
         )
 
     def must_succeed(self, pull: PullSpec) -> bool:
-        """Was there a source, and a way to it, that nothing happened to? Then no excuse counts."""
+        """Return True if a source and its connection have no fault: then no error is excused."""
         if pull.full_disk:
             return False
         for fault in self.faults:
@@ -140,17 +143,17 @@ class Round:
                 return False
         hurt = {fault.who for fault in self.faults} | {wire.peer for wire in pull.wires}
         if pull.transport == "ucx":
-            hurt.add("f")  # which can't offer it: its memory is not sealed
+            hurt.add("f")  # it can't offer shm: its memory is not sealed
         return COORDINATOR not in {wire.peer for wire in pull.wires} and any(
             source not in hurt for source in MODELS[self.model]
         )
 
 
 def draw(seed: int, places: Sequence[str] = PLACES) -> Round:
-    """The round of this seed. `places` are those that can be made here."""
+    """Return the round of this seed. `places` are those that can be made here."""
     rng = random.Random(seed)
     place = rng.choices(PLACES, (2, 1))[0]
-    # Drawn whatever there is, so that a seed means the same round on every machine that can.
+    # Drawn in any case, so that a seed means the same round on every machine that can play it.
     drawn = _hosts(rng, seed) if place == "hosts" else _loopback(rng, seed)
     if place not in places:
         return replace(_loopback(random.Random(seed), seed), place="loopback")
@@ -167,7 +170,7 @@ def _starts(rng: random.Random, count: int) -> list[float]:
 
 
 def _when(rng: random.Random) -> tuple[float, bool]:
-    """At any time, or surely in the middle."""
+    """Draw the time of a fault: at any time, or certainly in the middle of the pulls."""
     if rng.random() < 0.6:
         return round(rng.uniform(0, 0.15), 3), True
     return round(rng.uniform(0, 0.8), 3), False
@@ -201,7 +204,7 @@ def _wire(rng: random.Random, model: str) -> Wire:
     peer = rng.choice(MODELS[model])
     if rng.random() < 0.15:
         peer = COORDINATOR
-    # Most of the bytes come from the source, and few are said to it.
+    # Most bytes come from the source, and few go to it.
     towards_target = rng.random() < 0.75
     most = 4 << 20 if towards_target and peer != COORDINATOR else 4000
     return Wire(

@@ -1,6 +1,6 @@
-"""Where rounds are played: a coordinator, sources and targets, each a process.
+"""The site of rounds: a coordinator, sources and targets, each a process.
 
-On loopback, or each in a network namespace of its own around a switch.
+They run on loopback, or each in a network namespace of its own around a switch.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from tests.chaos.processes import (
 )
 from tests.chaos.schedule import COORDINATOR, MODELS, TARGETS, Fault, What
 
-#: Sources that are as users have them.
+#: Sources that run as users run them.
 COMMANDS = ("s2",)
 START_S = 60.0
 LISTED_S = 30.0
-#: What dies with a connection dies when somebody notices; that takes a stall timeout or two, or
-#: an attempt of TCP's to send again after a cable was pulled.
+#: Seconds for a process to notice a dead connection: a stall timeout or two, or a retransmission of
+#: TCP's after a link was cut.
 SETTLE_S = 20.0
 MBIT_PER_S = 400.0
 
 
 class Site:
-    """A context. `believe_everything` switches the targets' verification off."""
+    """A site, as a context manager.
+
+    `believe_everything` switches the targets' verification off.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class Site:
         return [model for model in known if source in MODELS[model]]
 
     def launch(self, name: str) -> None:
-        """Start, or start again; `wait_ready` is the caller's."""
+        """Start or restart a process; the caller then calls `wait_ready`."""
         if name in self.processes:
             self._ended.append(self.processes[name])
         if name == COORDINATOR:
@@ -138,7 +141,7 @@ class Site:
         return Process(name, made, self.inbox, self.folder, environment(**more))
 
     def endpoints(self) -> dict[str, str]:
-        """HOST:PORT of each source's models -> the source's name."""
+        """Return the name of the source at each HOST:PORT."""
         found = {}
         for name in self.sources:
             ready = self.processes[name].ready
@@ -149,7 +152,7 @@ class Site:
     # -- faults -----------------------------------------------------------------------------------
 
     def inflict(self, fault: Fault) -> Callable[[], None]:
-        """Returns what undoes it."""
+        """Start a fault and return the function that undoes it."""
         name = fault.who
         process = self.processes[name]
         match fault.what:
@@ -187,20 +190,20 @@ class Site:
             self._hosts.throttle(link, MBIT_PER_S, sender)
 
     def revive(self, name: str) -> None:
-        """Start again, if it has not been."""
+        """Restart a process that was killed, unless it was restarted already."""
         if not self.processes[name].alive:
             self.launch(name)
 
     def _renew(self, name: str) -> None:
         process = self.processes[name]
-        if process.alive and process.ready:  # else it is at it
+        if process.alive and process.ready:  # otherwise it is starting or renewing
             process.ready = {}
             process.tell(do="renew")
 
     # -- between rounds ---------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Everybody is there again, and the coordinator lists the sources and nobody else."""
+        """Restart every process and wait until the coordinator lists exactly the sources."""
         for name in self.processes:
             self.revive(name)
         for process in list(self.processes.values()):
@@ -219,7 +222,10 @@ class Site:
             time.sleep(0.05)
 
     def hear(self, process: Process, event: str) -> dict[str, Any]:
-        """The next such message of an idle site. Others of a process that was killed are lost."""
+        """Return the next message of this kind of a process, while the site is idle.
+
+        Other messages of processes that were killed are dropped.
+        """
         deadline_s = time.monotonic() + START_S
         while True:
             try:
@@ -235,7 +241,7 @@ class Site:
             self.check_end(sender, message)
 
     def confessions(self, process: Process) -> str:
-        """What this one, and the others that it may wait for, say of themselves."""
+        """Return the stacks and states of a process and of those that it may wait for."""
         asked = [process]
         for name, other in self.processes.items():
             if other is not process and name not in (COORDINATOR, *COMMANDS) and other.alive:
@@ -252,8 +258,7 @@ class Site:
             )
 
     def measure(self) -> None:
-        """What each process holds now is what it may hold after a round, with what others of its
-        kind do."""
+        """Record what each process holds now as what its kind may hold after a round."""
         for name in self.processes:
             allowed = self._allowed.setdefault(_kind(name), Counter())
             allowed |= self._held(name)
@@ -270,12 +275,12 @@ class Site:
         return found
 
     def let_go(self) -> None:
-        """Have every target drop what it pulled."""
+        """Make every target close its pulls."""
         for name in TARGETS:
             self._held(name)
 
     def settle(self) -> None:
-        """Wait until nobody holds more than before."""
+        """Wait until no process holds more than before."""
         began_s = time.monotonic()
         left = list(self.processes)
         while True:
@@ -312,7 +317,7 @@ class Site:
         self._ended.clear()
 
     def close(self) -> None:
-        """Whatever has happened."""
+        """End all processes, whatever has happened."""
         for process in reversed((*self._ended, *self.processes.values())):
             process.end()
 

@@ -1,6 +1,6 @@
-"""A process that pulls, over and over, as it is told to on its standard input.
+"""A process that runs the pulls that it reads from its standard input.
 
-One JSON object a line in both directions. It ends when its standard input does.
+It reads and writes one JSON object a line, and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class _Anything(bytes):
 
 
 def tell_of(hook: threading.ExceptHookArgs) -> None:
-    """Of what no pull may raise: it is the harness's to judge."""
+    """Report an uncaught error of a thread, which the harness judges."""
     error = hook.exc_value
     text = "" if error is None else "".join(traceback.format_exception(error))
     tell(event="foreign", trace=f"{hook.exc_type.__name__}\n{text}")
 
 
 def believe_everything() -> None:
-    """Switch verification off, to see that those who judge this process notice."""
+    """Switch verification off, to check that the harness detects wrong bytes."""
     Chunking.digest = lambda self, chunk_index: _Anything()  # type: ignore[method-assign]
 
 
 def explain(loop: runtime.LoopThread) -> None:
-    """Say what may be why something is still held: tasks, and objects of gRPC and mx."""
+    """Print what may still hold resources: tasks, and objects of gRPC and mx."""
     gc.collect()
 
     async def tasks() -> list[str]:
@@ -74,7 +74,7 @@ def explain(loop: runtime.LoopThread) -> None:
 class Target:
     def __init__(self, expected: dict[str, str]) -> None:
         self._expected = expected
-        # In place: the pulls take theirs from there.
+        # Replaced in place: pulls take their transports from this dict.
         self._tcp = Through(common.transports()["tcp"])
         common.transports()["tcp"] = self._tcp
         self._thread: threading.Thread | None = None
@@ -90,7 +90,7 @@ class Target:
             self._pull.close()
 
     def finish(self) -> None:
-        """Let go of everything, and say which threads are left."""
+        """Close every pull, and report the threads that are left."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -104,7 +104,7 @@ class Target:
         self.held()
 
     def listed(self, coordinator: str) -> None:
-        """Say whom the coordinator lists; nobody if it does not answer."""
+        """Report the endpoints that the coordinator lists; none if it does not answer."""
         endpoints: list[str] = []
         with contextlib.suppress(MxError):
             sources = api.list_sources(coordinator=coordinator)
@@ -169,7 +169,7 @@ class Target:
             held = "held"
             try:
                 pull.hold()
-            except MxError as error:  # the coordinator may be gone: the pull is whole all the same
+            except MxError as error:  # the pull is whole even if the coordinator is gone
                 held = str(error)
         return {
             "wrong": wrong(found, self._expected),
@@ -187,7 +187,7 @@ def main() -> None:
     if arguments["believe_everything"]:
         believe_everything()
     target = Target(json.loads(Path(arguments["expected"]).read_text()))
-    loop = runtime.acquire()  # or it would come and go with each pull
+    loop = runtime.acquire()  # kept, so that it does not restart with each pull
     known = common.transports().items()
     tell(event="ready", transports=[n for n, t in known if isinstance(t.probe(), Viable)])
     for line in sys.stdin:

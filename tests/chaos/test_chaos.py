@@ -1,4 +1,4 @@
-"""A bounded part of the chaos that `make chaos PULLS=N` makes at length: fixed seeds."""
+"""A bounded part of the campaign of `make chaos PULLS=N`, with fixed seeds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.chaos.schedule import Damage, Fault, PullSpec, Round, What, Wire, dra
 
 PULLS = 100
 SEED = 1
-#: Rounds that have found something once: a call of gRPC's that was never let go, and a pull that
-#: went on greeting a source that had lied, or that broke every connection; one that asked
-#: neighbours whom it had no way to read from.
+#: Rounds that once found a defect: a call of gRPC's that was never released; a pull that kept
+#: connecting to a source that had lied, or that broke every connection; a pull that sent requests
+#: to neighbours without a path to them.
 TELLING = (1143, 1289, 1601, 258)
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
@@ -26,7 +26,7 @@ def test_every_pull_ends_with_right_bytes_or_a_typed_error() -> None:
     play(runner, can)
     assert runner.failure is None, runner.failure
     assert runner.tally.pulls >= PULLS
-    # Chaos that nobody survives, or that hurts nobody, would show nothing.
+    # A campaign in which every pull fails, or none, would show nothing.
     assert runner.tally.ends["whole"] > PULLS // 3
     assert len(runner.tally.ends) > 2
     assert runner.tally.retries

@@ -1,4 +1,4 @@
-"""The model that chaos is made with, and what each of its tensors must be."""
+"""The model of the chaos rounds, and the digests of its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(path: Path) -> None:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """blake3 of each tensor of a safetensors file, read with nothing of mx's."""
+    """Return the blake3 of each tensor of a safetensors file, read without mx's code."""
     return {name: blake3(data).hexdigest() for name, data in _tensors(path)}
 
 
@@ -34,7 +34,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def wrong(found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """The tensors that differ, are missing, or should not be there."""
+    """Return the tensors that differ, are missing or do not belong there."""
     return sorted(
         name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
     )

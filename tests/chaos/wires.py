@@ -1,4 +1,4 @@
-"""Fault proxies between a target and those it dials, in the target's process."""
+"""Fault proxies between a target and the addresses that it dials, in the target's process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from mx.transport import (
     Unavailable,
     Viable,
 )
-from mx_transports import _frames as frames
+from mx_transports.toolkit import framing
 from tests.chaos.schedule import COORDINATOR, Damage, Wire
 
 
 class Wires:
-    """One pull's: a proxy for each address, made when it is first dialled. Close it after the
-    pull. `names` says which of the schedule's sources is at an endpoint."""
+    """The proxies of one pull, one for each address, made when it is first dialled.
+
+    Close it after the pull. `names` has the schedule's source at each endpoint.
+    """
 
     def __init__(
         self, wires: Sequence[Wire], mbyte_per_s: float | None, names: Mapping[str, str]
@@ -46,7 +48,7 @@ class Wires:
                 self._later(wire.after_s, self._reset, wire)
 
     def by_path(self, peer: str, address: tuple[str, int]) -> tuple[str, int]:
-        """Where to dial instead. `peer` is the source's endpoint, or COORDINATOR."""
+        """Return the address to dial instead. `peer` is the source's endpoint, or COORDINATOR."""
         name = self._names.get(peer, peer)
         with self._lock:
             if self._closed:
@@ -122,7 +124,7 @@ def _way(proxy: FaultProxy, wire: Wire) -> Direction:
 
 
 class Through:
-    """The `tcp` transport, its connections by way of `wires` while there are any."""
+    """The `tcp` transport, with its connections through `wires` while there are any."""
 
     name = "tcp"
 
@@ -142,7 +144,7 @@ class Through:
     def open(self, grant: Grant) -> Session:
         wires = self.wires
         if wires is not None:
-            ticket = frames.decode_ticket(grant.ticket, grant.peer)
+            ticket = framing.decode_ticket(grant.ticket, grant.peer)
             listed = ticket.fields["addresses"]
             assert isinstance(listed, list)
             by_path = [list(wires.by_path(grant.peer, (host, port))) for host, port in listed]

@@ -1,4 +1,4 @@
-"""tcp into GPU memory by way of `mx.target.staged`, as a transport that the suite can run."""
+"""tcp into GPU memory by way of `mx.cuda.staged`, as a transport that the suite can run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mx.core.topology import Place
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device
-from mx.target.staged import StagedSession
+from mx.cuda.staged import StagedSession
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,

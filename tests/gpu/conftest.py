@@ -1,4 +1,4 @@
-"""Skips where there is no GPU, with the driver's reason; holds the context for all tests else."""
+"""Keeps the GPU's context for all tests, or skips them with the driver's reason."""
 
 from collections.abc import Iterator
 
@@ -19,14 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def gpu() -> Iterator[Device]:
-    """GPU 0."""
+    """Give GPU 0."""
     with Device(cuda.load(), 0) as device:
         yield device
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> Iterator[None]:
-    """What CUDA makes once and keeps (threads, descriptors) is there before any test."""
+    """Let CUDA make what it makes once and keeps (threads, descriptors) before any test."""
     if isinstance(cuda.probe(), Unavailable):
         yield
         return

@@ -1,4 +1,4 @@
-"""Real processes around a real GPU: sources that torch filled, and readers to be killed."""
+"""Real processes on a real GPU: sources that torch filled, and readers to kill."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def bench(target: str, kind: Kind, there: str = "0", here: str = "0") -> Bench:
 
 
 class Child:
-    """A Python process that runs `code` with sys.argv[1:] = arguments; `say` and `hear` are its
-    lines. Killed at the end of the `with` statement."""
+    """A Python process that runs `code` with sys.argv[1:] = arguments.
+
+    `say` sends it a line, `hear` returns a line of its output. The end of the `with` block kills
+    it.
+    """
 
     def __init__(self, code: str, *arguments: str, environment: Mapping[str, str] = {}) -> None:
         boot = "import json, sys; sys.path[:] = json.loads(sys.argv.pop())\n"
@@ -65,7 +68,7 @@ class Child:
                     pipe.close()
 
 
-#: Exposes torch's own tensors, one region each; says the ticket, then each tensor's digest.
+#: Exposes torch's own tensors, a region each; prints the ticket, then each tensor's digest.
 TORCH_SOURCE = """
 import torch, xxhash
 from mx.cuda import driver as cuda
@@ -90,7 +93,7 @@ for line in sys.stdin:
     print(exposure.join(float(line)), flush=True)
 """
 
-#: Attaches region 0 of the ticket in argv[1], says its digest now and whenever it hears a line.
+#: Attaches region 0 of the ticket in argv[1]; prints its digest at once, and for each line read.
 IMPORTER = """
 import xxhash
 from mx.cuda import driver as cuda

@@ -1,4 +1,4 @@
-"""Digests computed on the device are xxhash's."""
+"""Digests that the device computes equal those of xxhash."""
 
 import os
 import random

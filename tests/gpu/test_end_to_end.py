@@ -1,4 +1,4 @@
-"""mx serve and mx pull in real processes on one GPU: what arrives is what the checkpoint holds."""
+"""mx serve and mx pull in real processes on one GPU: pulled bytes equal the checkpoint's."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ MODEL = "small"
 
 
 def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """A few layers of odd shapes and dtypes, 70 MB."""
+    """Write a checkpoint with a few layers of odd shapes and dtypes, 70 MB."""
     made = torch.Generator().manual_seed(11)
     tensors = {"model.embed_tokens.weight": torch.randn(4099, 1024, generator=made).bfloat16()}
     for layer in range(3):

@@ -1,4 +1,4 @@
-"""What the CPU writes to a pinned word lets a consumer's stream go on: the *verified* signal."""
+"""The *verified* signal: a word that the CPU writes releases a consumer's stream."""
 
 import ctypes
 
@@ -24,7 +24,7 @@ def test_a_stream_waits_for_the_verified_word(gpu: Device) -> None:
             driver.stream_wait_value(consumer.handle, words.device_address, 1)
             driver.copy_dtod(target.address, source.address, MIB, consumer.handle)
         used.record(consumer)
-        # The bytes land while the consumer's work is queued already.
+        # The bytes land after the consumer's work was queued.
         spans.poke(source, b"new!" * (MIB // 4))
         assert not used.done(), "the stream did not wait"
         word.value = 1
@@ -33,7 +33,7 @@ def test_a_stream_waits_for_the_verified_word(gpu: Device) -> None:
 
 
 def test_words_are_compared_cyclically(gpu: Device) -> None:
-    """One word may count on for ever: >= is meant modulo 2**32."""
+    """A word may wrap around: >= is modulo 2**32."""
     with PinnedMemory(gpu, 4096) as words, Stream(gpu) as consumer:
         word = ctypes.c_uint32.from_address(words.address)
         word.value = 2

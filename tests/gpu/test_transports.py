@@ -1,4 +1,4 @@
-"""Two real processes on one GPU: attach, copies every way, endings, leaks, lies."""
+"""Two real processes on one GPU: attaching, copies in every direction, ends, leaks, lies."""
 
 import gc
 import json
@@ -71,8 +71,10 @@ def test_importer_dies_before_the_exporter(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", GPU_KINDS)
 def test_importer_outlives_the_exporter(kind: Kind) -> None:
-    """VMM's memory stays with whoever maps it. Of legacy memory CUDA promises nothing after its
-    exporter's end: what must hold is that this process's context survives it."""
+    """VMM memory stays mapped after its exporter's end.
+
+    CUDA promises nothing for legacy memory then, but this process's context must survive.
+    """
     with rig.bench(rig.CUDA_IPC, kind) as bench:
         remote, session = bench.remote(8 * MIB)
         view = session.attach(0)
@@ -113,7 +115,7 @@ def test_a_thousand_attachments_leave_nothing(kind: Kind, gpu: Device) -> None:
         for _ in range(1000):
             cycle()
         gc.collect()
-        # Others may use the GPU too: a leak would be of 64 MiB a cycle.
+        # Other processes may use the GPU too; a leak would be 64 MiB a cycle.
         assert free - gpu.memory_info()[0] < 64 * MIB
         assert rig.descriptors() == descriptors
 
@@ -132,7 +134,7 @@ def test_another_gpu_in_the_ticket_is_refused() -> None:
 
 @pytest.mark.parametrize("expandable", [False, True])
 def test_torch_allocations(expandable: bool, gpu: Device) -> None:
-    """Small ones that share a block, and large ones; in expandable segments of many handles."""
+    """Small tensors that share a block, and large ones; in expandable segments of many handles."""
     sizes = [1000, 4096, 3 * MIB + 8, 100 * MIB]
     environment = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     with (

@@ -21,8 +21,8 @@ from typing import Any
 import grpc
 
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
-from mx_transports import _frames as frames
-from mx_transports._tcp_wire import MAGIC
+from mx_transports.tcp.wire import MAGIC
+from mx_transports.toolkit import framing
 
 RENEW_S = 1.0
 
@@ -84,12 +84,12 @@ def connect(event: Any, streams: int) -> Iterator[socket.socket]:
     """Data connections by the tcp ticket of a grant, each let in or not."""
     for each in event.granted.tickets:
         if each.transport == "tcp":
-            ticket = frames.decode_ticket(each.ticket, "source")
+            ticket = framing.decode_ticket(each.ticket, "source")
             host, port = ticket.fields["addresses"][0]  # type: ignore[index]
             for _ in range(streams):
                 with contextlib.suppress(OSError):
                     sock = socket.create_connection((host, port), 20)
-                    sock.sendall(frames.PREAMBLE.pack(MAGIC, ticket.key, ticket.secret))
+                    sock.sendall(framing.PREAMBLE.pack(MAGIC, ticket.key, ticket.secret))
                     yield sock
 
 

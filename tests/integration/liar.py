@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from mx import api, config, plugins, runtime
 from mx.core.topology import Nic
-from mx_transports._tcp_source import TcpExposure
+from mx_transports.tcp.exposure import TcpExposure
 from tests.integration.lying import held_model
 
 

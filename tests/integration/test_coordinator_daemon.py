@@ -358,7 +358,7 @@ async def test_identities_and_source_ids_are_not_taken_over() -> None:
                 await thief.register(
                     make_record(others), by_digest(others), binding_secret=b"t" * 32
                 )
-            with pytest.raises(NotAllowedError, match="somebody else"):
+            with pytest.raises(NotAllowedError, match="belongs to another source"):
                 await thief.register(record, by_digest(DOCUMENTS), binding_secret=b"t" * 32)
             with pytest.raises(UnknownSourceError):
                 await thief.deregister(record.source_id)

@@ -349,7 +349,7 @@ async def test_a_coordinator_that_answers_nonsense_is_an_error(answer: bytes) ->
     try:
         with pytest.raises(CoordinatorError):
             await client.resolve("llama")
-        with pytest.raises(CoordinatorError, match="is no mx coordinator"):
+        with pytest.raises(CoordinatorError, match="is not an mx coordinator"):
             await client.list_models()
     finally:
         await client.close()

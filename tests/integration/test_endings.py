@@ -25,10 +25,10 @@ from mx.errors import (
     PeerProtocolError,
     PeerTimeoutError,
 )
-from mx.target.lease import Lease
 from mx.target.locator import Locator
 from mx.target.options import PullOptions
 from mx.wire.channel import dial
+from mx.wire.lease import Lease
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.integration.conftest import Run, error_of, free_port, serve
@@ -202,7 +202,7 @@ async def lease_on(peer: OddPeer, use: Callable[[Lease], Any]) -> None:
     address = f"127.0.0.1:{listening.port}"
     channel = dial(address)
     source = make_record(make_documents("a"), endpoint=address)
-    lease = Lease(channel, source, lambda error: None)
+    lease = Lease(channel, source, lambda: None)
     try:
         await use(lease)
     finally:

@@ -19,10 +19,10 @@ import pytest
 from mx import plugins
 from mx.core.grants import MOST_PER_CONNECTION
 from mx.errors import EXIT_OK, PeerBusyError
-from mx.target.connector import Connector, plan_paths
+from mx.target.connector import Connector
 from mx.target.locator import Locator
 from mx.target.options import PullOptions
-from mx.target.planning import target_place
+from mx.target.paths import plan_paths, target_place
 from mx.wire.v1 import peer_pb2
 from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer
@@ -199,7 +199,7 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
 
     async def main() -> None:
         locator = Locator(options)
-        connector = Connector(options, place, transports, lambda error: None)
+        connector = Connector(options, place, transports, lambda: None)
         hog = Hog(endpoint, "m")
         try:
             (path,) = plan_paths(

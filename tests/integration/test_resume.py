@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -100,9 +101,9 @@ def test_a_pull_that_was_interrupted(net: Net, place: Path) -> None:
     net.until_sent(pull, 0.7)
     pull.signal(signal.SIGINT)
     assert pull.wait() == EXIT_INTERRUPTED
-    error, hint = (line.strip() for line in pull.err.splitlines()[-2:])
-    assert error == "error: interrupted"
-    assert hint.startswith("run the same command again to go on from ")
+    said = json.loads(pull.err.splitlines()[-1])["fields"]  # as `--json` has it
+    assert said["message"] == "interrupted"
+    assert said["hint"].startswith("run the same command again to go on from ")
     report, _ = pulled(net, place)
     assert resumed_nbytes(report) > 0
 

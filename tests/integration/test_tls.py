@@ -171,7 +171,7 @@ def test_what_is_wrong_at_the_other_end_is_said_here(
     said = refused(run, "pull", "m", "--from", f"peer={servers['elsewhere']}", *flags)
     assert "its certificate does not name 127.0.0.1: it names 10.9.9.9, else.example" in said
     said = refused(run, "models", "--coordinator", servers["good"], code=3)
-    assert "it wants TLS" in said
+    assert "it requires TLS" in said
 
 
 def test_who_is_stopped_has_refused_nothing(run: Run, folder: Folder) -> None:

@@ -28,9 +28,9 @@ from mx.errors import (
     NoSourceError,
     StaleGenerationError,
 )
-from mx.target.lease import Lease
 from mx.units import MIB
 from mx.wire.channel import dial
+from mx.wire.lease import Lease
 from tests.conftest import Holdings
 from tests.integration.conftest import (
     Run,
@@ -272,7 +272,7 @@ def test_only_the_owner_updates(
     changed = tmp_path / "changed.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(checkpoint).items()}, changed)
     with api.serve(checkpoint, model="m", coordinator=coordinator) as other:
-        with pytest.raises(BindingError, match="only who bound it"):
+        with pytest.raises(BindingError, match="only its owner"):
             other.update(changed)
         assert str(other.model) == "m"
         assert len(api.list_sources("m", coordinator=coordinator)) == 2
@@ -351,7 +351,7 @@ def test_a_grant_of_what_was_replaced_is_refused_by_name(coordinator: str) -> No
 def _open(record: SourceRecord) -> BaseException | None:
     async def ask() -> BaseException | None:
         channel = dial(record.endpoint, tls=None, insecure=False)
-        lease = Lease(channel, record, lambda error: None)
+        lease = Lease(channel, record, lambda: None)
         try:
             await lease.open(Place(), ["tcp"], 5.0)
         except StaleGenerationError as error:

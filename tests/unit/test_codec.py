@@ -1,4 +1,4 @@
-"""What the wire may carry, and what it may not."""
+"""Messages that the codec accepts, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RECORD = make_record(DOCUMENTS)
 U64_MAX = (1 << 64) - 1
 
 
-def test_a_record_comes_back_as_it_went() -> None:
+def test_a_record_survives_a_round_trip() -> None:
     assert codec.source_from_wire(codec.source_to_wire(RECORD)) == RECORD
 
 
-def test_rows_come_back_in_pages_below_the_message_limit() -> None:
+def test_rows_survive_a_round_trip_in_pages_below_the_message_limit() -> None:
     rows = scattered_rows(50_000)
     table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 44),))
     decoder = RowsDecoder(table, len(rows))
@@ -150,7 +150,7 @@ SCATTERED = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1000), Region(1, "cpu",
         [(0, 0, 10, 0, 0), (0, 10, 10, 0, 10), (0, 20, 10, 0, 20)],  # one too many
     ],
 )
-def test_rows_outside_what_was_registered_are_refused(
+def test_rows_outside_registered_regions_are_refused(
     rows: list[tuple[int, int, int, int, int]],
 ) -> None:
     expected = min(2, len(rows))
@@ -196,7 +196,7 @@ def test_mangled_bytes_decode_or_are_refused(data: st.DataObject) -> None:
         record = codec.source_from_wire(message)
     except PeerProtocolError:
         return
-    # What was believed is sane, and survives another trip.
+    # An accepted record is valid, and survives another round trip.
     assert isinstance(record, SourceRecord)
     assert codec.source_from_wire(codec.source_to_wire(record)) == record
 
@@ -215,7 +215,7 @@ def test_ranges_are_sorted_and_disjoint_or_refused(ranges: list[tuple[int, int]]
             codec.ranges_from_wire(message)
 
 
-def test_secrets_do_not_come_back() -> None:
+def test_records_do_not_carry_secrets() -> None:
     message = codec.source_to_wire(RECORD, binding_secret=b"s" * 32)
     assert codec.source_to_wire(codec.source_from_wire(message)).binding_secret == b""
     for nbytes in (0, 15, 65):
@@ -255,7 +255,7 @@ class Counted(int):
     __hash__ = int.__hash__
 
 
-def test_what_is_held_is_checked_in_one_pass() -> None:
+def test_held_layers_are_checked_in_one_pass() -> None:
     count = 2000
     regions = tuple(
         Region(i, "cpu", 0, 1, (Counted(2 * i), Counted(2 * i + 1))) for i in range(count)

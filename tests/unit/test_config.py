@@ -17,7 +17,7 @@ def load(
     env: dict[str, str] | None = None,
     file: Path | None = None,
 ) -> config.Settings:
-    """Like `config.load`, blind to the environment that the tests run in."""
+    """Call `config.load` without the environment of the tests."""
     return config.load(flags, file=str(file) if file else None, environ=env or {"HOME": "/none"})
 
 
@@ -27,7 +27,7 @@ def toml(folder: Path, text: str) -> Path:
     return path
 
 
-def test_defaults_are_valid_and_say_that_they_are_defaults() -> None:
+def test_defaults_are_valid_and_their_origin_is_default() -> None:
     settings = load()
     assert settings == config.Settings()
     for name in config.setting_names():
@@ -144,11 +144,11 @@ def test_unknown_names_get_a_suggestion(tmp_path: Path) -> None:
         load(env={"MX_PEER_CORDINATOR": "a:1"})
     with pytest.raises(ConfigError, match=r"line 2.*no setting server.*known are coordinator"):
         load(file=toml(tmp_path, "\n[server]\nx = 1\n"))
-    # Another project's variables are none of ours.
+    # Another project's variables are ignored.
     load(env={"MX_COORDINATOR": "x", "PATH": "/bin"})
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_malformed_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no configuration file"):
         load(file=tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="is not TOML.*line 1"):
@@ -180,13 +180,13 @@ def test_lists_are_written_both_ways(tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=40))
-def test_no_text_makes_anything_but_a_config_error(text: str) -> None:
+def test_any_text_is_accepted_or_raises_a_config_error(text: str) -> None:
     for name in config.setting_names():
         try:
             value = getattr(load({name: text}), name)
         except ConfigError:
             continue
-        # What was accepted is shown in a form that is accepted again.
+        # An accepted value is displayed in a form that is accepted again.
         shown = config.format_value(value)
         assert getattr(load({name: shown}), name) == value
 
@@ -210,7 +210,7 @@ def test_rates_are_bits_or_bytes_per_second(text: str, bytes_per_s: int) -> None
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-1", "1Gb/s", "5Mb", "1MB/h", "1e9", "1 MB / s"])
-def test_what_is_no_rate_is_refused(text: str) -> None:
+def test_malformed_rates_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a rate"):
         parse_rate(text)
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from mx.core.connections import Connections
 from mx.core.paths import Medium, Rail
 from mx.core.planner import Plan, SourcePath, Spare
 from mx.core.types import SourceRecord
@@ -25,11 +26,13 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.target.connections import ConnectionPool
-from mx.target.connector import Connector, OpenPath
-from mx.target.lease import Lease
+from mx.target.connector import Connector
+from mx.target.events import EventLog, Outcome
+from mx.target.reads import Connection
 from mx.target.transfer import Transfer
 from mx.transport import Session
 from tests.unit.test_planner import source
+from tests.unit.test_transfer import HeldSession, Lease, manifest_of_three_chunks
 
 
 def on_one_host(name: str) -> SourceRecord:
@@ -49,91 +52,169 @@ TCP0, TCP1, UCX0, OTHER = path(A, "tcp", 0), path(A, "tcp", 1), path(A, "ucx", 0
 PLAN = Plan((TCP0, TCP1), (Spare(UCX0, ""), Spare(OTHER, "")), ())
 
 
-class GoodLease:
-    error: MxError | None = None
+class FakeSwarm:
+    """Of a pull that nothing joins unless a test says so."""
 
-    def check(self) -> MxError | None:
-        return self.error
+    def __init__(self) -> None:
+        self.coordinated = False
+        self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
+        self.expects = False
+        self.none_left: Callable[[], None] = lambda: None
+
+    def coordinate(self) -> None:
+        self.coordinated = True
+
+    def no_whole_source(self) -> None:
+        self.none_left()
+
+    def waits(self) -> bool:
+        return self.expects
+
+    def lost(self, source_id: str, *, for_good: bool) -> None: ...
+
+    def reading_began(self) -> None: ...
 
 
 class Stage:
-    """A crew, and what it opened; `fails` says which ways can't be."""
+    """A pool, and what it opened; `fails` says which paths can't be."""
 
     def __init__(
         self, fails: dict[SourcePath, MxError] | None = None, *, patience_s: float = 0.0
     ) -> None:
-        self.opened: list[SourcePath] = []
+        self.tried: list[SourcePath] = []
         self.added: list[SourcePath] = []
         self.given_back: list[SourcePath] = []
         self.causes: list[MxError] = []
-        self.ended = False
         self.no_more = 0
+        self.hoping = False
         self.fails = fails or {}
         self.unfit: dict[SourcePath, MxError] = {}
+        self.swarm = FakeSwarm()
+        self.joined: list[SourcePath] = []
+        self.patience_s = patience_s
+        self.manifest = manifest_of_three_chunks()
+        self.arena = memoryview(b"")
+
+    def begin(self) -> None:
+        """On the loop."""
+        self.outcome = Outcome()
+        self.connections = Connections(self.patience_s)
+        self.connections.add(PLAN.paths)
         self.pool = ConnectionPool(
-            PLAN, cast(Connector, self), self.open, self.add, self.causes, patience_s
+            self.connections,
+            cast(Connector, self),
+            cast(Transfer, FakeTransfer(self)),
+            self.swarm,
+            self,
+            lambda sources: Plan(tuple(self.joined), (), ()),
+            self.outcome,
+            EventLog(0.0),
+            self.causes,
         )
 
-    async def open(self, path: SourcePath) -> OpenPath:
-        self.opened.append(path)
+    # -- the connector's --------------------------------------------------------------------------
+
+    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+        self.tried.append(path)
         await asyncio.sleep(0)
         if path in self.fails:
             raise self.fails[path]
-        return OpenPath(path, cast(Lease, GoodLease()), cast(Session, None))
+        return Connection(path, Lease(), cast(Session, HeldSession()))
 
-    def add(self, opened: OpenPath) -> int:
-        if opened.path in self.unfit:
-            raise self.unfit[opened.path]
-        self.added.append(opened.path)
-        return len(self.added) - 1
+    async def give_back(self, connection: Connection) -> None:
+        self.given_back.append(connection.path)
 
-    async def give_back(self, opened: OpenPath) -> None:
-        self.given_back.append(opened.path)
+    # -- discovery's ------------------------------------------------------------------------------
 
-    def no_more_connections(self) -> None:
-        self.no_more += 1
-        self.end()
+    def waits(self) -> bool:
+        return self.hoping
 
-    def tick(self) -> None:
-        pass
+    # -- steps ------------------------------------------------------------------------------------
+
+    def lose(self, number: int, error: MxError) -> None:
+        self.outcome.connection_lost(number, error)
+
+    def find(self, *paths: SourcePath) -> None:
+        self.connections.add(paths)
+        self.outcome.changed.set()
+
+    def coordinate(self) -> None:
+        self.swarm.coordinated = True
+        self.outcome.changed.set()
+
+    def read_freely(self) -> None:
+        self.swarm.coordinated = False
+        self.outcome.changed.set()
+
+    def join(self, path: SourcePath) -> None:
+        self.joined = [path]
+        self.swarm.reading_from[path.source.source_id] = (object(), path.source)
+        self.outcome.changed.set()
 
     def end(self) -> None:
-        self.ended = True
-        self.pool.wake()
+        self.outcome.complete()
+
+    def when_added(self) -> None: ...
 
     def play(self, *steps: Callable[[], None]) -> None:
-        """Run the crew; each step is taken once everything before it has settled."""
+        """Run the pool; each step is taken once everything before it has settled."""
 
         async def main() -> None:
-            running = asyncio.create_task(
-                self.pool.run(
-                    lambda: self.ended, lambda: cast(Transfer, self) if self.added else None
-                )
-            )
+            self.begin()
+            ticking = asyncio.create_task(self.pool.tick())
+            running = asyncio.create_task(self.pool.run())
             for step in steps:
-                for _ in range(10):
+                for _ in range(12):
                     await asyncio.sleep(0)
                 step()
             try:
                 await asyncio.wait_for(running, 5)
             finally:
+                ticking.cancel()
+                await asyncio.gather(ticking, return_exceptions=True)
                 await self.pool.close()
 
         asyncio.run(main())
 
 
+class FakeTransfer:
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.manifest = stage.manifest
+        self.arena = stage.arena
+
+    @property
+    def started(self) -> bool:
+        return bool(self.stage.added)
+
+    def add_connection(self, connection: Connection) -> int:
+        if connection.path in self.stage.unfit:
+            raise self.stage.unfit[connection.path]
+        self.stage.added.append(connection.path)
+        self.stage.when_added()
+        return len(self.stage.added) - 1
+
+    def no_more_connections(self) -> None:
+        self.stage.no_more += 1
+        self.stage.end()
+
+    def expect_connections(self) -> None: ...
+
+    def tick(self) -> None: ...
+
+
 def test_the_ways_that_go_together_are_opened_at_once() -> None:
     stage = Stage()
     stage.play(stage.end)
-    assert stage.opened == [TCP0, TCP1]
+    assert stage.tried == [TCP0, TCP1]
     assert stage.no_more == 0
 
 
 @pytest.mark.parametrize("error", [PeerLostError("cut"), PathError("UCX fails")])
 def test_a_way_that_is_lost_is_replaced_by_another_over_the_same_rail(error: MxError) -> None:
     stage = Stage()
-    stage.play(lambda: stage.pool.connection_lost(0, error), stage.end)
-    assert stage.opened == [TCP0, TCP1, UCX0]
+    stage.play(lambda: stage.lose(0, error), stage.end)
+    assert stage.tried == [TCP0, TCP1, UCX0]
     assert stage.given_back == [TCP0]
 
 
@@ -141,37 +222,37 @@ def test_a_way_that_cannot_be_opened_is_replaced_and_said_why() -> None:
     refused = LocalError("no memory to register")
     stage = Stage({TCP0: refused})
     stage.play(stage.end)
-    assert stage.opened == [TCP0, TCP1, UCX0]
+    assert stage.tried == [TCP0, TCP1, UCX0]
     assert stage.causes == [refused]
 
 
 def test_a_source_that_stopped_is_left_for_another() -> None:
     stage = Stage()
     stage.play(
-        lambda: stage.pool.connection_lost(0, PeerTimeoutError("stopped")),
-        lambda: stage.pool.connection_lost(1, PeerTimeoutError("stopped")),
+        lambda: stage.lose(0, PeerTimeoutError("stopped")),
+        lambda: stage.lose(1, PeerTimeoutError("stopped")),
         stage.end,
     )
-    assert stage.opened == [TCP0, TCP1, OTHER]
+    assert stage.tried == [TCP0, TCP1, OTHER]
 
 
 def test_a_slow_way_is_taken_again_when_nothing_else_is_left() -> None:
     stage = Stage({UCX0: PeerLostError("no"), OTHER: PeerLostError("no")})
     stage.play(
-        lambda: stage.pool.connection_lost(0, PathSlowError("slow")),
-        lambda: stage.pool.connection_lost(1, PeerLostError("cut")),
+        lambda: stage.lose(0, PathSlowError("slow")),
+        lambda: stage.lose(1, PeerLostError("cut")),
         stage.end,
     )
-    assert stage.opened[:3] == [TCP0, TCP1, UCX0]
-    assert stage.opened[3:] == [OTHER, TCP0]
+    assert stage.tried[:3] == [TCP0, TCP1, UCX0]
+    assert stage.tried[3:] == [OTHER, TCP0]
 
 
 def test_the_engine_hears_when_nothing_is_left() -> None:
     gone = PeerLostError("gone")
     stage = Stage({UCX0: gone, OTHER: gone})
     stage.play(
-        lambda: stage.pool.connection_lost(0, gone),
-        lambda: stage.pool.connection_lost(1, gone),
+        lambda: stage.lose(0, gone),
+        lambda: stage.lose(1, gone),
     )
     assert stage.no_more == 1
     assert sorted(map(str, stage.causes)) == ["gone", "gone"]
@@ -182,7 +263,7 @@ def test_a_way_that_cannot_be_made_a_lane_is_replaced() -> None:
     refused = LocalError("no memory to register")
     stage.unfit = {TCP0: refused}
     stage.play(stage.end)
-    assert stage.opened == [TCP0, TCP1, UCX0]
+    assert stage.tried == [TCP0, TCP1, UCX0]
     assert stage.given_back == [TCP0]
     assert stage.causes == [refused]
 
@@ -213,30 +294,27 @@ LATER = path(on_one_host("later"), "tcp", 0)
 def test_a_source_that_comes_later_is_there_when_the_first_is_lost() -> None:
     stage = Stage()
     stage.play(
-        lambda: stage.pool.add_candidates([LATER]),
-        lambda: stage.pool.connection_lost(0, PeerTimeoutError("stopped")),
-        lambda: stage.pool.connection_lost(1, PeerTimeoutError("stopped")),
-        lambda: stage.pool.connection_lost(2, PeerTimeoutError("stopped")),
+        lambda: stage.find(LATER),
+        lambda: stage.lose(0, PeerTimeoutError("stopped")),
+        lambda: stage.lose(1, PeerTimeoutError("stopped")),
+        lambda: stage.lose(2, PeerTimeoutError("stopped")),
         stage.end,
     )
-    assert stage.opened == [TCP0, TCP1, OTHER, LATER]
+    assert stage.tried == [TCP0, TCP1, OTHER, LATER]
     assert stage.no_more == 0
 
 
 def test_who_hopes_is_not_told_that_no_more_come() -> None:
     stage = Stage()
-    hoping = [True]
-    stage.pool.hoping = lambda: hoping[0]
-    lost = [
-        lambda n=n: stage.pool.connection_lost(n, PeerTimeoutError("stopped")) for n in range(3)
-    ]
+    stage.hoping = True
+    lost = [lambda n=n: stage.lose(n, PeerTimeoutError("stopped")) for n in range(3)]
     stage.play(
         *lost,
-        lambda: stage.pool.add_candidates([LATER]),
-        lambda: hoping.__setitem__(0, False),
-        lambda: stage.pool.connection_lost(3, PeerTimeoutError("stopped")),
+        lambda: stage.find(LATER),
+        lambda: setattr(stage, "hoping", False),
+        lambda: stage.lose(3, PeerTimeoutError("stopped")),
     )
-    assert stage.opened == [TCP0, TCP1, OTHER, LATER]
+    assert stage.tried == [TCP0, TCP1, OTHER, LATER]
     assert stage.no_more == 1
 
 
@@ -249,82 +327,81 @@ def test_when_no_whole_source_is_left_others_are_asked_before_it_is_given_up(
     asked: list[int] = []
 
     def ask() -> None:
-        asked.append(len(stage.opened))
-        stage.pool.coordinate()
-        stage.pool.expecting = lambda: True
-        stage.pool.join("later", [LATER])
+        asked.append(len(stage.tried))
+        stage.coordinate()
+        stage.swarm.expects = True
+        stage.join(LATER)
 
     def lose(connection: int) -> None:
         if not from_the_start:
-            stage.pool.connection_lost(connection, PeerTimeoutError("stopped"))
+            stage.lose(connection, PeerTimeoutError("stopped"))
 
-    stage.pool.none_left = ask
+    stage.swarm.none_left = ask
     stage.play(lambda: lose(0), lambda: lose(1), lambda: lose(2), stage.end)
-    assert asked == [len(stage.opened) - 1]  # once, after all others
-    assert stage.opened[-1] == LATER
+    assert asked == [len(stage.tried) - 1]  # once, after all others
+    assert stage.tried[-1] == LATER
     assert stage.no_more == 0
 
 
 def test_in_a_swarm_one_that_is_found_again_and_again_is_tried_once() -> None:
     stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), PeerLostError("cut")))
-    stage.pool.none_left = stage.pool.coordinate
-    stage.pool.expecting = lambda: True
+    stage.swarm.none_left = stage.coordinate
+    stage.swarm.expects = True
     settled = [lambda: None] * 3
     stage.play(
         *settled,
-        lambda: stage.pool.add_candidates([OTHER]),
-        lambda: stage.pool.add_candidates([OTHER]),
-        lambda: setattr(stage.pool, "none_left", lambda: None),
-        stage.pool.read_freely,
+        lambda: stage.find(OTHER),
+        lambda: stage.find(OTHER),
+        lambda: setattr(stage.swarm, "none_left", lambda: None),
+        stage.read_freely,
         *settled,
         stage.end,
     )
-    assert stage.opened.count(OTHER) == 2
+    assert stage.tried.count(OTHER) == 2
 
 
 def test_a_source_that_was_lost_is_tried_again_only_if_there_is_nobody_else() -> None:
     stage = Stage()
-    stage.pool.hoping = lambda: True
-    again = [stage.pool.add_candidates] * 2
+    stage.hoping = True
     stage.play(
-        lambda: stage.pool.connection_lost(0, PeerTimeoutError("stopped")),
-        lambda: stage.pool.connection_lost(1, PeerTimeoutError("stopped")),
-        lambda: again[0]([TCP0, TCP1]),  # the other is being read from
-        lambda: stage.pool.connection_lost(2, PeerTimeoutError("stopped")),
-        lambda: again[1]([TCP0, TCP1]),
+        lambda: stage.lose(0, PeerTimeoutError("stopped")),
+        lambda: stage.lose(1, PeerTimeoutError("stopped")),
+        lambda: stage.find(TCP0, TCP1),  # the other is being read from
+        lambda: stage.lose(2, PeerTimeoutError("stopped")),
+        lambda: stage.find(TCP0, TCP1),
         stage.end,
     )
-    assert stage.opened == [TCP0, TCP1, OTHER, TCP0, TCP1]
+    assert stage.tried == [TCP0, TCP1, OTHER, TCP0, TCP1]
 
 
 @pytest.mark.parametrize("error", [DigestError("wrong"), StaleGenerationError("changed")])
 def test_a_source_that_lied_or_changed_never_comes_back(error: MxError) -> None:
     stage = Stage()
-    stage.pool.hoping = lambda: True
+    stage.hoping = True
     stage.play(
-        lambda: stage.pool.connection_lost(0, error),
-        lambda: stage.pool.connection_lost(1, error),
-        lambda: stage.pool.connection_lost(2, PeerTimeoutError("stopped")),
-        lambda: stage.pool.add_candidates([TCP0, TCP1]),
-        lambda: stage.pool.add_candidates([LATER]),
+        lambda: stage.lose(0, error),
+        lambda: stage.lose(1, error),
+        lambda: stage.lose(2, PeerTimeoutError("stopped")),
+        lambda: stage.find(TCP0, TCP1),
+        lambda: stage.find(LATER),
         stage.end,
     )
-    assert stage.opened == [TCP0, TCP1, OTHER, LATER]
+    assert stage.tried == [TCP0, TCP1, OTHER, LATER]
 
 
 def test_in_a_swarm_later_ones_wait_until_there_is_none() -> None:
     stage = Stage()
-    stage.pool.expecting = lambda: True
+    stage.swarm.expects = True
     stage.play(
-        stage.pool.coordinate,
-        lambda: stage.pool.add_candidates([LATER]),
-        lambda: stage.pool.connection_lost(0, PeerTimeoutError("stopped")),
-        lambda: stage.pool.connection_lost(1, PeerTimeoutError("stopped")),
-        stage.pool.read_freely,
+        stage.coordinate,
+        lambda: stage.find(LATER),
+        lambda: stage.lose(0, PeerTimeoutError("stopped")),
+        lambda: stage.lose(1, PeerTimeoutError("stopped")),
+        stage.read_freely,
         stage.end,
     )
-    assert stage.opened[:2] == [TCP0, TCP1]
-    assert stage.opened[2:] == [OTHER]  # LATER is as good, and behind it
+    assert stage.tried[:2] == [TCP0, TCP1]
+    assert stage.tried[2:] == [OTHER]  # LATER is as good, and behind it
     assert stage.no_more == 0
 
 
@@ -342,29 +419,27 @@ class BusyStage(Stage):
         super().__init__(patience_s=patience_s)
         self.times = times
 
-    async def open(self, path: SourcePath) -> OpenPath:
-        if self.opened.count(path) < self.times:
-            self.opened.append(path)
+    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+        if self.tried.count(path) < self.times:
+            self.tried.append(path)
             raise busy()
-        return await super().open(path)
+        return await super().open(path, need_nbytes)
 
-    def add(self, opened: OpenPath) -> int:
-        number = super().add(opened)
+    def when_added(self) -> None:
         self.end()
-        return number
 
 
 def test_another_source_is_read_from_while_one_is_busy() -> None:
     stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0), busy()), patience_s=60.0)
     stage.play(stage.end)
-    assert stage.opened == [TCP0, TCP1, UCX0, OTHER] and stage.added == [OTHER]
+    assert stage.tried == [TCP0, TCP1, UCX0, OTHER] and stage.added == [OTHER]
     assert [left.source for left in stage.pool.left()] == [A.endpoint]
 
 
 def test_where_all_are_busy_they_are_asked_again() -> None:
     stage = BusyStage(3)
     stage.play()
-    assert stage.opened.count(TCP0) == 4
+    assert stage.tried.count(TCP0) == 4
     assert stage.added
     assert len(stage.causes) <= 4  # each way complains once
 
@@ -377,13 +452,11 @@ def test_patience_with_busy_sources_has_an_end() -> None:
 
 
 def test_who_is_busy_is_not_asked_sooner_than_it_says() -> None:
-    stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), busy(retry_after_s=30.0)))
-    stage.pool = ConnectionPool(
-        PLAN, cast(Connector, stage), stage.open, stage.add, stage.causes, 0.6
-    )
+    paths = (TCP0, TCP1, UCX0, OTHER)
+    stage = Stage(dict.fromkeys(paths, busy(retry_after_s=30.0)), patience_s=0.6)
     stage.play()
-    assert sorted(map(stage.opened.count, (TCP0, TCP1, UCX0, OTHER))) == [1, 1, 1, 1]
-    assert not stage.pool.wants(A.source_id)
+    assert sorted(map(stage.tried.count, (TCP0, TCP1, UCX0, OTHER))) == [1, 1, 1, 1]
+    assert not stage.connections.wants(A.source_id)
 
 
 def test_a_place_that_was_given_to_another_is_asked_for_again() -> None:
@@ -391,10 +464,10 @@ def test_a_place_that_was_given_to_another_is_asked_for_again() -> None:
 
     def lose() -> None:
         for number in range(len(stage.added)):
-            stage.pool.connection_lost(number, busy())
+            stage.lose(number, busy())
 
     def end_when_back() -> None:
-        assert stage.opened.count(TCP0) == 2, stage.opened
+        assert stage.tried.count(TCP0) == 2, stage.tried
         stage.end()
 
     stage.play(lose, lambda: None, end_when_back)
@@ -407,8 +480,8 @@ def test_a_place_that_was_given_to_another_is_asked_for_again() -> None:
 def test_who_was_left_is_named_with_the_reason() -> None:
     stage = Stage()
     stage.play(
-        lambda: stage.pool.connection_lost(0, PeerTimeoutError("it stopped")),
-        lambda: stage.pool.connection_lost(1, PeerTimeoutError("it stopped")),
+        lambda: stage.lose(0, PeerTimeoutError("it stopped")),
+        lambda: stage.lose(1, PeerTimeoutError("it stopped")),
         stage.end,
     )
     assert [(left.source, left.reason) for left in stage.pool.left()] == [
@@ -418,5 +491,5 @@ def test_who_was_left_is_named_with_the_reason() -> None:
 
 def test_who_lost_a_way_but_is_still_read_from_was_not_left() -> None:
     stage = Stage()
-    stage.play(lambda: stage.pool.connection_lost(0, PeerLostError("cut")), stage.end)
+    stage.play(lambda: stage.lose(0, PeerLostError("cut")), stage.end)
     assert stage.pool.left() == []

@@ -23,9 +23,10 @@ from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, Grant, Piece, Read
 from mx.units import MIB
-from mx_transports import _cuda_copy, _cuda_wire, pcie_p2p
+from mx_transports import pcie_p2p
 from mx_transports.cuda_ipc import CudaIpcTransport
 from mx_transports.pcie_p2p import PciePeerTransport
+from mx_transports.toolkit.cuda import copier, wire
 from tests.contract import gpu_rig
 from tests.support.fake_cuda import FakeDriver, fake_uuid
 
@@ -315,12 +316,12 @@ def test_a_source_that_lies_about_its_memory_is_refused(
         child = ChildSource(bench.harness.target, [MIB], seed=1, kind=Kind.GPU, device="cuda:1")
         try:
             live = fake.live()
-            unpack = _cuda_wire.Allocation.unpack
+            unpack = wire.Allocation.unpack
 
-            def lying(fields: tuple[int, bytes, int, int, bytes]) -> _cuda_wire.Allocation:
+            def lying(fields: tuple[int, bytes, int, int, bytes]) -> wire.Allocation:
                 return replace(unpack(fields), **change)  # type: ignore[arg-type]
 
-            monkeypatch.setattr(_cuda_wire.Allocation, "unpack", lying)
+            monkeypatch.setattr(wire.Allocation, "unpack", lying)
             gpus = [fake_uuid(0), fake_uuid(1)]
             with pytest.raises(SourceError) as caught:
                 bench.open_ticket("g", altered(child.ticket, gpus=gpus), [MIB], tls=None)
@@ -450,7 +451,7 @@ def test_a_new_generation_waits_for_what_is_written_to_the_memory() -> None:
 @pytest.mark.parametrize("path", ["generation", "revoked", "closed"])
 def test_what_was_on_its_way_is_not_believed_either(path: str) -> None:
     """All of the read's copies have been queued when its memory changes hands."""
-    nbytes = _cuda_copy.SLOTS * gpu_rig.STEP_BYTES
+    nbytes = copier.STAGES * gpu_rig.STEP_BYTES
     with rig() as (bench, _):
         source = bench.source(nbytes)
         session = bench.open(source, streams=1, grant_id="g")

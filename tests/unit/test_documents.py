@@ -1,4 +1,4 @@
-"""Documents by content: counted, bounded, dropped a while after nobody names them."""
+"""Documents by content: counted, bounded, and dropped a while after their last source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def store(limit_bytes: int = 100) -> DocumentStore:
     return DocumentStore(limit_bytes=limit_bytes, grace_s=GRACE_S)
 
 
-def test_a_held_document_outlives_any_time_and_a_released_one_its_grace() -> None:
+def test_a_held_document_stays_and_a_released_one_stays_for_its_grace() -> None:
     documents = store()
     documents.put(0, b"k", b"data")
     documents.hold([b"k"])
@@ -32,7 +32,7 @@ def test_a_held_document_outlives_any_time_and_a_released_one_its_grace() -> Non
     assert documents.get(b"k") is None and documents.used_bytes == 0
 
 
-def test_asking_for_it_keeps_it() -> None:
+def test_keep_extends_the_grace_of_a_document() -> None:
     documents = store()
     documents.put(0, b"k", b"data")
     assert documents.keep(9, b"k") and not documents.keep(9, b"other")
@@ -40,7 +40,7 @@ def test_asking_for_it_keeps_it() -> None:
     assert documents.get(b"k") == b"data"
 
 
-def test_the_limit_counts_what_is_on_its_way() -> None:
+def test_the_limit_counts_reservations() -> None:
     documents = store(10)
     documents.reserve(6)
     with pytest.raises(CapacityError):

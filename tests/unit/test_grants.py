@@ -1,4 +1,4 @@
-"""Who holds a source's grants, and which of them make room."""
+"""A source's grants: their bounds, and which ones end in favour of new ones."""
 
 from __future__ import annotations
 
@@ -25,57 +25,57 @@ def of(connection: int, address: str = "10.0.0.1", reader_id: str = "") -> Princ
     return Principal(f"ipv4:{address}:{connection}", address, reader_id)
 
 
-def test_a_connection_has_so_many_grants_and_takes_none_from_others() -> None:
+def test_a_connection_at_its_bound_ends_no_grants_of_others() -> None:
     book = GrantBook(BOUNDS)
     for number in range(3):
-        assert book.make_room(of(1), 100.0) == []
+        assert book.admit(of(1), 100.0) == []
         book.open(str(number), of(1), 0.0)
-    assert book.make_room(of(1), 100.0) is None
-    assert book.make_room(of(2), 100.0) == []
+    assert book.admit(of(1), 100.0) is None
+    assert book.admit(of(2), 100.0) == []
     book.close("0")
     book.close("0")
     assert book.grants_of(of(1).connection) == 2
-    assert book.make_room(of(1), 100.0) == []
+    assert book.admit(of(1), 100.0) == []
 
 
-def test_an_address_that_is_full_gives_up_what_moves_nothing_and_of_the_largest_first() -> None:
+def test_a_full_address_ends_idle_grants_of_its_largest_connection_first() -> None:
     book = GrantBook(BOUNDS)
     for number, connection in enumerate((1, 2, 2, 2, 3, 4)):
         book.open(str(number), of(connection), 0.0 if connection == 1 else 1.0)
-    assert book.make_room(of(5), YIELD_S - 0.1) is None
-    assert book.make_room(of(5), YIELD_S + 0.5) == ["0"]  # the only one that is late
-    (ending,) = book.make_room(of(5), YIELD_S + 1.5) or []
+    assert book.admit(of(5), YIELD_S - 0.1) is None
+    assert book.admit(of(5), YIELD_S + 0.5) == ["0"]  # the only one that is late
+    (ending,) = book.admit(of(5), YIELD_S + 1.5) or []
     assert ending in "123"
-    # Another address has room of its own.
-    assert book.make_room(of(6, "10.0.0.2"), 0.0) == []
+    # Another address has a bound of its own.
+    assert book.admit(of(6, "10.0.0.2"), 0.0) == []
 
 
-def test_one_that_moves_enough_keeps_its_place() -> None:
+def test_a_grant_that_makes_progress_keeps_its_place() -> None:
     book = GrantBook(GrantBounds(total=1, per_address=1))
     book.open("g", of(1), 0.0)
     book.moved("g", LEAST_PROGRESS_BYTES, 10.0)
-    assert book.make_room(of(2), 10.0 + YIELD_S - 0.1) is None
+    assert book.admit(of(2), 10.0 + YIELD_S - 0.1) is None
     book.moved("g", 2 * LEAST_PROGRESS_BYTES - 1, 12.0)  # a trickle is no progress
-    assert book.make_room(of(2), 10.0 + YIELD_S) == ["g"]
+    assert book.admit(of(2), 10.0 + YIELD_S) == ["g"]
     book.moved("gone", LEAST_PROGRESS_BYTES, 10.0)
     assert book.idle(10.0 + IDLE_S - 0.1) == []
     assert book.idle(10.0 + IDLE_S) == ["g"]
 
 
-def test_whoever_trades_chunks_waits_longer_for_its_turn() -> None:
+def test_a_reader_that_trades_chunks_may_be_idle_for_longer() -> None:
     book = GrantBook(BOUNDS, max_readers=1)
     trader = of(1, reader_id="a")
     book.open("g", trader, 0.0)
     book.trades(of(9, reader_id="a"), +1)  # over another connection from the same address
-    assert book.make_room(of(2), TRADING_YIELD_S - 0.1) is None
-    assert book.make_room(of(2), TRADING_YIELD_S) == ["g"]
+    assert book.admit(of(2), TRADING_YIELD_S - 0.1) is None
+    assert book.admit(of(2), TRADING_YIELD_S) == ["g"]
     assert book.idle(TRADING_IDLE_S - 0.1) == []
     assert book.idle(TRADING_IDLE_S) == ["g"]
     book.trades(of(9, reader_id="a"), -1)
     assert book.idle(IDLE_S) == ["g"]
 
 
-def test_a_reader_that_was_dialled_trades_wherever_it_reads_from() -> None:
+def test_a_dialled_reader_trades_from_any_address() -> None:
     book = GrantBook(BOUNDS)
     book.open("g", of(1, reader_id="a"), 0.0)
     book.open("h", of(2, reader_id="b"), 0.0)
@@ -89,21 +89,21 @@ def test_a_reader_that_was_dialled_trades_wherever_it_reads_from() -> None:
 def test_a_name_from_another_address_or_connection_is_another_reader() -> None:
     book = GrantBook(BOUNDS, max_readers=1)
     book.open("g", of(1, reader_id="a"), 0.0)
-    assert book.make_room(of(1, reader_id="a"), 0.0) == []
-    assert book.make_room(of(2, reader_id="a"), 0.0) is None
-    assert book.make_room(of(1, "10.0.0.2", "a"), 0.0) is None
-    book.trades(of(3, "10.0.0.2", "a"), +1)  # nor does it save the first from making room
-    assert book.make_room(of(2), YIELD_S) == ["g"]
+    assert book.admit(of(1, reader_id="a"), 0.0) == []
+    assert book.admit(of(2, reader_id="a"), 0.0) is None
+    assert book.admit(of(1, "10.0.0.2", "a"), 0.0) is None
+    book.trades(of(3, "10.0.0.2", "a"), +1)  # it does not keep the grant of the first
+    assert book.admit(of(2), YIELD_S) == ["g"]
     assert not book.full_for(of(7, reader_id="a"))
     assert book.full_for(of(7, "10.0.0.2", "a")) and book.full_for(of(7, reader_id="b"))
 
 
-def test_a_reader_makes_room_with_all_of_its_grants_and_only_if_all_are_idle() -> None:
+def test_a_reader_loses_all_of_its_grants_and_only_if_all_are_idle() -> None:
     book = GrantBook(BOUNDS, max_readers=2)
     for number, connection in enumerate((1, 1, 2, 2)):
         book.open(str(number), of(connection), 0.0)
     book.moved("0", LEAST_PROGRESS_BYTES, 5.0)
-    assert book.make_room(of(3), 5.0) == ["2", "3"]
+    assert book.admit(of(3), 5.0) == ["2", "3"]
 
 
 @given(
@@ -113,7 +113,7 @@ def test_a_reader_makes_room_with_all_of_its_grants_and_only_if_all_are_idle() -
     ),
     st.integers(0, 4),
 )
-def test_the_bounds_hold_whatever_comes(
+def test_the_bounds_hold_for_any_requests(
     steps: list[tuple[int, int, float, bool]], max_readers: int
 ) -> None:
     book, now_s, held = GrantBook(BOUNDS, max_readers), 0.0, dict[str, Principal]()
@@ -124,7 +124,7 @@ def test_the_bounds_hold_whatever_comes(
             del held[first]
             book.close(first)
         principal = of(connection, f"10.0.0.{host}")
-        ending = book.make_room(principal, now_s)
+        ending = book.admit(principal, now_s)
         if ending is None:
             continue
         for grant_id in ending:

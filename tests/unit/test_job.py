@@ -16,12 +16,14 @@ from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.errors import ClosedError, LocalError, MxError, PeerProtocolError
 from mx.runtime import uncut
-from mx.target.connector import Connector, OpenPath, plan_paths
+from mx.target.connector import Connector
 from mx.target.events import EventLog
 from mx.target.job import Job
-from mx.target.lease import Lease
 from mx.target.options import PullOptions
+from mx.target.paths import plan_paths
+from mx.target.reads import Connection
 from mx.transport import Session
+from mx.wire.lease import Lease
 from tests.support.records import make_documents, make_record
 
 
@@ -121,16 +123,16 @@ def test_attached_memory_that_is_too_small_is_the_sources_error() -> None:
     session = Small()
 
     async def main() -> None:
-        def on_lost(error: MxError) -> None:
-            raise AssertionError(error)
+        def on_change() -> None:
+            raise AssertionError("the lease was lost")
 
-        connector = Connector(PullOptions("m"), Place(), {}, on_lost)
-        lease = Lease(cast(Any, _NoChannel()), record, on_lost)
+        connector = Connector(PullOptions("m"), Place(), {}, on_change)
+        lease = Lease(cast(Any, _NoChannel()), record, on_change)
         path = SourcePath(record, "shm", 1.0, True, "")
-        opened = OpenPath(path, lease, cast(Session, session))
-        assert (await connector.attach(opened, 60)).nbytes == 60
+        connection = Connection(path, lease, cast(Session, session))
+        assert len(await connector.attach(connection, 60)) == 60
         with pytest.raises(PeerProtocolError, match="100 bytes"):
-            await connector.attach(opened, 101)
+            await connector.attach(connection, 101)
         assert isinstance(lease.check(), ClosedError)
 
     asyncio.run(main())

@@ -18,8 +18,8 @@ from mx.errors import CheckpointError, ManifestError, PeerProtocolError
 from mx.storage.header import parse_header
 from mx.storage.safetensors import weight_map
 from mx.units import MIB
-from mx_transports._frames import decode_ticket
-from mx_transports._ucx_wire import decode_info
+from mx_transports.toolkit.framing import decode_ticket
+from mx_transports.ucx.wire import decode_info
 
 UNITS = [b"[],", b"{},", b"[0],", b'{"":0},', b'{"":[[]]},', b'"ab",', b"1234,", b'[[[""]]],']
 

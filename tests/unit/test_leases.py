@@ -44,8 +44,8 @@ def test_one_grant_is_one_lease() -> None:
     st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=30),
     st.floats(0.5, 3),
 )
-def test_the_readers_clock_ends_first(steps: list[tuple[float, bool]], lease_s: float) -> None:
-    """Whatever the round trip, a reader that believes in its lease has one at the source."""
+def test_a_lease_ends_at_its_reader_first(steps: list[tuple[float, bool]], lease_s: float) -> None:
+    """While a reader counts its lease as running, it runs at the source, for any round trip."""
     book = LeaseBook(lease_s)
     now_s = 0.0
     book.open("g", "s", 1, "r", now_s)
@@ -62,7 +62,7 @@ def test_the_readers_clock_ends_first(steps: list[tuple[float, bool]], lease_s: 
             reader_until_s = sent_s + lease_s
 
 
-def test_a_lease_that_was_given_back_is_over_and_a_lost_one_runs_out() -> None:
+def test_a_returned_lease_is_over_and_a_lost_one_is_unexpired_until_its_end() -> None:
     book = LeaseBook(2.0)
     for grant_id in ("back", "lost", "silent"):
         book.open(grant_id, "s", 1, "host", now_s=0.0)
@@ -72,17 +72,17 @@ def test_a_lease_that_was_given_back_is_over_and_a_lost_one_runs_out() -> None:
     assert not book.renew("lost", 0.1)
     book.close("back")
     book.close("silent")
-    assert book.out("s", 2.4)  # whoever was cut off may still believe what it reads
-    assert not book.out("s", 2.0 + MARGIN_S)
+    assert book.has_unexpired("s", 2.4)  # a reader that was cut off may still trust what it reads
+    assert not book.has_unexpired("s", 2.0 + MARGIN_S)
     assert {lease.grant_id for lease in book.expire(2.0 + MARGIN_S)} == {"other"}
-    assert not book.out("s", 0.0)
+    assert not book.has_unexpired("s", 0.0)
 
 
-def test_a_lost_lease_may_yet_be_given_back() -> None:
+def test_a_lost_lease_can_still_be_returned() -> None:
     book = LeaseBook(2.0)
     book.open("g", "s", 1, "host", now_s=0.0)
     book.lose("g")
     book.lose("never there")
-    assert book.out("s", 0.5)
+    assert book.has_unexpired("s", 0.5)
     assert not book.close("g")
-    assert not book.out("s", 0.5)
+    assert not book.has_unexpired("s", 0.5)

@@ -1,4 +1,4 @@
-"""A source's bounds: what is admitted, what a bucket lets through, whose share is what."""
+"""A source's bounds: admission, token buckets, shares of the rate, and meters."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_a_bucket_never_lets_more_through_than_its_rate_and_a_burst(
     bucket, now_s, sent = TokenBucket(rate, 0.0), 0.0, 0
     for nbytes, idle_s in takes:
         now_s += idle_s
-        now_s += bucket.take(nbytes, now_s)  # as one does who waits, and sends then
+        now_s += bucket.take(nbytes, now_s)  # the sender waits, and then sends
         sent += nbytes
         assert sent <= rate * (now_s + BURST_S) * 1.0001 + 1
 
 
-def test_a_bucket_that_is_always_drawn_on_gives_its_whole_rate() -> None:
+def test_a_bucket_in_constant_use_gives_its_whole_rate() -> None:
     clock, sent = ManualClock(), 0
     bucket = TokenBucket(RATE, clock())
     while clock() < 10.0:
@@ -53,17 +53,17 @@ def test_a_bucket_that_is_always_drawn_on_gives_its_whole_rate() -> None:
     assert sent == pytest.approx(10 * RATE, rel=0.01)
 
 
-def test_those_that_take_in_turn_wait_in_turn() -> None:
+def test_callers_are_served_in_the_order_in_which_they_take() -> None:
     bucket = TokenBucket(RATE, 0.0)
     waits = [bucket.take(5 * MIB, 0.0) for _ in range(4)]
     assert waits == sorted(waits)
     assert waits[3] - waits[2] == pytest.approx(5 * MIB / RATE)
 
 
-def test_another_rate_holds_from_now_on() -> None:
+def test_a_new_rate_holds_from_then_on() -> None:
     bucket = TokenBucket(RATE, 0.0)
     bucket.take(int(RATE * BURST_S), 0.0)  # empty
-    bucket.set_rate(RATE / 2, 1.0)  # by now full again
+    bucket.set_rate(RATE / 2, 1.0)  # full again by now
     assert bucket.take(int(RATE * BURST_S), 1.0) == pytest.approx(BURST_S)
     assert TokenBucket(RATE, 5.0).take(1, 4.0) == 0  # a clock that went back
 
@@ -89,7 +89,7 @@ def test_every_reader_has_the_same_share_however_many_grants_it_has(
 # -- admission ------------------------------------------------------------------------------------
 
 
-def test_a_crowd_is_spread_out_and_nobody_put_off_for_ever() -> None:
+def test_retries_of_a_crowd_are_spread_out_within_a_bound() -> None:
     retries = Retries()
     answers = [retries.after_s(0.0) for _ in range(1000)]
     assert answers[:3] == pytest.approx([0.5, 0.55, 0.6])
@@ -97,7 +97,7 @@ def test_a_crowd_is_spread_out_and_nobody_put_off_for_ever() -> None:
     assert retries.after_s(60.0) == RETRY_S
 
 
-# -- a source's -----------------------------------------------------------------------------------
+# -- a source -------------------------------------------------------------------------------------
 
 
 def reader(name: str) -> Principal:
@@ -108,13 +108,13 @@ def test_a_reader_with_several_grants_is_one_reader() -> None:
     limits = SourceLimits(Bounds(max_readers=1), clock=ManualClock())
     limits.opened("g1", "s", reader("me"), sent=True)
     limits.opened("g2", "s", reader("me"), sent=False)
-    assert limits.make_room(reader("me")) == []
-    assert limits.make_room(reader("other")) is None
+    assert limits.admit(reader("me")) == []
+    assert limits.admit(reader("other")) is None
     limits.closed("g1")
-    assert limits.make_room(reader("other")) is None
+    assert limits.admit(reader("other")) is None
     limits.closed("g2")
     limits.closed("g2")
-    assert limits.make_room(reader("other")) == []
+    assert limits.admit(reader("other")) == []
 
 
 def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
@@ -122,11 +122,11 @@ def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
     limits = SourceLimits(Bounds(max_bytes_per_s=90 * 10**6), clock=clock)
     assert limits.limiter is not None
     limits.opened("tcp", "s", reader("a"), sent=True)
-    assert limits.share("tcp") == 0  # the source itself sees to it
+    assert limits.share("tcp") == 0  # the source limits it itself
     limits.opened("shm", "s", reader("b"), sent=False)
     limits.opened("ucx", "s", reader("c"), sent=False)
     assert limits.share("shm") == limits.share("ucx") == 30e6
-    # What the sender may send in the ten seconds from now on, to whomever: a third.
+    # In the ten seconds from now on the sender may send a third, to all readers together.
     clock.advance(1.0)
     start_s, sent = clock(), 0
     while clock() < start_s + 10:
@@ -145,17 +145,17 @@ def test_what_is_sent_and_what_is_fetched_share_the_rate() -> None:
 def test_without_bounds_nothing_is_limited() -> None:
     limits = SourceLimits(clock=ManualClock())
     limits.opened("g", "s", reader("a"), sent=False)
-    assert limits.limiter is None and limits.share("g") == 0 and limits.make_room(reader("b")) == []
+    assert limits.limiter is None and limits.share("g") == 0 and limits.admit(reader("b")) == []
 
 
 # -- meters ---------------------------------------------------------------------------------------
 
 
-def test_a_meter_tells_what_was_sent_since_it_was_last_asked() -> None:
+def test_a_meter_returns_the_rate_since_its_last_call() -> None:
     meter = Meter(0.0, stale_s=3.0)
     assert meter.gb_per_s(GB, 2.0) == 0.5
     assert meter.gb_per_s(GB, 3.0) == 0.0
-    assert meter.gb_per_s(GB, 3.0) == 0.0  # at once again
+    assert meter.gb_per_s(GB, 3.0) == 0.0  # no time has passed
 
 
 def test_a_readers_last_rate_stands_until_it_is_stale() -> None:
@@ -164,13 +164,13 @@ def test_a_readers_last_rate_stands_until_it_is_stale() -> None:
     meter.reported("g", 2 * GB, 1.0)
     assert meter.gb_per_s(0, 1.1) == meter.gb_per_s(0, 1.9) == 2.0
     meter.reported("g", 3 * GB, 2.0)
-    meter.reported("g", GB, 3.0)  # what goes back is nonsense
-    meter.reported("nobody", GB, 3.0)
+    meter.reported("g", GB, 3.0)  # a count that decreases is ignored
+    meter.reported("unknown", GB, 3.0)
     assert meter.gb_per_s(0, 4.0) == 1.0
     assert meter.gb_per_s(0, 5.1) == 0.0
 
 
-def test_what_a_short_read_reported_at_its_end_is_counted_once() -> None:
+def test_the_last_report_of_a_short_read_counts_once() -> None:
     meter = Meter(0.0, stale_s=3.0)
     meter.opened("short", 0.5)
     meter.reported("short", GB, 1.0)
@@ -183,7 +183,7 @@ def test_what_a_short_read_reported_at_its_end_is_counted_once() -> None:
     assert meter.gb_per_s(0, 5.0) == 0.0
 
 
-def test_a_source_counts_for_readers_that_fetch_what_they_report() -> None:
+def test_reports_count_only_for_readers_that_fetch() -> None:
     clock = ManualClock()
     limits = SourceLimits(clock=clock)
     limits.opened("shm", "s", reader("a"), sent=False)

@@ -1,4 +1,4 @@
-"""Events as log records, and as the lines that the commands write of them."""
+"""Events as log records, and the lines that commands write for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOGGER = logging.getLogger("mx.tests.of_log")
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """`set_up` is for processes of its own; this one has other tests to run."""
+    """Undo `set_up`, which changes the whole process, for the other tests."""
     loggers = [logging.getLogger(), logging.getLogger("mx"), logging.getLogger("mx_transports")]
     before = [(each, each.level, list(each.handlers)) for each in loggers]
     yield
@@ -42,7 +42,7 @@ def test_events_are_ordinary_records(caplog: pytest.LogCaptureFixture) -> None:
 def test_lines(style: str) -> None:
     stream = io.StringIO()
     log.set_up("info", style, stream)
-    log.set_up("info", style, stream)  # again: not two of each
+    log.set_up("info", style, stream)  # twice: each line appears once
     log.event(LOGGER, "request.refused", text="red \x1b[31mtext\nand \x7fmore", count=2)
     log.event(LOGGER, "hidden", level=logging.DEBUG)
     logging.getLogger("other.library").info("hidden too")
@@ -68,8 +68,8 @@ def test_a_throttle_counts_what_it_holds_back() -> None:
     assert [throttle.passes(6.1), throttle.passes(6.2), throttle.passes(6.3)] == [3, 0, None]
 
 
-def test_importing_installs_nothing() -> None:
-    """Not a handler, not a level: what an embedding program shows is its own affair."""
+def test_importing_installs_no_handler_and_no_level() -> None:
+    """An embedding program decides which records it shows."""
     code = (
         "import logging, mx.api, mx.coordinator.daemon\n"
         "loggers = [logging.getLogger(n) for n in ('', 'mx', 'mx_transports')]\n"

@@ -1,4 +1,4 @@
-"""Manifests: what they say, when two are one model, and what is not believed."""
+"""Manifests: their contents, the identity of a model, and what is refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def manifest_of(
     return encode(layout, chunking_of(layout, chunk_nbytes), packaging, digests_of(layout, salt))
 
 
-def test_what_was_encoded_is_decoded() -> None:
+def test_an_encoded_manifest_decodes_to_itself() -> None:
     manifest = manifest_of(shards=2)
     again = decode(manifest.ref, dict(reversed(manifest.documents.items())))
     assert again == manifest
@@ -204,13 +204,13 @@ def test_a_partial_view_is_a_record_of_its_own() -> None:
     assert manifest_of(aliases=(view,)).ref.identity != manifest_of(aliases=(moved,)).ref.identity
 
 
-# -- what is not believed -------------------------------------------------------------------------
+# -- what is refused ------------------------------------------------------------------------------
 
 
 def reissued(
     manifest: Manifest, position: int, data: bytes
 ) -> tuple[ManifestRef, dict[bytes, bytes]]:
-    """The manifest with one document replaced, and a ref that promises exactly that."""
+    """Return the manifest with one document replaced, and a ref that matches it."""
     digests = list(manifest.ref.digests)
     sizes = list(manifest.ref.sizes)
     digests[position], sizes[position] = document_digest(data), len(data)
@@ -320,7 +320,7 @@ def test_hostile_documents_are_refused(
         decode(*edited(manifest_of(), position, change))
 
 
-def test_an_unchanged_edit_is_believed() -> None:
+def test_an_edit_without_changes_is_accepted() -> None:
     """The edits above fail for what they change, not for having been edited."""
     manifest = manifest_of()
     for position in (LAYOUT, CHUNKING, PACKAGING):
@@ -336,7 +336,7 @@ def test_an_unchanged_edit_is_believed() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("position", [0, 1, 2, 3])
-def test_documents_that_are_none(position: int, data: bytes) -> None:
+def test_malformed_documents_are_refused(position: int, data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode(*reissued(manifest_of(), position, data))
 
@@ -349,7 +349,7 @@ def test_hostile_tensor_names(name: bytes) -> None:
         decode(*reissued(manifest, 1, data.replace(b"model.layers.1.mlp.scale", name)))
 
 
-def test_documents_must_be_those_that_were_promised() -> None:
+def test_documents_must_match_their_announced_digests_and_sizes() -> None:
     manifest = manifest_of()
     other = manifest_of(salt="tuned")
     swapped = replace(manifest.ref, identity=other.ref.identity)
@@ -366,7 +366,7 @@ def test_documents_must_be_those_that_were_promised() -> None:
         with pytest.raises(ManifestError):
             decode(replace(manifest.ref, sizes=tuple(sizes)), manifest.documents)  # type: ignore[arg-type]
     renamed = manifest_of([*SPECS[:-1], replace(SPECS[-1], name="model.norm.bias")])
-    with pytest.raises(ManifestError):  # ... but not one of another's tensors
+    with pytest.raises(ManifestError):  # ... but not one of another layout's tensors
         decode(
             replace(
                 manifest.ref,

@@ -1,4 +1,4 @@
-"""Which layers models fall into, told from their tensors' names."""
+"""The layers of models, guessed from the names of their tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layers_of_model(model: nn.Module) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gemma", "mixtral", "deepseek"])
-def test_decoders_run_from_the_embedding_by_number_to_the_head(kind: str) -> None:
+def test_decoders_run_from_the_embedding_through_the_layers_to_the_head(kind: str) -> None:
     layers = layers_of_model(tiny(kind))
     assert list(layers) == ["embed", "model.layers.0", "model.layers.1", "head"]
     assert layers["embed"] == ["model.embed_tokens.weight"]
@@ -105,7 +105,7 @@ def test_diffusers_dit() -> None:
     assert {name.split(".")[0] for name in layers["head"]} == {"proj_out_1", "proj_out_2"}
 
 
-def test_vision_language_models_see_before_they_speak() -> None:
+def test_vision_towers_run_before_language_models() -> None:
     names = [
         "model.vision_tower.embeddings.patch_embedding.weight",
         *(f"model.vision_tower.encoder.layers.{i}.mlp.fc1.weight" for i in range(2)),
@@ -123,7 +123,7 @@ def test_vision_language_models_see_before_they_speak() -> None:
     assert len(layers) == 8
 
 
-def test_what_fits_nothing_is_cut_by_size() -> None:
+def test_models_that_fit_no_pattern_are_cut_by_size() -> None:
     sizes = {f"blob{i}": PART_NBYTES // 3 for i in range(7)} | {"huge": 3 * PART_NBYTES}
     layers = layers_in_execution_order(sizes, sizes)
     assert [name for name, _ in layers] == ["part.0", "part.1", "part.2", "part.3"]
@@ -132,7 +132,7 @@ def test_what_fits_nothing_is_cut_by_size() -> None:
     ]  # fmt: skip
 
 
-def test_absurdly_many_numbers_are_no_layers() -> None:
+def test_too_many_numbers_are_not_layers() -> None:
     names = [f"table.{i}.row.value" for i in range(5000)]
     assert list(layers_of(names)) == ["part.0"]
 
@@ -156,7 +156,7 @@ NAMES = st.lists(PARTS, min_size=1, max_size=6).map(".".join) | st.text(min_size
 
 
 @given(st.lists(NAMES, unique=True, max_size=40), st.randoms(use_true_random=False))
-def test_every_tensor_is_in_one_layer_whatever_the_order(
+def test_every_tensor_is_in_one_layer_for_any_order_of_names(
     names: list[str], rng: random.Random
 ) -> None:
     sizes = {name: rng.choice([0, 1, PART_NBYTES]) for name in names}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mx.core.limits import BURST_S, LEAST_BYTES_PER_S
 from mx.errors import ClosedError, MxError, PeerProtocolError
-from mx.target.pacing import PacedSession, Pacer, slices
 from mx.testing import conformance
 from mx.testing.fake import FakeHarness, FakeTransport
 from mx.transport import Grant, Piece, Read, Session
 from mx.units import KIB, MIB
+from mx.wire.pacing import PacedSession, Pacer, slices
 from tests.support.clock import ManualClock
 
 

@@ -1,15 +1,21 @@
-"""Transports are found by name and by entry point, and one that is broken harms no other."""
+"""Transports are found by name and by entry point, each imported when it is needed, and one that
+is broken harms no other."""
 
+import json
+import os
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mx import plugins
+from mx import api, config, plugins, runtime
 from mx.core.topology import Place
 from mx.errors import LocalError
 from mx.transport import ExposeOptions, Grant, Transport, Unavailable, Viable
+from tests.integration.lying import held_model
 
 MODULE = """
 from mx.testing.fake import FakeTransport as Good
@@ -72,4 +78,70 @@ def test_a_plugin_is_found_and_broken_ones_say_why() -> None:
 
 @pytest.mark.usefixtures("plugin")
 def test_a_built_in_name_is_not_taken_over() -> None:
-    assert type(plugins.transports()["tcp"]).__module__ == "mx_transports.tcp"
+    tcp = plugins.transports()["tcp"]
+    assert isinstance(tcp, plugins.LazyTransport)
+    assert type(tcp.loaded()).__module__ == "mx_transports.tcp"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plugin_is_imported_once_when_it_is_first_asked() -> None:
+    good = plugins.transports()["good"]
+    assert isinstance(good, plugins.LazyTransport) and good.name == "good"
+    assert "a_plugin" not in sys.modules
+    found: list[Transport] = []
+    threads = [threading.Thread(target=lambda: found.append(good.loaded())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "a_plugin" in sys.modules
+    assert len(found) == 8 and len({id(each) for each in found}) == 1
+
+
+LOADED = "sorted(n for n in sys.modules if n.startswith('mx_transports'))"
+LISTS = f"""
+import json, sys
+from mx import plugins
+found = plugins.transports()
+assert found["tcp"].name == "tcp" and plugins.names()[:2] == ["shm", "tcp"]
+print(json.dumps({LOADED}))
+"""
+PULLS = f"""
+import json, sys
+import mx
+with mx.pull("m", peer=sys.argv[1]) as pull:
+    pull.wait(30)
+print(json.dumps({LOADED}))
+"""
+
+
+def loaded_by(program: str, *arguments: str) -> set[str]:
+    """The transports whose modules a program has in the end, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return {name.split(".")[1] for name in json.loads(done.stdout) if "." in name} - {"toolkit"}
+
+
+def test_listing_transports_imports_none() -> None:
+    assert loaded_by(LISTS) == set()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("offered", ["tcp", "shm"])
+def test_a_pull_imports_the_transports_that_its_source_offers(offered: str) -> None:
+    loop = runtime.acquire()
+    try:
+        options = api.source_options(config.load(environ={"HOME": "/nonexistent"}))
+        only = {offered: plugins.transports()[offered]}
+        server = loop.run(api.start_source(options, only))
+        try:
+            loop.run(server.offer(held_model("m")))
+            assert loaded_by(PULLS, server.endpoint) == {offered}
+        finally:
+            loop.run(server.close())
+    finally:
+        runtime.release(loop)

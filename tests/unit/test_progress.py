@@ -1,4 +1,4 @@
-"""The board of pulls: what is told, by whom, for how long; and its spelling on the wire."""
+"""The board of pulls: which reports it takes and how long it keeps them; and its wire format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATUS = PullStatus(
 )
 
 
-def test_a_pull_is_shown_until_it_is_not_told_of_any_more() -> None:
+def test_a_pull_is_shown_while_its_reports_are_recent() -> None:
     board, reporter = ProgressBoard(), object()
     board.report(0.0, reporter, STATUS)
     board.report(1.0, reporter, replace(STATUS, done_bytes=900))
@@ -43,7 +43,7 @@ def test_a_pull_is_shown_until_it_is_not_told_of_any_more() -> None:
     assert not board.pulls(EXPIRE_S + 1.0)
 
 
-def test_what_ended_is_seen_a_little_longer_and_failed_unless_it_said_otherwise() -> None:
+def test_an_ended_pull_stays_a_moment_and_has_failed_unless_it_was_complete() -> None:
     board, one, two = ProgressBoard(), object(), object()
     board.report(0.0, one, STATUS)
     board.report(0.0, two, replace(STATUS, pull_id=str(uuid.UUID(int=2)), phase=PullPhase.COMPLETE))
@@ -53,7 +53,7 @@ def test_what_ended_is_seen_a_little_longer_and_failed_unless_it_said_otherwise(
     assert not board.pulls(1.0 + ENDED_S)
 
 
-def test_only_one_tells_of_a_pull_and_only_so_many_are_told_of() -> None:
+def test_a_pull_has_one_reporter_and_the_number_of_pulls_is_bounded() -> None:
     board, reporter = ProgressBoard(limit=2), object()
     board.report(0.0, reporter, STATUS)
     with pytest.raises(NotAllowedError):
@@ -63,7 +63,7 @@ def test_only_one_tells_of_a_pull_and_only_so_many_are_told_of() -> None:
     board.report(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=2))))
     with pytest.raises(CapacityError):
         board.report(1.0, object(), replace(STATUS, pull_id=str(uuid.UUID(int=3))))
-    board.report(EXPIRE_S, object(), STATUS)  # forgotten by then, so anybody's
+    board.report(EXPIRE_S, object(), STATUS)  # forgotten by then, so any reporter may
     assert len(board.pulls(EXPIRE_S)) == 2
 
 
@@ -98,7 +98,7 @@ def test_a_status_survives_the_wire(
         {"pull_id": "me"},
         {"phase": 0},
         {"phase": 99},
-        {"layers": 9},  # of which the tenth is ready
+        {"layers": 9},  # the tenth of them is ready
         {"layers": MAX_LAYERS + 1},
         {"ready": bytes(MAX_LAYERS // 8 + 1)},
         {"done_bytes": 1001},
@@ -113,7 +113,7 @@ def test_a_status_survives_the_wire(
         {"model": {"name": ""}},
     ],
 )
-def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_status_is_refused(change: dict[str, Any]) -> None:
     message = pull_to_wire(STATUS)
     for name, value in change.items():
         message.ClearField(name)

@@ -13,10 +13,8 @@ from mx.core.paths import UNKNOWN_GB_PER_S, rails
 from mx.core.topology import Nic, Place
 from mx.errors import PeerTimeoutError
 from mx.transport import ExposeOptions, Grant
-from mx_transports import _dial as dial
-from mx_transports import _frames as frames
-from mx_transports import _proof as proof
 from mx_transports.tcp import TcpTransport
+from mx_transports.toolkit import dial, framing, proof
 from tests.unit.test_planner import source as record
 
 HERE = Place(
@@ -102,11 +100,11 @@ def test_a_source_proves_its_address_as_long_as_the_grant_stands() -> None:
     exposure = TcpTransport().expose([], ExposeOptions(hosts=("127.0.0.1", "127.0.0.2")))
     try:
         data = exposure.grant("g")
-        ticket = frames.decode_ticket(data, "p")
+        ticket = framing.decode_ticket(data, "p")
         grant = grant_of(data)
         assert len(dial.addresses(ticket, grant)) == 2
         # Whoever does not know the secret is not believed, whatever the key.
-        forged = replace(ticket, secret=bytes(frames.SECRET_BYTES))
+        forged = replace(ticket, secret=bytes(framing.SECRET_BYTES))
         hasty = replace(grant, stall_timeout_s=0.3)
         with pytest.raises(PeerTimeoutError, match="proved"):
             dial.addresses(forged, hasty)
@@ -126,7 +124,7 @@ def test_an_answer_from_another_address_or_of_another_nonce_is_none() -> None:
         third.bind(("127.0.0.1", 0))
         third.settimeout(20)
         address = third.getsockname()
-        ticket = frames.Ticket(bytes(16), secret, {"addresses": [list(address)]})
+        ticket = framing.Ticket(bytes(16), secret, {"addresses": [list(address)]})
         grant = replace(grant_of(b""), stall_timeout_s=0.5)
 
         def echo() -> None:
@@ -145,7 +143,7 @@ def test_an_answer_from_another_address_or_of_another_nonce_is_none() -> None:
 
 def test_where_control_stays_on_this_machine_its_addresses_are_known() -> None:
     fields: dict[str, object] = {"addresses": [["10.0.0.1", 5], ["127.0.0.1", 5], ["10.0.0.7", 5]]}
-    ticket = frames.Ticket(bytes(16), bytes(32), fields)
+    ticket = framing.Ticket(bytes(16), bytes(32), fields)
     local = replace(grant_of(b""), peer_addresses=("127.0.0.1",), place=HERE)
     assert dial.addresses(ticket, local) == [("10.0.0.1", 5), ("127.0.0.1", 5)]
     remote = replace(local, peer_addresses=("10.0.0.7",))

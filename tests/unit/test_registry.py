@@ -1,4 +1,4 @@
-"""The membership machine against a simple model, in any order, with loss, repeats and time."""
+"""The registry against a simple model: events in any order, with loss, repeats and time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Source:
 
 
 class Model:
-    """The same rules, written for being read."""
+    """The same rules, written to be read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -121,7 +121,7 @@ class Model:
         return None if known or len(self.sources) < LIMITS.sources else CapacityError
 
     def place(self, record: SourceRecord, secret: bytes, replaces: bool) -> str | type[MxError]:
-        """The revision it ends up under."""
+        """Return the revision that it is listed under, or the error that refuses it."""
         key, identity = record.model, record.ref.identity
         revision = key.revision
         bundle = self.bundles.get((key.name, revision))
@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.machine = machine()
         self.model = Model()
-        self.told: dict[str, SourceRecord] = {}  # what a watcher believes
+        self.told: dict[str, SourceRecord] = {}  # what a watcher has seen
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 4.9, 5.0, 19.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
@@ -336,163 +336,163 @@ Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, de
 TestMachine = Machine.TestCase
 
 
-def test_the_pair_keeps_its_meaning_and_an_update_becomes_a_revision() -> None:
-    members = machine()
+def test_a_revision_keeps_its_meaning_and_an_update_becomes_a_new_one() -> None:
+    registry = machine()
     first = make_record(WEIGHTS["A"])
-    members.register(0, first, ALICE)
+    registry.register(0, first, ALICE)
     update = make_record(WEIGHTS["B"])
     with pytest.raises(BindingError, match="`revision`"):
-        members.register(0, update, ALICE)
-    with pytest.raises(BindingError, match="only who bound it"):
-        members.register(0, update, BOB, replaces_revision=True)
-    listed = members.register(0, update, ALICE, replaces_revision=True)
+        registry.register(0, update, ALICE)
+    with pytest.raises(BindingError, match="only its owner"):
+        registry.register(0, update, BOB, replaces_revision=True)
+    listed = registry.register(0, update, ALICE, replaces_revision=True)
     assert listed.model.revision == "main.2"
-    assert members.register(0, update, ALICE, replaces_revision=True) == listed
-    assert members.resolve("llama", "main").ref == first.ref
-    assert members.resolve("llama", "main.2").ref == update.ref
-    assert members.resolve("llama").ref == update.ref
+    assert registry.register(0, update, ALICE, replaces_revision=True) == listed
+    assert registry.resolve("llama", "main").ref == first.ref
+    assert registry.resolve("llama", "main.2").ref == update.ref
+    assert registry.resolve("llama").ref == update.ref
     # The old pair stays bound while its update is there, even without a source.
-    members.deregister(1, first.source_id, ALICE)
-    assert members.resolve("llama", "main").sources == ()
-    assert members.resolve("llama").ref == update.ref
+    registry.deregister(1, first.source_id, ALICE)
+    assert registry.resolve("llama", "main").sources == ()
+    assert registry.resolve("llama").ref == update.ref
 
 
-def test_updates_are_numbered_on_and_one_family_has_one_owner() -> None:
-    members = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
-    now, record = 0.0, members.register(0, make_record(WEIGHTS["A"]), ALICE)
+def test_updates_have_consecutive_numbers_and_a_family_has_one_owner() -> None:
+    registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    now, record = 0.0, registry.register(0, make_record(WEIGHTS["A"]), ALICE)
     for number, weights in ((2, "B"), (3, "C"), (4, "A"), (5, "B")):
         now += 1
         update = make_record(WEIGHTS[weights], revision=record.model.revision)
-        following = members.register(now, update, ALICE, replaces_revision=True)
+        following = registry.register(now, update, ALICE, replaces_revision=True)
         assert following.model.revision == f"main.{number}"
-        members.deregister(now, record.source_id, ALICE)
-        assert members.resolve("llama").model.revision == f"main.{number}"
+        registry.deregister(now, record.source_id, ALICE)
+        assert registry.resolve("llama").model.revision == f"main.{number}"
         record = following
     for revision in ("main", "main.6", "main.99"):
         with pytest.raises(BindingError):
-            members.register(now, make_record(WEIGHTS["C"], revision=revision), BOB)
+            registry.register(now, make_record(WEIGHTS["C"], revision=revision), BOB)
     other = make_record(WEIGHTS["C"], revision="mine.7")
-    assert members.register(now, other, BOB) == other
+    assert registry.register(now, other, BOB) == other
     # A pull that began before an update may still be listed with what it pulls.
     relay = make_record(WEIGHTS["A"], revision="main.4", role=SourceRole.RELAY)
-    assert members.register(now, relay, BOB) == relay
-    assert members.resolve("llama").model.revision == "main.5"
+    assert registry.register(now, relay, BOB) == relay
+    assert registry.resolve("llama").model.revision == "main.5"
 
 
 def test_after_a_restart_relays_keep_a_name_for_its_origin() -> None:
-    members = machine()
+    registry = machine()
     relay = make_record(WEIGHTS["B"], revision="main.2", role=SourceRole.RELAY)
-    members.register(0, relay, BOB)
-    assert members.resolve("llama").sources[0].record == relay
+    registry.register(0, relay, BOB)
+    assert registry.resolve("llama").sources[0].record == relay
     with pytest.raises(BindingError, match="bound to"):
-        members.register(0, make_record(WEIGHTS["C"], revision="main.2"), BOB)
+        registry.register(0, make_record(WEIGHTS["C"], revision="main.2"), BOB)
     origin = make_record(WEIGHTS["B"], revision="main.2")
-    members.register(1, origin, ALICE)
+    registry.register(1, origin, ALICE)
     update = make_record(WEIGHTS["C"], revision="main.2")
-    with pytest.raises(BindingError, match="only who bound it"):
-        members.register(1, update, BOB, replaces_revision=True)
-    assert members.register(1, update, ALICE, replaces_revision=True).model.revision == "main.3"
+    with pytest.raises(BindingError, match="only its owner"):
+        registry.register(1, update, BOB, replaces_revision=True)
+    assert registry.register(1, update, ALICE, replaces_revision=True).model.revision == "main.3"
 
 
 def test_pins() -> None:
-    members = machine()
+    registry = machine()
     record = make_record(WEIGHTS["A"])
-    members.register(0, record, ALICE)
+    registry.register(0, record, ALICE)
     digits = record.ref.identity.hex()
-    assert members.resolve(f"llama@{digits[:8]}").ref == record.ref
-    assert members.resolve(f"llama@{digits.upper()}").ref == record.ref
+    assert registry.resolve(f"llama@{digits[:8]}").ref == record.ref
+    assert registry.resolve(f"llama@{digits.upper()}").ref == record.ref
     with pytest.raises(UnknownModelError, match=digits[:16]):
-        members.resolve("llama@" + "0" * 8)
+        registry.resolve("llama@" + "0" * 8)
     for pin in ("", "1234567", "0x123456", "g" * 8, "0" * 65):
-        with pytest.raises(ConfigError, match="pins nothing"):
-            members.resolve(f"llama@{pin}")
+        with pytest.raises(ConfigError, match="is not a pin"):
+            registry.resolve(f"llama@{pin}")
 
 
-def test_unknown_names_say_what_there_is() -> None:
-    members = machine()
+def test_the_error_for_an_unknown_name_lists_known_ones() -> None:
+    registry = machine()
     with pytest.raises(UnknownModelError, match="nothing is registered"):
-        members.resolve("llama")
-    members.register(0, make_record(WEIGHTS["A"], variant="tp0of2"), ALICE)
+        registry.resolve("llama")
+    registry.register(0, make_record(WEIGHTS["A"], variant="tp0of2"), ALICE)
     with pytest.raises(UnknownModelError, match="there is llama"):
-        members.resolve("lama")
+        registry.resolve("lama")
     with pytest.raises(UnknownModelError, match="tp0of2"):
-        members.resolve("llama")
+        registry.resolve("llama")
 
 
-def test_origins_come_first_and_draining_sources_not_at_all() -> None:
-    members = machine()
+def test_resolve_lists_origins_first_and_no_draining_sources() -> None:
+    registry = machine()
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY, held=((0, 1),))
     origin = make_record(WEIGHTS["A"])
     draining = make_record(WEIGHTS["A"], state=SourceState.DRAINING)
     for record in (relay, draining, origin):
-        members.register(0, record, ALICE)
-    assert [s.record for s in members.resolve("llama").sources] == [origin, relay]
+        registry.register(0, record, ALICE)
+    assert [s.record for s in registry.resolve("llama").sources] == [origin, relay]
 
 
-def test_a_crash_does_not_free_the_name_but_its_owner_may() -> None:
-    members = machine()
+def test_a_crash_does_not_free_a_name_but_its_owner_can() -> None:
+    registry = machine()
     first, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
-    members.register(0, first, ALICE)
+    registry.register(0, first, ALICE)
     with pytest.raises(BindingError):
-        members.register(LEASE_S + GRACE_S / 2, other, BOB)
-    assert members.register(2 * LEASE_S + 2 * GRACE_S, other, BOB) == other
-    members.deregister(51, other.source_id, BOB)
-    members.register(51, make_record(WEIGHTS["C"]), ALICE)
+        registry.register(LEASE_S + GRACE_S / 2, other, BOB)
+    assert registry.register(2 * LEASE_S + 2 * GRACE_S, other, BOB) == other
+    registry.deregister(51, other.source_id, BOB)
+    registry.register(51, make_record(WEIGHTS["C"]), ALICE)
 
 
-def test_another_layout_is_another_variant() -> None:
-    members = machine()
-    members.register(0, make_record(WEIGHTS["A"]), ALICE)
+def test_the_same_weights_in_another_layout_are_refused() -> None:
+    registry = machine()
+    registry.register(0, make_record(WEIGHTS["A"]), ALICE)
     with pytest.raises(BindingError, match="layout"):
-        members.register(0, make_record(make_documents("A", layout="other")), ALICE)
+        registry.register(0, make_record(make_documents("A", layout="other")), ALICE)
 
 
-def test_the_manifest_follows_the_sources_that_are_left() -> None:
-    members = machine()
+def test_the_resolved_manifest_is_one_that_a_source_has() -> None:
+    registry = machine()
     documents = make_documents("A")
     resharded = [*documents[:3], b"another packaging"]
     first, second = make_record(documents), make_record(resharded)
-    members.register(0, first, ALICE)
-    members.register(0, second, BOB)
-    assert members.resolve("llama").ref == first.ref
-    members.deregister(1, first.source_id, ALICE)
-    assert members.resolve("llama").ref == second.ref
+    registry.register(0, first, ALICE)
+    registry.register(0, second, BOB)
+    assert registry.resolve("llama").ref == first.ref
+    registry.deregister(1, first.source_id, ALICE)
+    assert registry.resolve("llama").ref == second.ref
 
 
-def test_one_address_takes_a_part_of_what_there_is() -> None:
+def test_one_address_may_take_only_a_part_of_the_limits() -> None:
     limits = Limits(models=4, sources=6, models_per_address=2, sources_per_address=3)
-    members = Registry(limits=limits, binding_grace_s=10.0)
+    registry = Registry(limits=limits, binding_grace_s=10.0)
     greedy = [make_record(make_documents(str(i)), name=f"m{i}") for i in range(3)]
     for record in greedy[:2]:
-        members.register(0, record, b"s" * 16, address="ipv4:10.0.0.1")
+        registry.register(0, record, b"s" * 16, address="ipv4:10.0.0.1")
     with pytest.raises(CapacityError, match="2 models from ipv4:10.0.0.1"):
-        members.register(0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
-    # Renewed, and a source of what is bound: these are no new models.
-    members.register(1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
+        registry.register(0, greedy[2], b"s" * 16, address="ipv4:10.0.0.1")
+    # A renewal, and another source of a bound model: neither is a new model.
+    registry.register(1, greedy[0], b"s" * 16, address="ipv4:10.0.0.1")
     again = make_record(make_documents("0"), name="m0")
-    members.register(1, again, b"s" * 16, address="ipv4:10.0.0.1")
+    registry.register(1, again, b"s" * 16, address="ipv4:10.0.0.1")
     with pytest.raises(CapacityError, match="3 sources from ipv4:10.0.0.1"):
         another = make_record(make_documents("0"), name="m0")
-        members.register(1, another, b"s" * 16, address="ipv4:10.0.0.1")
-    members.register(1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")
-    # What ends is given back.
-    members.deregister(2, greedy[1].source_id, b"s" * 16)
+        registry.register(1, another, b"s" * 16, address="ipv4:10.0.0.1")
+    registry.register(1, greedy[2], b"t" * 16, address="ipv4:10.0.0.2")
+    # Sources and models that end no longer count.
+    registry.deregister(2, greedy[1].source_id, b"s" * 16)
     fourth = make_record(make_documents("4"), name="m4")
-    members.register(2, fourth, b"s" * 16, address="ipv4:10.0.0.1")
-    members.tick(1000)
-    members.tick(1010)
-    assert not members.sources() and not members.models()
+    registry.register(2, fourth, b"s" * 16, address="ipv4:10.0.0.1")
+    registry.tick(1000)
+    registry.tick(1010)
+    assert not registry.sources() and not registry.models()
     for record in greedy[:2]:
-        members.register(1010, record, b"s" * 16, address="ipv4:10.0.0.1")
+        registry.register(1010, record, b"s" * 16, address="ipv4:10.0.0.1")
 
 
-def test_the_first_lease_is_longer() -> None:
-    members = Registry(lease_s=1.0, first_lease_s=3.0)
+def test_the_first_lease_is_longer_than_later_ones() -> None:
+    registry = Registry(lease_s=1.0, first_lease_s=3.0)
     early, late = make_record(WEIGHTS["A"]), make_record(WEIGHTS["A"])
     for record in (early, late):
-        members.register(0, record, b"s" * 16)
-    members.heartbeat(0.5, early.source_id, b"s" * 16, SourceState.SERVING)
-    members.tick(1.5)
-    assert [s.record for s in members.sources()] == [late]
-    members.tick(3.0)
-    assert not members.sources()
+        registry.register(0, record, b"s" * 16)
+    registry.heartbeat(0.5, early.source_id, b"s" * 16, SourceState.SERVING)
+    registry.tick(1.5)
+    assert [s.record for s in registry.sources()] == [late]
+    registry.tick(3.0)
+    assert not registry.sources()

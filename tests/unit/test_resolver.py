@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from mx.core.connections import Connections
 from mx.core.paths import Medium
 from mx.core.planner import Plan, SourcePath
 from mx.core.types import SourceRecord
@@ -23,7 +24,7 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.target import resolver
-from mx.target.connections import ConnectionPool
+from mx.target.events import EventLog, Outcome
 from mx.target.locator import Located, Locator
 from mx.target.resolver import Resolver, patiently
 from tests.unit.test_planner import source
@@ -99,41 +100,46 @@ class FakeLocator:
         return list(self.sources)
 
 
-class FakePool:
+class FakeConnections:
     def __init__(self) -> None:
         self.idle = False
         self.unwanted: set[str] = set()
         self.added: list[str] = []
-        self.hoping: Any = None
 
     def wants(self, source_id: str) -> bool:
         return source_id not in self.unwanted
 
-    def add_candidates(self, paths: Sequence[SourcePath]) -> None:
+    def add(self, paths: Sequence[SourcePath]) -> None:
         self.added += [path.source.source_id for path in paths]
         self.unwanted.update(path.source.source_id for path in paths)
 
 
 class Stage:
     def __init__(self, wait_s: float) -> None:
-        self.locator, self.pool = FakeLocator(), FakePool()
+        self.locator, self.connections = FakeLocator(), FakeConnections()
         self.heard: list[list[str]] = []
         self.waits = self.came = 0
         self.causes: list[MxError] = []
         self.resolver = Resolver(
             cast(Locator, self.locator),
             cast(Located, None),
-            cast(ConnectionPool, self.pool),
+            cast(Connections, self.connections),
             self.plan,
+            lambda sources: self.heard.append([s.source_id for s in sources]),
+            lambda: self.came,
+            Outcome(),
+            cast(EventLog, self),
+            self.causes,
             wait_s=wait_s,
-            on_sources=lambda sources: self.heard.append([s.source_id for s in sources]),
-            on_wait=self.wait,
-            came=lambda: self.came,
-            causes=self.causes,
         )
+        self.running = asyncio.create_task(self.resolver.run())
 
-    def wait(self) -> None:
+    def waiting(self) -> None:
         self.waits += 1
+
+    async def close(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
 
     def plan(self, sources: Sequence[SourceRecord]) -> Plan:
         paths = [SourcePath(each, "tcp", 1.0, False, "", Medium.NETWORK, None) for each in sources]
@@ -150,12 +156,12 @@ async def test_new_sources_are_found_beside_those_in_use() -> None:
     stage.locator.sources = CoordinatorError("it is gone for a while")
     await stage.until_asked(2)
     stage.locator.sources = [A, B]
-    stage.pool.unwanted = {A.source_id}
+    stage.connections.unwanted = {A.source_id}
     await stage.until_asked(3)
-    await stage.resolver.close()
-    assert stage.pool.added == [B.source_id]
+    await stage.close()
+    assert stage.connections.added == [B.source_id]
     assert [A.source_id, B.source_id] in stage.heard
-    assert not stage.pool.hoping()
+    assert not stage.resolver.waits()
     assert stage.causes == []
 
 
@@ -164,23 +170,23 @@ async def test_a_named_peer_is_left_alone_while_it_is_read_from() -> None:
     stage.locator.asks_coordinator = False
     await asyncio.sleep(0.05)
     assert stage.locator.asked == 0
-    stage.pool.idle = True
-    assert stage.pool.hoping()
+    stage.connections.idle = True
+    assert stage.resolver.waits()
     await stage.until_asked(2)
-    await stage.resolver.close()
+    await stage.close()
 
 
 async def test_a_wait_lasts_so_long_and_anew_after_progress() -> None:
     stage = Stage(0.5)
-    stage.pool.idle = True
-    assert stage.pool.hoping()
-    assert stage.pool.hoping()
+    stage.connections.idle = True
+    assert stage.resolver.waits()
+    assert stage.resolver.waits()
     assert stage.waits == 1
     await asyncio.sleep(0.6)
-    assert not stage.pool.hoping()
+    assert not stage.resolver.waits()
     assert [type(cause) for cause in stage.causes] == [NoSourceError]
-    assert not stage.pool.hoping()
+    assert not stage.resolver.waits()
     stage.came = 10
-    assert stage.pool.hoping()
+    assert stage.resolver.waits()
     assert stage.waits == 2
-    await stage.resolver.close()
+    await stage.close()

@@ -19,8 +19,10 @@ from mx.testing.bench import Bench, Harness, Kind, Source
 from mx.testing.memory import Memory
 from mx.transport import ExposedRegion, ExposeOptions, Piece, Read, host_view
 from mx.units import MIB
-from mx_transports import _door, _frames, _shm_source, _vm
 from mx_transports.shm import ShmTransport
+from mx_transports.shm import exposure as shm_exposure
+from mx_transports.toolkit import exposure as sockets
+from mx_transports.toolkit import framing, kernel
 
 TARGET = "mx_transports.shm:ShmTransport"
 NOBODY = 65534
@@ -68,8 +70,8 @@ def altered(ticket: bytes, **changes: object) -> bytes:
 def lying(bench: Bench, memory: Memory, nbytes: int, descriptor: int) -> Iterator[Source]:
     """A source that hands out `descriptor`, whatever it is, as a region of `nbytes`."""
     exposure = ShmTransport().expose([memory.region(0)], ExposeOptions())
-    assert isinstance(exposure, _shm_source.ShmExposure)
-    exposure._regions = [(_shm_source.ENTRY.pack(0, nbytes, 4096, True), descriptor)]
+    assert isinstance(exposure, shm_exposure.ShmExposure)
+    exposure._regions = [(shm_exposure.ENTRY.pack(0, nbytes, 4096, True), descriptor)]
     exposure.set_generation(1)
     try:
         yield Source(exposure, [memory])
@@ -84,11 +86,11 @@ def test_an_unsealed_memfd_is_not_attached_whatever_the_source_says(bench: Bench
     os.write(memfd, memory.expected)
     with lying(bench, memory, MIB, memfd) as source:
         session = bench.open(source)
-        for seal in (0, _vm.F_SEAL_SHRINK, _vm.F_SEAL_GROW, _vm.F_SEAL_FUTURE_WRITE):
-            _vm.add_seals(memfd, seal)
+        for seal in (0, kernel.F_SEAL_SHRINK, kernel.F_SEAL_GROW, kernel.F_SEAL_FUTURE_WRITE):
+            kernel.add_seals(memfd, seal)
             with pytest.raises(NotAllowedError, match="sealed"):
                 session.attach(0)
-        _vm.add_seals(memfd, _vm.F_SEAL_WRITE)
+        kernel.add_seals(memfd, kernel.F_SEAL_WRITE)
         view = session.attach(0)
         assert host_view(view).tobytes() == memory.expected
         del view
@@ -231,7 +233,7 @@ def test_nothing_is_said_of_unknown_places() -> None:
 
 @settings(max_examples=25)
 @given(noise=st.binary(min_size=1, max_size=200))
-def test_noise_at_the_door_changes_nothing(noise: bytes) -> None:
+def test_noise_at_the_socket_changes_nothing(noise: bytes) -> None:
     with Bench(Harness(TARGET)) as bench:
         source = bench.source(4096)
         _, ticket = source.grant()
@@ -246,7 +248,7 @@ def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Ben
     source = bench.source(4096)
     _, ticket = source.grant()
     with ExitStack() as stack:
-        idle = [stack.enter_context(connected(ticket)) for _ in range(3 * _door.MAX_UNPROVED)]
+        idle = [stack.enter_context(connected(ticket)) for _ in range(3 * sockets.MAX_UNPROVED)]
         bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
         assert all(is_closed(sock) for sock in idle)
 
@@ -257,7 +259,7 @@ def test_a_reader_that_talks_out_of_turn_is_cut(bench: Bench) -> None:
     document = json.loads(ticket)
     with connected(ticket) as sock:
         key, secret = bytes.fromhex(document["key"]), bytes.fromhex(document["secret"])
-        sock.sendall(_frames.PREAMBLE.pack(_shm_source.MAGIC, key, secret))
+        sock.sendall(framing.PREAMBLE.pack(shm_exposure.MAGIC, key, secret))
         sock.sendall(b"BBBIx")
         while sock.recv(4096):
             pass
@@ -286,16 +288,16 @@ def test_many_regions_with_and_without_descriptors(bench: Bench) -> None:
 def test_what_the_kernel_says_about_reading_processes() -> None:
     one = memoryview(bytearray(1))
     with pytest.raises(PeerLostError):
-        _vm.read_process(1 << 22, [(4096, one)], "peer")
+        kernel.read_process(1 << 22, [(4096, one)], "peer")
     with pytest.raises(PeerProtocolError, match="Bad address"):
-        _vm.read_process(os.getpid(), [(4096, one)], "peer")
+        kernel.read_process(os.getpid(), [(4096, one)], "peer")
     code = (
         "from mx.errors import PeerRefusedError\n"
-        "from mx_transports import _vm\n"
+        "from mx_transports.toolkit import kernel\n"
         "become_nobody()\n"
-        "try: _vm.read_process(1, [(4096, memoryview(bytearray(1)))], 'peer')\n"
+        "try: kernel.read_process(1, [(4096, memoryview(bytearray(1)))], 'peer')\n"
         "except PeerRefusedError as error: print(error.hint)\n"
     )
     assert "ptrace_scope" in as_nobody(code)
-    assert _vm.start_ticks(os.getpid()) > 0
-    assert _vm.start_ticks(1 << 22) == -1
+    assert kernel.start_ticks(os.getpid()) > 0
+    assert kernel.start_ticks(1 << 22) == -1

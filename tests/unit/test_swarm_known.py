@@ -1,4 +1,4 @@
-"""The table of known peers: bounded, aged, and not to be filled by one peer's word."""
+"""The table of known peers: bounded, aged, and safe from a peer that names thousands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(known: KnownPeers) -> list[str]:
     return [record.source_id for record in known]
 
 
-def test_what_a_peer_tells_of_keeps_out_nothing_that_is_listed() -> None:
+def test_peers_that_a_peer_names_do_not_displace_listed_ones() -> None:
     known = KnownPeers(most=3)
     for number in range(10):
         known.name(peer(number), number, listed=False)
@@ -35,7 +35,7 @@ def test_what_a_peer_tells_of_keeps_out_nothing_that_is_listed() -> None:
     assert names(known) == ["a", "c", "d"]
 
 
-def test_those_that_were_not_named_for_long_are_dropped() -> None:
+def test_peers_that_were_not_named_for_long_are_dropped() -> None:
     known = KnownPeers()
     for name in "abc":
         known.name(peer(name), 0.0, listed=True)
@@ -44,14 +44,14 @@ def test_those_that_were_not_named_for_long_are_dropped() -> None:
     assert names(known) == ["b", "c"]
 
 
-def test_a_record_at_second_hand_does_not_replace_a_listed_one() -> None:
+def test_another_peers_record_does_not_replace_a_listed_one() -> None:
     known = KnownPeers()
     known.name(peer("a"), 0.0, listed=True)
     known.name(replace(peer("a"), endpoint="10.9.9.9:1"), 1.0, listed=False)
     assert known.record("a").endpoint == RECORD.endpoint
 
 
-def test_banned_ones_are_not_learnt_of_again_and_are_bounded() -> None:
+def test_banned_peers_stay_unknown_and_their_number_is_bounded() -> None:
     known = KnownPeers()
     known.name(peer("a"), 0.0, listed=True)
     known.ban("a")
@@ -66,7 +66,7 @@ def test_banned_ones_are_not_learnt_of_again_and_are_bounded() -> None:
     st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.floats(0, 100)), max_size=80),
     st.frozensets(st.integers(0, 20).map(str), max_size=3),
 )
-def test_it_is_never_larger_than_it_may_be_and_keeps_what_it_must(
+def test_the_table_is_bounded_and_keeps_the_peers_in_keep(
     named: list[tuple[int, bool, float]], keep: frozenset[str]
 ) -> None:
     known, now_s = KnownPeers(most=5), 0.0

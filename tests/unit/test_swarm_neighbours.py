@@ -1,4 +1,4 @@
-"""Who talks to whom: never more than there are places, and everybody finds somebody."""
+"""Neighbours in a swarm: within their bound, and every peer finds some."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ NAMES = [f"peer-{number}" for number in range(12)]
 
 
 class Town:
-    """Peers that greet each other, with messages that arrive in their order between two, but
-    whenever they like otherwise."""
+    """Peers that greet one another. Messages between two peers arrive in order, at any time."""
 
     def __init__(self, rng: random.Random, *, most: int = MOST, picks: int = PICKS) -> None:
         self.rng = rng
@@ -23,7 +22,7 @@ class Town:
         self.picks = picks
         self.peers: dict[str, Neighbours] = {}
         self.streams: dict[tuple[str, str], list[str]] = {}  # (from, to) -> messages
-        self.order: list[tuple[str, str]] = []  # those streams
+        self.order: list[tuple[str, str]] = []  # the streams
 
     def add(self, name: str) -> None:
         self.peers[name] = Neighbours(name, most=self.most, picks=self.picks)
@@ -91,7 +90,7 @@ class Town:
             self.say(name, other, "gone")
 
     def together(self) -> bool:
-        """Does a way lead from each to every other?"""
+        """Return True if a path leads from each peer to every other."""
         names = set(self.peers)
         found = {min(names)}
         edge = set(found)
@@ -108,8 +107,8 @@ class Town:
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 4))
 def test_any_events_in_any_order(data: st.DataObject, most: int, picks: int) -> None:
-    """One peer's own view: it greets only those that are listed, not itself, nobody twice at a
-    time, and has no more neighbours than places, greetings under way included."""
+    """One peer greets only listed peers, not itself, each once at a time, and has no more
+    neighbours than places, open greetings included."""
     own = Neighbours("self", most=most, picks=picks)
     greeted: set[str] = set()
 
@@ -148,8 +147,8 @@ def test_any_events_in_any_order(data: st.DataObject, most: int, picks: int) -> 
 
 @settings(max_examples=30)
 @given(st.integers(2, 40), st.integers(0, 39), st.integers(0, 1000))
-def test_everybody_finds_somebody(count: int, joins_late: int, seed: int) -> None:
-    """However many join together and however many one by one."""
+def test_every_peer_finds_neighbours(count: int, joins_late: int, seed: int) -> None:
+    """For any number of peers that join together and any number that join one by one."""
     town = Town(random.Random(seed))
     for number in range(count):
         town.add(f"peer-{number}")
@@ -157,7 +156,7 @@ def test_everybody_finds_somebody(count: int, joins_late: int, seed: int) -> Non
         if number < joins_late:
             town.settle()
     town.settle()
-    for _ in range(3):  # lists of later: who was refused asks again
+    for _ in range(3):  # later lists: refused peers greet again
         for name in town.peers:
             town.listed(name)
         town.settle()
@@ -169,7 +168,7 @@ def test_everybody_finds_somebody(count: int, joins_late: int, seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_crowd_holds_together_when_a_fifth_of_it_dies(seed: int) -> None:
+def test_a_swarm_stays_connected_when_a_fifth_of_its_peers_fail(seed: int) -> None:
     rng = random.Random(seed)
     town = Town(rng)
     for number in range(200):
@@ -187,7 +186,7 @@ def test_a_crowd_holds_together_when_a_fifth_of_it_dies(seed: int) -> None:
     assert min(len(peer.linked) for peer in town.peers.values()) >= PICKS - 1
 
 
-def test_few_all_know_each_other() -> None:
+def test_few_peers_are_all_neighbours() -> None:
     town = Town(random.Random(0))
     for number in range(MOST + 1):
         town.add(f"peer-{number}")
@@ -200,7 +199,7 @@ def test_few_all_know_each_other() -> None:
     assert town.together()
 
 
-def test_one_that_greets_nobody_still_welcomes() -> None:
+def test_a_peer_without_picks_accepts_greetings() -> None:
     origin = Neighbours("origin", most=2, picks=0)
     assert origin.listed(["a", "b", "c"]) == []
     assert [origin.greeting(name).welcome for name in ("a", "b", "c")] == [True, True, False]
@@ -208,7 +207,7 @@ def test_one_that_greets_nobody_still_welcomes() -> None:
     assert origin.greeting("c").welcome
 
 
-def test_a_newcomer_takes_the_place_of_one_that_we_chose_beyond_our_share() -> None:
+def test_a_new_peer_replaces_a_neighbour_that_was_chosen_beyond_the_share() -> None:
     own = Neighbours("self", most=3, picks=1)
     for name in own.listed(["a", "b", "c"]):
         own.answered(name, welcome=True)
@@ -220,7 +219,7 @@ def test_a_newcomer_takes_the_place_of_one_that_we_chose_beyond_our_share() -> N
     assert len(own.linked) == 3
 
 
-def test_two_that_greet_each_other_at_once_are_neighbours_once() -> None:
+def test_two_peers_whose_greetings_cross_are_neighbours_once() -> None:
     here, there = Neighbours("a"), Neighbours("b")
     assert here.listed(["b"]) == ["b"]
     assert there.listed(["a"]) == ["a"]

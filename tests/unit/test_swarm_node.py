@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,6 @@ class Reads:
 
     def __init__(self, reached: Sequence[str]) -> None:
         self.reached = reached
-        self.connected: list[str] = []
         layer = Layer(0, "layer", CHUNKS * MIB, 0, ((0, CHUNKS * MIB),))
         self.holdings = Holdings(ChunkGrid(Layout([layer], []), MIB))
 
@@ -60,10 +59,36 @@ class Reads:
     def reaches(self, source: SourceRecord) -> bool:
         return source.source_id in self.reached
 
-    def connect(self, source: SourceRecord) -> None:
-        self.connected.append(source.source_id)
 
-    def disconnect(self, source_id: str) -> None: ...
+class FakeHost:
+    """What others find a pull by; keeps what it is listed with."""
+
+    def __init__(self, record: SourceRecord | None = None) -> None:
+        self.found = record
+        self.listed: tuple[tuple[int, int], ...] = ()
+
+    async def start(self, node: Node) -> None: ...
+
+    def record(self) -> SourceRecord | None:
+        return self.found
+
+    async def keep_listed(
+        self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
+    ) -> None:
+        while not holdings.whole:
+            self.listed = holdings.layers()
+            await asyncio.sleep(0.01)
+        self.listed = holdings.layers()
+
+    async def close(self) -> None: ...
+
+
+def node_of(
+    reads: Reads,
+    dial: Callable[[SourceRecord], Awaitable[PeerStream]],
+    record: SourceRecord | None = None,
+) -> Node:
+    return Node("own", CHUNKS, MIB, reads, FakeHost(record), reads.reaches, dial, lambda: None)
 
 
 async def _never(record: SourceRecord) -> PeerStream:
@@ -74,7 +99,7 @@ async def greeted(neighbours: Sequence[Heard], reads: Reads, coordinated_first: 
     """What a pull says at first to these, which hold everything; and, asked for a chunk that it
     has not got, to each of them."""
 
-    node = Node("own", CHUNKS, MIB, reads, lambda: None, _never)
+    node = node_of(reads, _never)
     listening = []
     try:
         if coordinated_first:
@@ -88,6 +113,7 @@ async def greeted(neighbours: Sequence[Heard], reads: Reads, coordinated_first: 
             node.coordinate()
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
+        assert list(node.reading_from) == ["near"]
     finally:
         for each in neighbours:
             each.stream.close()
@@ -100,7 +126,6 @@ def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() ->
         near, far = Heard("near"), Heard("far")
         reads = Reads(["near"])
         asyncio.run(greeted([far, near], reads, coordinated_first))
-        assert reads.connected == ["near"]
         assert far.heard == ["reject 0"]
         assert sorted(near.heard) == ["reject 0", "request 0"]
 
@@ -122,7 +147,7 @@ def test_the_server_hears_of_neighbours_that_were_dialled() -> None:
         async def dial(record: SourceRecord) -> PeerStream:
             return PeerStream(record.endpoint, read, neighbour._write)
 
-        node = Node("own", CHUNKS, MIB, Reads(["near"]), lambda: record, dial)
+        node = node_of(Reads(["near"]), dial, record)
         node.watch(lambda name, address: None, lambda name, change: traded.append((name, change)))
         try:
             node.peers.met([record])
@@ -154,7 +179,7 @@ def test_sources_that_a_peer_names_are_not_dialled() -> None:
         records = [make_record(make_documents("w"), source_id=name(i)) for i in range(200)]
         relays = [replace(each, role=SourceRole.RELAY) for each in records[100:]]
         reads = Reads([each.source_id for each in records])
-        node = Node("own", CHUNKS, MIB, reads, lambda: records[0], dial)
+        node = node_of(reads, dial, records[0])
         try:
             node.peers.told_of([*records[:100], *relays])
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The giving side: who reads now, and what an origin hands out."""
+"""The slots of a source, and the chunks that an origin suggests."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ READERS = range(6)
 
 
 class SlotBooks:
-    """What each reader was told, by a gate; each reader is at an address of its own."""
+    """A source's slots and the answers it gave. Each reader has its own address."""
 
     def __init__(self, width: int) -> None:
-        self.gate = Slots(width=width)
+        self.slots = Slots(width=width)
         self.width = width
         self.reading: set[tuple[int, int]] = set()
-        self.waiting: list[tuple[int, int]] = []  # promised, in their order
-        self.interested: list[int] = []  # without having been told of room since
-        self.unchoked: set[int] = set()  # of room, without an answer
+        self.waiting: list[tuple[int, int]] = []  # for suggested chunks, in order
+        self.interested: list[int] = []  # not unchoked since
+        self.unchoked: set[int] = set()  # without an answer
 
     def counted(self) -> int:
-        """The slots that count for a reader that has none."""
+        """Return the number of slots that count against a reader without one."""
         return len({reader for reader, _ in self.reading})
 
     def contested(self, reader: int) -> bool:
         waiting = (other for other, _ in self.waiting)
         return any(other != reader for other in (*self.interested, *self.unchoked, *waiting))
 
-    def has_room(self, reader: int) -> bool:
+    def may_have_slot(self, reader: int) -> bool:
         if not self.contested(reader) and len(self.reading) < self.width:
             return True
         return all(r != reader for r, _ in self.reading) and self.counted() < self.width
@@ -41,33 +41,37 @@ class SlotBooks:
         for each in answers:
             match each:
                 case Allow(reader, chunk):
-                    assert self.has_room(reader)
+                    assert self.may_have_slot(reader)
                     earlier = self.waiting[: self.waiting.index((reader, chunk))]
-                    assert not any(self.has_room(r) for r, _ in earlier), "out of turn"
+                    assert not any(self.may_have_slot(r) for r, _ in earlier), "out of turn"
                     self.waiting.remove((reader, chunk))
                     self.reading.add((reader, chunk))
                 case Unchoke(reader):
-                    assert not any(self.has_room(r) for r, _ in self.waiting), "promises first"
+                    assert not any(self.may_have_slot(r) for r, _ in self.waiting), (
+                        "suggested chunks first"
+                    )
                     earlier_ones = self.interested[: self.interested.index(reader)]
-                    assert not any(self.has_room(r) for r in earlier_ones), "out of turn"
+                    assert not any(self.may_have_slot(r) for r in earlier_ones), "out of turn"
                     self.interested.remove(reader)
                     self.unchoked.add(reader)
-        assert not any(self.has_room(r) for r, _ in self.waiting), "there is room, and one waits"
+        assert not any(self.may_have_slot(r) for r, _ in self.waiting), (
+            "a slot is free, and a request waits"
+        )
         self.check()
 
     def check(self) -> None:
-        assert self.gate.reading == len(self.reading) < 2 * self.width
+        assert self.slots.reading == len(self.reading) < 2 * self.width
         assert self.counted() <= self.width
 
     def requests(self, reader: int, chunk: int, *, suggested: bool) -> None:
         self.unchoked.discard(reader)
-        has_room = self.has_room(reader)
-        answer = self.gate.request(reader, chunk, suggested=suggested)
+        may_have_slot = self.may_have_slot(reader)
+        answer = self.slots.request(reader, chunk, suggested=suggested)
         if (reader, chunk) in self.reading:
             assert answer is Answer.ALLOW
         elif (reader, chunk) in self.waiting:
             assert answer is Answer.WAIT
-        elif has_room:
+        elif may_have_slot:
             assert answer is Answer.ALLOW
             self.reading.add((reader, chunk))
         elif suggested:
@@ -81,32 +85,32 @@ class SlotBooks:
         self.unchoked.discard(reader)
         if reader not in self.interested:
             self.interested.append(reader)
-        answers = self.gate.interested(reader, later=later)
+        answers = self.slots.interested(reader, later=later)
         assert not (later and answers)
         if not later:
             self.take(answers)
 
     def passes(self, reader: int) -> None:
         self.unchoked.discard(reader)
-        self.take(self.gate.not_interested(reader))
+        self.take(self.slots.not_interested(reader))
 
     def ends(self, reader: int, chunk: int) -> None:
         self.unchoked.clear()
         self.reading.discard((reader, chunk))
         if (reader, chunk) in self.waiting:
             self.waiting.remove((reader, chunk))
-        self.take(self.gate.done(reader, chunk))
+        self.take(self.slots.done(reader, chunk))
 
     def goes(self, reader: int) -> None:
         self.reading = {request for request in self.reading if request[0] != reader}
         self.waiting = [request for request in self.waiting if request[0] != reader]
         self.interested = [each for each in self.interested if each != reader]
         self.unchoked.discard(reader)
-        self.take(self.gate.gone(reader))
+        self.take(self.slots.gone(reader))
 
 
 @given(st.data(), st.integers(1, 3))
-def test_the_gate_keeps_its_width_and_its_order(data: st.DataObject, width: int) -> None:
+def test_slots_keep_their_number_and_their_order(data: st.DataObject, width: int) -> None:
     books = SlotBooks(width)
     for _ in range(data.draw(st.integers(0, 60))):
         reader, chunk = data.draw(st.sampled_from(READERS)), data.draw(st.integers(0, 3))
@@ -124,7 +128,7 @@ def test_the_gate_keeps_its_width_and_its_order(data: st.DataObject, width: int)
                 books.wants(reader, later=data.draw(st.booleans()))
             case _:
                 books.passes(reader)
-    # All that read now end, and nobody answers to being told of room: nobody is forgotten.
+    # All reads end, and no unchoked reader answers: all of them are unchoked in the end.
     while books.reading:
         books.ends(*sorted(books.reading)[0])
     assert not books.waiting
@@ -133,38 +137,38 @@ def test_the_gate_keeps_its_width_and_its_order(data: st.DataObject, width: int)
     assert not books.interested
 
 
-def test_a_reader_that_is_told_of_room_and_stops_holds_up_nobody() -> None:
-    gate = Slots(width=1)
-    assert gate.request(0, 0) is Answer.ALLOW
+def test_unchoked_readers_that_stop_do_not_keep_others_waiting() -> None:
+    slots = Slots(width=1)
+    assert slots.request(0, 0) is Answer.ALLOW
     for reader in range(1, 20):
-        assert gate.request(reader, 0) is Answer.REJECT
-        assert gate.interested(reader) == []
-    unchoked = [each.reader for each in gate.done(0, 0)]
+        assert slots.request(reader, 0) is Answer.REJECT
+        assert slots.interested(reader) == []
+    unchoked = [each.reader for each in slots.done(0, 0)]
     assert unchoked == list(range(1, 1 + len(unchoked)))
-    assert gate.next() == []  # as many as that are expected to answer
-    assert gate.request(99, 0) is Answer.ALLOW
-    assert gate.done(99, 0)[0] == Unchoke(unchoked[-1] + 1)
+    assert slots.next() == []  # so many answers are outstanding
+    assert slots.request(99, 0) is Answer.ALLOW
+    assert slots.done(99, 0)[0] == Unchoke(unchoked[-1] + 1)
 
 
-def test_one_that_passes_makes_room_for_the_next() -> None:
-    gate = Slots(width=1)
-    gate.request(0, 0)
+def test_when_a_reader_is_not_interested_the_next_is_unchoked() -> None:
+    slots = Slots(width=1)
+    slots.request(0, 0)
     for reader in range(1, 20):
-        gate.interested(reader)
-    unchoked = gate.done(0, 0)
-    assert gate.not_interested(1) == [Unchoke(len(unchoked) + 1)]
+        slots.interested(reader)
+    unchoked = slots.done(0, 0)
+    assert slots.not_interested(1) == [Unchoke(len(unchoked) + 1)]
 
 
-def test_one_that_wants_room_where_there_is_some_is_told_at_once() -> None:
-    gate = Slots()
-    assert gate.interested(3) == [Unchoke(3)]
+def test_an_interested_reader_is_unchoked_at_once_if_a_slot_is_free() -> None:
+    slots = Slots()
+    assert slots.interested(3) == [Unchoke(3)]
 
 
-def test_one_that_is_to_be_told_later_is_told_when_a_read_has_ended() -> None:
-    gate = Slots()
-    gate.request(1, 0)
-    assert gate.interested(3, later=True) == []
-    assert gate.done(1, 0) == [Unchoke(3)]
+def test_a_reader_interested_later_is_unchoked_when_a_read_has_ended() -> None:
+    slots = Slots()
+    slots.request(1, 0)
+    assert slots.interested(3, later=True) == []
+    assert slots.done(1, 0) == [Unchoke(3)]
 
 
 # -- the seeder ---------------------------------------------------------------------------------
@@ -182,9 +186,9 @@ class SeederBooks:
 
     def take(self, suggestions: list[Suggest]) -> None:
         for reader, chunk in suggestions:
-            assert reader in self.open, "offered to one who is gone"
+            assert reader in self.open, "suggested to a reader that is gone"
             known = self.known()
-            assert not known >> chunk & 1, "somebody has it, or was offered it"
+            assert not known >> chunk & 1, "a reader has it, or it was suggested"
             assert chunk == (~known & (known + 1)).bit_length() - 1, "not the lowest"
             self.open[reader].add(chunk)
             self.given.append(Suggest(reader, chunk))
@@ -195,7 +199,7 @@ class SeederBooks:
         if self.open:
             assert self.seeder.all_out == (self.known() == (1 << self.chunks) - 1)
             full = sum(map(len, self.open.values())) == self.suggestions
-            assert full or self.seeder.all_out, "it could offer more"
+            assert full or self.seeder.all_out, "it could suggest more"
 
     def known(self) -> int:
         known = 0
@@ -236,7 +240,7 @@ class SeederBooks:
         self.take(self.seeder.failed(reader, chunk, self.now_s))
 
     def finish(self) -> None:
-        """Every reader takes what it is offered: soon everything is out."""
+        """Every reader takes the suggested chunks: soon all are out."""
         for _ in range(self.chunks + self.suggestions):
             for reader, chunk in [(r, c) for r, chunks in self.open.items() for c in chunks]:
                 self.takes(reader, chunk)
@@ -246,7 +250,7 @@ class SeederBooks:
 
 
 @given(st.data(), st.integers(1, 12), st.integers(1, 3))
-def test_the_seeder_hands_out_what_nobody_has(
+def test_the_seeder_suggests_chunks_that_no_reader_has(
     data: st.DataObject, chunks: int, suggestions: int
 ) -> None:
     books = SeederBooks(chunks, suggestions)
@@ -275,7 +279,7 @@ def test_the_seeder_hands_out_what_nobody_has(
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_each_chunk_goes_out_once(chunks: int, readers: int, rng: random.Random) -> None:
+def test_each_chunk_is_sent_once(chunks: int, readers: int, rng: random.Random) -> None:
     books = SeederBooks(chunks)
     for reader in range(readers):
         books.joins(reader, 0)
@@ -293,7 +297,7 @@ def test_readers_take_turns() -> None:
     assert [suggestion.reader for suggestion in books.given] == [0, 1, 2, 3, 4] * 6
 
 
-def test_what_a_dead_reader_alone_had_goes_out_again() -> None:
+def test_chunks_that_only_a_lost_reader_had_are_suggested_again() -> None:
     books = SeederBooks(4, suggestions=1)
     books.joins(0, 0)
     books.joins(1, 0)
@@ -301,7 +305,7 @@ def test_what_a_dead_reader_alone_had_goes_out_again() -> None:
         ((reader, chunk),) = [(r, c) for r, cs in books.open.items() for c in cs]
         books.takes(reader, chunk)
     assert [suggestion.reader for suggestion in books.given] == [0, 1, 0, 1]
-    books.announces(1, 0b0101)  # it had one of the other's meanwhile
+    books.announces(1, 0b0101)  # it has read one from the other
     books.goes(0)
     assert books.given[4:] == []
     books.goes(1)
@@ -310,13 +314,13 @@ def test_what_a_dead_reader_alone_had_goes_out_again() -> None:
     assert [suggestion.chunk for suggestion in books.given[4:]] == [1, 2, 3]
 
 
-def test_a_reader_that_comes_back_frees_what_it_was_offered() -> None:
+def test_a_reader_that_returns_frees_its_suggestions() -> None:
     seeder = Seeder(4, suggestions=1)
     assert seeder.joined(0, 0, 0.0) == [Suggest(0, 0)]
     assert seeder.joined(0, 0b0001, 1.0) == [Suggest(0, 1)]
 
 
-def test_a_late_offer_goes_to_another() -> None:
+def test_a_late_chunk_is_suggested_to_another_reader() -> None:
     seeder = Seeder(2, suggestions=1)
     assert seeder.joined(0, 0, 0.0) == [Suggest(0, 0)]
     assert seeder.joined(1, 0, 0.0) == []
@@ -324,12 +328,12 @@ def test_a_late_offer_goes_to_another() -> None:
     assert seeder.tick(5 * LATE_S) == [Suggest(1, 0)]
     assert seeder.forced == 1
     assert not seeder.suggested(0, 0)
-    # The first one takes it after all, late as it is: that does no harm.
+    # The first reader takes it late: that does no harm.
     assert seeder.done(0, 0, 6 * LATE_S) == []
     assert seeder.done(1, 0, 6 * LATE_S) == [Suggest(1, 1)]
 
 
-def test_what_one_failed_to_read_goes_to_another() -> None:
+def test_a_chunk_that_failed_to_be_read_is_suggested_to_another_reader() -> None:
     seeder = Seeder(4, suggestions=2)
     assert seeder.joined(0, 0, 0.0) == [Suggest(0, 0), Suggest(0, 1)]
     seeder.joined(1, 0, 0.0)
@@ -337,14 +341,14 @@ def test_what_one_failed_to_read_goes_to_another() -> None:
     assert seeder.failed(0, 1, 1.0) == [Suggest(1, 1)]
 
 
-def test_a_lone_reader_is_given_time() -> None:
+def test_a_single_reader_is_never_late() -> None:
     seeder = Seeder(2, suggestions=1)
     seeder.joined(0, 0, 0.0)
     assert seeder.tick(100.0) == []
     assert seeder.suggested(0, 0)
 
 
-def test_a_slow_reader_gets_no_offers_while_there_are_others() -> None:
+def test_a_slow_reader_gets_no_suggestions_while_there_are_others() -> None:
     seeder = Seeder(40, suggestions=1)
     now_s = 0.0
     suggestions = seeder.joined(0, 0, now_s)
@@ -359,7 +363,7 @@ def test_a_slow_reader_gets_no_offers_while_there_are_others() -> None:
     assert requested_slow == 1
 
 
-def test_before_all_is_out_only_what_was_offered_may_be_asked_for() -> None:
+def test_only_suggested_chunks_may_be_requested_before_all_are_out() -> None:
     seeder = Seeder(SUGGESTIONS + 2)
     suggestions = seeder.joined(0, 0, 0.0)
     seeder.joined(1, 0, 0.0)

@@ -18,7 +18,7 @@ from mx.core.swarm.commands import (
 )
 from mx.core.swarm.free import FREE_S
 from mx.core.swarm.receiver import ANNOUNCE_S, BUSY_S, Receiver
-from tests.receivers import LoneReceiver
+from tests.support.receivers import LoneReceiver
 
 ELSEWHERE = -1
 

@@ -17,7 +17,7 @@ from mx.core.swarm.commands import (
     Request,
 )
 from mx.core.swarm.receiver import BUSY_S, END_CHUNKS, LATE_S
-from tests.receivers import LoneReceiver
+from tests.support.receivers import LoneReceiver
 
 ELSEWHERE = -1
 

@@ -1,4 +1,4 @@
-"""Readers of a source that hold slots and do not read: what they lose, and who goes first then."""
+"""Readers of a source that hold slots and do not read: they lose them, and come after others."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ ADDRESSES = {HOG: "bad", OTHER_HOG: "bad", HONEST: "good", NEIGHBOUR: "bad"}
 
 
 class Source:
-    """A gate, its readers, and time."""
+    """A source's slots, its readers, and time."""
 
     def __init__(self, *, seen: bool = True, width: int = 2) -> None:
         self.sent: Counter[str] = Counter()
         self.standing = Standing(MIB, lambda reader: self.sent[reader.name] if seen else None)
-        self.gate = Slots(width=width, standing=self.standing)
+        self.slots = Slots(width=width, standing=self.standing)
         self.now_s = 0.0
         self.answers: list[Allow | Unchoke | Reject] = []
         for number, address in ADDRESSES.items():
             self.standing.joined(number, Reader(address, str(number)))
 
     def passes(self, seconds: float, *, moving: dict[int, float] | None = None) -> None:
-        """Time, in ticks; `moving` says how many bytes per second readers are sent."""
+        """Let time pass, in ticks; `moving` maps readers to the bytes per second sent to them."""
         until_s = self.now_s + seconds
         while self.now_s < until_s - 1e-9:
             self.now_s += STEP_S
             for number, bytes_per_s in (moving or {}).items():
                 self.sent[str(number)] += int(bytes_per_s * STEP_S)
-            self.answers += self.gate.tick(self.now_s)
+            self.answers += self.slots.tick(self.now_s)
 
     def taken_back(self) -> list[Reject]:
         return [each for each in self.answers if isinstance(each, Reject)]
@@ -54,90 +54,90 @@ class Source:
 
 def test_a_slot_without_a_byte_is_taken_back_and_given_to_another() -> None:
     source = Source()
-    assert source.gate.request(HOG, 0) is source.gate.request(OTHER_HOG, 1) is Answer.ALLOW
-    assert source.gate.request(HONEST, 0) is Answer.ALLOW, "one address leaves a slot to another"
-    assert source.gate.request(NEIGHBOUR, 0) is Answer.REJECT
-    assert source.gate.interested(NEIGHBOUR) == []
+    assert source.slots.request(HOG, 0) is source.slots.request(OTHER_HOG, 1) is Answer.ALLOW
+    assert source.slots.request(HONEST, 0) is Answer.ALLOW, "one address leaves a slot to another"
+    assert source.slots.request(NEIGHBOUR, 0) is Answer.REJECT
+    assert source.slots.interested(NEIGHBOUR) == []
     source.passes(WINDOW_S + 1, moving={HONEST: 1e6})
     assert source.taken_back() == [Reject(HOG, 0), Reject(OTHER_HOG, 1)]
     assert Unchoke(NEIGHBOUR) in source.answers
-    assert source.gate.reading == 1
+    assert source.slots.reading == 1
 
 
-def test_a_slot_that_brings_bytes_is_kept_and_one_that_trickles_is_not() -> None:
+def test_a_slot_that_brings_bytes_is_kept_and_a_trickle_is_taken_back() -> None:
     source = Source()
-    assert source.gate.request(HONEST, 0) is source.gate.request(HOG, 0) is Answer.ALLOW
+    assert source.slots.request(HONEST, 0) is source.slots.request(HOG, 0) is Answer.ALLOW
     source.passes(WINDOW_S * 3, moving={HONEST: 100_000, HOG: 1000})
     assert source.taken_back() == [Reject(HOG, 0)]
 
 
-def test_one_that_reads_far_more_than_its_chunk_loses_its_slot() -> None:
+def test_a_reader_that_reads_far_more_than_its_chunk_loses_its_slot() -> None:
     source = Source()
-    assert source.gate.request(HOG, 0) is Answer.ALLOW
+    assert source.slots.request(HOG, 0) is Answer.ALLOW
     source.passes(2 * MOST_READ, moving={HOG: MIB})
     assert source.taken_back() == [Reject(HOG, 0)]
 
 
-def test_one_that_fetches_unseen_has_a_time_that_grows_with_the_chunk() -> None:
+def test_the_time_of_a_reader_that_fetches_unseen_grows_with_the_chunk() -> None:
     source = Source(seen=False)
-    assert source.gate.request(HOG, 0) is Answer.ALLOW
+    assert source.slots.request(HOG, 0) is Answer.ALLOW
     source.passes(WINDOW_S + 0.5)
     assert source.taken_back() == []
     source.passes(2)
     assert source.taken_back() == [Reject(HOG, 0)]
 
 
-def test_the_time_of_those_that_fetch_unseen_follows_what_such_slots_take() -> None:
+def test_the_time_of_readers_that_fetch_unseen_follows_the_median_of_such_slots() -> None:
     source = Source(seen=False)
     for chunk in range(5):
-        assert source.gate.request(HONEST, chunk) is Answer.ALLOW
+        assert source.slots.request(HONEST, chunk) is Answer.ALLOW
         source.passes(3)
-        source.gate.done(HONEST, chunk)
-    assert source.gate.request(HOG, 0) is Answer.ALLOW
+        source.slots.done(HONEST, chunk)
+    assert source.slots.request(HOG, 0) is Answer.ALLOW
     source.passes(10)
     assert source.taken_back() == []
     source.passes(LONGEST_S)
     assert source.taken_back() == [Reject(HOG, 0)]
 
 
-def test_bytes_from_before_a_slot_do_not_count_when_they_can_be_seen_at_last() -> None:
-    """A reader that fetched for itself, and goes on over a way by which it is sent to."""
+def test_bytes_from_before_a_slot_do_not_count_once_they_are_seen() -> None:
+    """A reader that fetched for itself continues over a path on which the source sends."""
     sent: list[int | None] = [None]
     standing = Standing(MIB, lambda reader: sent[0])
-    gate = Slots(standing=standing)
+    slots = Slots(standing=standing)
     standing.joined(HONEST, Reader("good", "reader"))
-    assert gate.request(HONEST, 0) is Answer.ALLOW
-    gate.tick(0.0)
+    assert slots.request(HONEST, 0) is Answer.ALLOW
+    slots.tick(0.0)
     for tenths in range(1, 20):
         sent[0] = 100 * MIB + tenths * (MIB // 20)
-        assert gate.tick(tenths / 10) == []
-    assert gate.reading == 1 and standing.clean
+        assert slots.tick(tenths / 10) == []
+    assert slots.reading == 1 and standing.clean
 
 
-def test_who_lost_a_slot_gets_one_only_if_no_other_waits() -> None:
+def test_a_reader_that_lost_a_slot_gets_one_only_if_no_other_waits() -> None:
     source = Source()
-    source.gate.request(HOG, 0)
+    source.slots.request(HOG, 0)
     source.passes(WINDOW_S + 0.6)
-    assert source.gate.request(HOG, 1) is Answer.ALLOW
-    source.gate.done(HOG, 1)
-    source.gate.request(HONEST, 0)
-    source.gate.interested(NEIGHBOUR, later=True)
+    assert source.slots.request(HOG, 1) is Answer.ALLOW
+    source.slots.done(HOG, 1)
+    source.slots.request(HONEST, 0)
+    source.slots.interested(NEIGHBOUR, later=True)
     source.standing.prove(NEIGHBOUR)
-    assert source.gate.request(HOG, 2) is Answer.REJECT
-    assert source.gate.request(HOG, 2, suggested=True) is Answer.REJECT
+    assert source.slots.request(HOG, 2) is Answer.REJECT
+    assert source.slots.request(HOG, 2, suggested=True) is Answer.REJECT
 
 
-def test_the_slots_of_those_that_come_last_are_no_obstacle() -> None:
+def test_the_slots_of_readers_that_come_last_do_not_count() -> None:
     source = Source()
-    source.gate.request(HOG, 0)
-    source.gate.request(OTHER_HOG, 0)
+    source.slots.request(HOG, 0)
+    source.slots.request(OTHER_HOG, 0)
     source.passes(WINDOW_S + 0.6)
-    assert source.gate.request(HOG, 1) is source.gate.request(OTHER_HOG, 1) is Answer.ALLOW
+    assert source.slots.request(HOG, 1) is source.slots.request(OTHER_HOG, 1) is Answer.ALLOW
     source.standing.prove(NEIGHBOUR)
-    assert source.gate.request(NEIGHBOUR, 0) is source.gate.request(HONEST, 0) is Answer.ALLOW
+    assert source.slots.request(NEIGHBOUR, 0) is source.slots.request(HONEST, 0) is Answer.ALLOW
 
 
-def test_the_back_off_doubles_up_to_a_bound_and_a_chunk_ends_it() -> None:
+def test_the_backoff_doubles_up_to_a_bound_and_a_chunk_ends_it() -> None:
     source = Source()
     lasted = []
     for _ in range(7):
@@ -155,7 +155,7 @@ def test_the_back_off_doubles_up_to_a_bound_and_a_chunk_ends_it() -> None:
     assert not source.standing.last(HOG)
 
 
-def test_a_new_id_at_a_bad_address_has_its_record_until_it_has_read_a_chunk() -> None:
+def test_a_new_id_shares_the_record_of_its_address_until_it_has_read_a_chunk() -> None:
     source = Source()
     source.standing.took_back(HOG)
     assert source.standing.last(NEIGHBOUR) and not source.standing.last(HONEST)
@@ -166,40 +166,40 @@ def test_a_new_id_at_a_bad_address_has_its_record_until_it_has_read_a_chunk() ->
     assert source.standing.last(HOG)
 
 
-def test_one_that_says_it_is_done_without_a_byte_is_treated_as_one_that_stopped() -> None:
+def test_a_reader_that_is_done_without_a_byte_counts_as_stopped() -> None:
     source = Source()
-    source.gate.request(HOG, 0)
+    source.slots.request(HOG, 0)
     source.passes(WINDOW_S - 0.5)
-    source.gate.done(HOG, 0)
+    source.slots.done(HOG, 0)
     assert source.standing.last(HOG)
-    source.gate.request(HONEST, 0)
+    source.slots.request(HONEST, 0)
     source.passes(WINDOW_S - 0.5)
-    source.gate.gone(HONEST)
+    source.slots.gone(HONEST)
     assert source.standing.last(HONEST)
 
 
-def test_one_reader_has_one_slot_while_others_wait_however_many_streams_it_has() -> None:
+def test_a_reader_with_several_streams_has_one_slot_while_others_wait() -> None:
     source = Source()
     source.standing.joined(OTHER_HOG, Reader("bad", str(HOG)))
-    source.gate.interested(HONEST, later=True)
-    assert source.gate.request(HOG, 0) is Answer.ALLOW
-    assert source.gate.request(OTHER_HOG, 1) is Answer.REJECT
-    assert source.gate.request(HOG, 2) is Answer.REJECT
-    source.gate.gone(HONEST)
-    assert source.gate.request(OTHER_HOG, 1) is Answer.ALLOW, "nobody waits"
-    assert source.gate.request(NEIGHBOUR, 0) is Answer.ALLOW, "both are one reader's"
+    source.slots.interested(HONEST, later=True)
+    assert source.slots.request(HOG, 0) is Answer.ALLOW
+    assert source.slots.request(OTHER_HOG, 1) is Answer.REJECT
+    assert source.slots.request(HOG, 2) is Answer.REJECT
+    source.slots.gone(HONEST)
+    assert source.slots.request(OTHER_HOG, 1) is Answer.ALLOW, "no reader waits"
+    assert source.slots.request(NEIGHBOUR, 0) is Answer.ALLOW, "both slots belong to one reader"
 
 
-def test_those_that_are_told_of_room_and_say_nothing_hold_up_nobody_for_long() -> None:
+def test_unchoked_readers_that_do_not_answer_keep_others_waiting_briefly() -> None:
     source = Source(width=1)
     for number in range(10, 30):
-        source.gate.interested(number, later=True)
-    source.gate.interested(HONEST, later=True)
+        source.slots.interested(number, later=True)
+    source.slots.interested(HONEST, later=True)
     source.passes(10)
     assert Unchoke(HONEST) in source.answers
 
 
-def test_one_that_loses_slot_after_slot_is_banned_for_a_while() -> None:
+def test_a_reader_that_loses_several_slots_in_a_row_is_banned_for_a_while() -> None:
     source = Source()
     hog = Reader("bad", str(HOG))
     for _ in range(standing.MOST_TAKEN_BACK):
@@ -221,7 +221,7 @@ def test_records_are_bounded_and_forgotten() -> None:
     assert source.standing.clean
 
 
-def test_offers_go_round_one_that_accepts_them_and_its_address() -> None:
+def test_suggestions_avoid_a_reader_that_does_not_take_them_and_its_address() -> None:
     standing = Standing()
     for number, address in ADDRESSES.items():
         standing.joined(number, Reader(address, str(number)))
@@ -237,13 +237,13 @@ def test_offers_go_round_one_that_accepts_them_and_its_address() -> None:
     assert seeder.all_out
 
 
-def test_that_many_do_not_take_their_offers_does_not_make_waiting_usual() -> None:
+def test_readers_that_take_no_suggestions_do_not_raise_the_usual_time() -> None:
     standing = Standing()
     seeder = Seeder(100, standing=standing)
     for number in range(10):
         seeder.joined(number, 0, 0.0)
     now_s = 0.0
-    while not seeder.all_out and now_s < 60:  # the last one alone takes what it is offered
+    while not seeder.all_out and now_s < 60:  # only the last reader takes suggested chunks
         now_s += 0.2
         seeder.tick(now_s)
         for chunk in range(100):
@@ -257,14 +257,14 @@ def test_that_many_do_not_take_their_offers_does_not_make_waiting_usual() -> Non
 def test_an_honest_reader_gets_slots_whatever_the_others_do(
     data: st.DataObject, width: int, same_address: bool
 ) -> None:
-    """The others ask, want, pass, leave and come back; only one reads what it is given."""
+    """The others send any messages, leave and return; only one reads the chunks it is allowed."""
     source = Source(width=width)
     hogs = range(10, 10 + data.draw(st.integers(1, 5)))
     honest = 3
     for number in (*hogs, honest):
         address = "bad" if same_address or number != honest else "good"
         source.standing.joined(number, Reader(address, str(number)))
-    if same_address:  # it has read without asking
+    if same_address:  # it has read freely
         source.sent[str(honest)] += MIB
     read = 0
     choices = data.draw(st.lists(st.integers(0, 5), min_size=20, max_size=20))
@@ -272,22 +272,22 @@ def test_an_honest_reader_gets_slots_whatever_the_others_do(
         for number in hogs:
             match choices[(step + number) % 20]:
                 case 0:
-                    source.gate.interested(number)
+                    source.slots.interested(number)
                 case 1:
-                    source.gate.not_interested(number)
+                    source.slots.not_interested(number)
                 case 2:
-                    source.gate.done(number, step % 7)
+                    source.slots.done(number, step % 7)
                 case 3:
-                    source.gate.gone(number)
+                    source.slots.gone(number)
                     source.standing.joined(number, Reader("bad", f"{number}.{step}"))
                 case _:
-                    source.gate.request(number, step % 7)
-        if source.gate.request(honest, 0) is Answer.ALLOW:
+                    source.slots.request(number, step % 7)
+        if source.slots.request(honest, 0) is Answer.ALLOW:
             source.sent[str(honest)] += MIB
             source.passes(STEP_S)
-            source.gate.done(honest, 0)
+            source.slots.done(honest, 0)
             read += 1
         else:
-            source.gate.interested(honest)
+            source.slots.interested(honest)
         source.passes(STEP_S)
     assert read >= 10

@@ -21,7 +21,7 @@ from mx.core.swarm.origin import Seeder, Suggest
 from mx.core.swarm.receiver import END_CHUNKS
 from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
 from mx.core.swarm.standing import Reader, Standing
-from tests.receivers import LoneReceiver
+from tests.support.receivers import LoneReceiver
 
 ORIGIN = 0
 TICK_S = 0.2

@@ -27,11 +27,13 @@ from mx.testing.bench import GENERATION, Bench, Harness, Source
 from mx.testing.faultproxy import FaultProxy
 from mx.transport import ExposeOptions, Piece, Read, Session, TlsFiles
 from mx.units import MIB
-from mx_transports import _door, _frames, _tcp_wire
-from mx_transports.tcp import AHEAD_REQUESTS, TcpTransport
+from mx_transports.tcp import TcpTransport, wire
+from mx_transports.tcp.session import AHEAD_REQUESTS
+from mx_transports.toolkit import exposure as sockets
+from mx_transports.toolkit import framing
 
 TARGET = "mx_transports.tcp:TcpTransport"
-HEADER = _frames.HELLO.size + _tcp_wire.RESPONSE.size
+HEADER = framing.HELLO.size + wire.RESPONSE.size
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_slow_is_not_stalled(bench: Bench, proxied: Proxied) -> None:
     assert view.tobytes() == source.memories[0].expected
 
 
-@pytest.mark.parametrize("offset", [_frames.HELLO.size, HEADER, HEADER + 1, HEADER + MIB])
+@pytest.mark.parametrize("offset", [framing.HELLO.size, HEADER, HEADER + 1, HEADER + MIB])
 def test_a_truncated_stream_is_a_lost_peer(bench: Bench, proxied: Proxied, offset: int) -> None:
     source = bench.source(2 * MIB)
     proxy, session = proxied(source, 1)
@@ -121,7 +123,7 @@ def test_without_its_last_status_a_read_is_not_done(bench: Bench, proxied: Proxi
 def test_garbage_instead_of_a_response(bench: Bench, proxied: Proxied) -> None:
     source = bench.source(MIB)
     proxy, session = proxied(source, 1)
-    proxy.down.garbage(_frames.HELLO.size)
+    proxy.down.garbage(framing.HELLO.size)
     sink = bench.read(session, 0, 0, memoryview(bytearray(MIB)))
     bench.failure(sink, PeerProtocolError, "chunk 0")
 
@@ -171,19 +173,19 @@ def test_nobody_listens(bench: Bench) -> None:
 # --- hostile readers
 
 
-def enter(ticket: bytes, magic: bytes = _tcp_wire.MAGIC) -> socket.socket:
+def enter(ticket: bytes, magic: bytes = wire.MAGIC) -> socket.socket:
     """A connection that has presented a ticket, its greeting not yet read."""
     document = json.loads(ticket)
     sock = socket.create_connection(address_of(ticket), timeout=10)
     key, secret = bytes.fromhex(document["key"]), bytes.fromhex(document["secret"])
-    sock.sendall(_frames.PREAMBLE.pack(magic, key, secret))
+    sock.sendall(framing.PREAMBLE.pack(magic, key, secret))
     return sock
 
 
 def entered(ticket: bytes) -> socket.socket:
     sock = enter(ticket)
-    hello = sock.recv(_frames.HELLO.size, socket.MSG_WAITALL)
-    assert _frames.HELLO.unpack(hello) == (_tcp_wire.MAGIC, _frames.OK)
+    hello = sock.recv(framing.HELLO.size, socket.MSG_WAITALL)
+    assert framing.HELLO.unpack(hello) == (wire.MAGIC, framing.OK)
     return sock
 
 
@@ -196,7 +198,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 @settings(max_examples=25)
 @given(noise=st.binary(min_size=1, max_size=200))
-def test_noise_at_the_door_changes_nothing(noise: bytes) -> None:
+def test_noise_at_the_socket_changes_nothing(noise: bytes) -> None:
     with Bench(Harness(TARGET)) as bench:
         source = bench.source(4096)
         _, ticket = source.grant()
@@ -220,7 +222,7 @@ def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Ben
     with ExitStack() as stack:
         idle = [
             stack.enter_context(socket.create_connection(address_of(ticket), timeout=10))
-            for _ in range(3 * _door.MAX_UNPROVED)
+            for _ in range(3 * sockets.MAX_UNPROVED)
         ]
         bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
         assert all(is_closed(sock) for sock in idle)
@@ -243,19 +245,19 @@ def test_forged_requests_get_a_status_and_no_bytes(
     _, ticket = bench.source(4096).grant()
     with entered(ticket) as sock:
         for request_id in (7, 8):
-            frame = _tcp_wire.REQUEST.pack(request_id, GENERATION, len(pieces))
-            sock.sendall(frame + b"".join(_tcp_wire.PIECE.pack(*piece) for piece in pieces))
-            answer = sock.recv(_tcp_wire.RESPONSE.size, socket.MSG_WAITALL)
-            assert _tcp_wire.RESPONSE.unpack(answer) == (request_id, _frames.OUT_OF_RANGE, 0)
+            frame = wire.REQUEST.pack(request_id, GENERATION, len(pieces))
+            sock.sendall(frame + b"".join(wire.PIECE.pack(*piece) for piece in pieces))
+            answer = sock.recv(wire.RESPONSE.size, socket.MSG_WAITALL)
+            assert wire.RESPONSE.unpack(answer) == (request_id, framing.OUT_OF_RANGE, 0)
 
 
 def test_a_request_without_end_is_cut(bench: Bench) -> None:
     _, ticket = bench.source(4096).grant()
     with entered(ticket) as sock:
-        sock.sendall(_tcp_wire.REQUEST.pack(0, GENERATION, (1 << 32) - 1))
+        sock.sendall(wire.REQUEST.pack(0, GENERATION, (1 << 32) - 1))
         assert is_closed(sock)
     with entered(ticket) as sock:  # Half a request is given the stall timeout, no more.
-        sock.sendall(_tcp_wire.REQUEST.pack(0, GENERATION, 2))
+        sock.sendall(wire.REQUEST.pack(0, GENERATION, 2))
         assert is_closed(sock)
 
 
@@ -263,7 +265,7 @@ def test_a_reader_that_takes_nothing_is_cut(bench: Bench) -> None:
     source = bench.source(48 * MIB)
     _, ticket = source.grant()
     with entered(ticket) as sock:
-        frame = _tcp_wire.REQUEST.pack(0, GENERATION, 1) + _tcp_wire.PIECE.pack(0, 0, 48 * MIB)
+        frame = wire.REQUEST.pack(0, GENERATION, 1) + wire.PIECE.pack(0, 0, 48 * MIB)
         sock.sendall(frame)
         bench.eventually(lambda: source.exposure.active_readers() == 1, lambda: "never active")
         bench.eventually(lambda: source.exposure.active_readers() == 0, lambda: "never cut")
@@ -273,7 +275,7 @@ def test_a_grant_has_only_so_many_connections(bench: Bench) -> None:
     source = bench.source(4096)
     grant_id, ticket = source.grant()
     with ExitStack() as stack:
-        for _ in range(_door.MAX_CONNECTIONS_PER_GRANT):
+        for _ in range(sockets.MAX_CONNECTIONS_PER_GRANT):
             stack.enter_context(entered(ticket))
         with pytest.raises(PeerRefusedError, match="too many"):
             bench.open_ticket(grant_id, ticket, source.sizes, tls=None)

@@ -25,8 +25,8 @@ from mx.transport import (
     Witness,
 )
 from mx.units import MIB
-from mx_transports import _frames, _tcp_wire
-from mx_transports.tcp import TcpTransport
+from mx_transports.tcp import TcpTransport, wire
+from mx_transports.toolkit import framing
 
 RULES = (
     "right_bytes",
@@ -140,10 +140,10 @@ def test_a_read_that_is_not_taken_in_is_counted_while_it_is_sent() -> None:
         described = json.loads(ticket)
         key, secret = bytes.fromhex(described["key"]), bytes.fromhex(described["secret"])
         with socket.create_connection(tuple(described["addresses"][0])) as reader:
-            reader.sendall(_frames.PREAMBLE.pack(_tcp_wire.MAGIC, key, secret))
-            reader.recv(_frames.HELLO.size, socket.MSG_WAITALL)
-            piece = _tcp_wire.PIECE.pack(0, 0, 64 * MIB)
-            reader.sendall(_tcp_wire.REQUEST.pack(1, GENERATION, 1) + piece)
+            reader.sendall(framing.PREAMBLE.pack(wire.MAGIC, key, secret))
+            reader.recv(framing.HELLO.size, socket.MSG_WAITALL)
+            piece = wire.PIECE.pack(0, 0, 64 * MIB)
+            reader.sendall(wire.REQUEST.pack(1, GENERATION, 1) + piece)
             bench.eventually(lambda: exposure.sent_to(grant_id) > 0, lambda: "nothing is counted")
             assert exposure.sent_to(grant_id) < 64 * MIB
 

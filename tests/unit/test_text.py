@@ -1,4 +1,4 @@
-"""Nothing that comes from elsewhere steers the terminal, or is taken for markup."""
+"""Untrusted text never controls the terminal, and is never read as markup."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_control_characters_are_found_and_taken_away(bad: str) -> None:
+def test_control_characters_are_found_and_removed(bad: str) -> None:
     assert has_control(f"a{bad}b")
     for cleaned in (plain(f"a{bad}b"), plain_lines(f"a{bad}b")):
         assert STEERS.search(cleaned) is None
@@ -48,19 +48,19 @@ def test_control_characters_are_found_and_taken_away(bad: str) -> None:
 
 
 @given(st.text(st.characters()))
-def test_what_is_left_steers_nothing(text: str) -> None:
+def test_plain_text_has_no_control_characters(text: str) -> None:
     assert STEERS.search(plain(text)) is None and "\n" not in plain(text)
     assert STEERS.search(plain_lines(text)) is None
     assert has_control(text) == (plain(text) != text)
 
 
 @pytest.mark.parametrize("text", ["model.layers.0", "größe", "模型", "a b", "a\u00a0b", "👩‍👧"])
-def test_ordinary_text_is_left_as_it_is(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert not has_control(text)
     assert plain(text) == plain_lines(text) == text
 
 
-def test_lines_are_kept_where_they_are_ours_only() -> None:
+def test_only_plain_lines_keeps_line_feeds() -> None:
     assert plain("one\ntwo\r\n\tthree") == "one two three"
     assert plain_lines("one\n\ttwo\r\n") == "one\n\ttwo\n"
 
@@ -108,7 +108,7 @@ def test_log_lines() -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_names_that_steer_are_refused_where_they_are_served(bad: str, tmp_path: Path) -> None:
+def test_names_with_control_characters_are_refused_by_serve(bad: str, tmp_path: Path) -> None:
     if bad == "\ud800":
         return  # no header can hold it
     save_file({"fine": torch.zeros(4), f"model{bad}x": torch.zeros(4)}, tmp_path / "a.safetensors")
@@ -121,7 +121,7 @@ def test_names_that_steer_are_refused_where_they_are_served(bad: str, tmp_path: 
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_a_peer_says_has_no_control_characters(bad: str) -> None:
+def test_errors_of_a_peer_have_no_control_characters(bad: str) -> None:
     detail = json.dumps({"error": "CoordinatorError", "message": f"a{bad}\nb", "hint": f"c{bad}"})
     error = _rebuild(detail.encode(), Remote(Role.COORDINATOR, "127.0.0.1:1"))
     assert isinstance(error, CoordinatorError)
@@ -130,7 +130,7 @@ def test_what_a_peer_says_has_no_control_characters(bad: str) -> None:
 
 
 def test_a_hostile_coordinator_on_a_terminal() -> None:
-    """A real `mx models` on a terminal, and something that answers with what steers it."""
+    """A real `mx models` on a terminal, and a coordinator that answers with control characters."""
     evil = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil[red]\nerror: forged"
     detail = {"error": "CoordinatorError", "message": evil, "hint": evil}
 
@@ -164,7 +164,7 @@ def test_a_hostile_coordinator_on_a_terminal() -> None:
 
 
 def on_a_terminal(*arguments: str) -> tuple[int, str]:
-    """Run `mx`, all its outputs one terminal: (exit code, what that was sent)."""
+    """Run `mx` on a terminal. Return (exit code, what the terminal received)."""
     ours, theirs = pty.openpty()
     try:
         child = subprocess.Popen(
@@ -179,7 +179,7 @@ def on_a_terminal(*arguments: str) -> tuple[int, str]:
         while True:
             try:
                 data = os.read(ours, 65536)
-            except OSError:  # the last end is closed
+            except OSError:  # the other end is closed
                 break
             said += data
         return child.wait(120), said.decode()

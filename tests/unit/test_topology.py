@@ -28,7 +28,7 @@ from mx.errors import ConfigError, PeerProtocolError
 from mx.hardware import Topology, netlink
 from mx.hardware.gpus import GpusFound
 from mx.hardware.netlink import Interface
-from mx.target.connector import path_between
+from mx.target.paths import path_between
 from mx.transport import Unavailable, Viable
 from tests.support.places import nvlink_host, uuid
 from tests.support.records import make_documents, make_record

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from mx.core import manifest as manifests
 from mx.core.digest import chunk_digest
 from mx.core.holdings import members
+from mx.core.planner import SourcePath
 from mx.core.types import ChunkGrid, Chunking, Manifest, Packaging
 from mx.errors import ClosedError, DigestError, LocalError, MxError, PeerLostError
 from mx.target.reads import Connection
 from mx.target.transfer import Transfer
-from mx.transport import Read, Span, host_view
+from mx.transport import Read, Session, Span, host_view
 from mx.units import MIB
+from tests.support.records import make_documents, make_record
 
 BYTES = bytes(range(256)) * (3 * MIB // 256)
 
@@ -76,9 +79,17 @@ class HeldSession:
 
 class Lease:
     error: MxError | None = None
+    coordinated = False
 
     def check(self) -> MxError | None:
         return self.error
+
+    def end(self) -> None: ...
+
+
+def connection_of(session: Session, lease: Lease | None = None) -> Connection:
+    source = replace(make_record(make_documents("w")), endpoint="peer")
+    return Connection(SourcePath(source, "held", 0.0, False, ""), lease or Lease(), session)
 
 
 class Listener:
@@ -114,7 +125,7 @@ class Setting:
 
     def connection(self, lease: Lease | None = None) -> HeldSession:
         session = HeldSession()
-        self.transfer.add_connection(Connection("held", "peer", session, lease or Lease(), 0.0))
+        self.transfer.add_connection(connection_of(session, lease))
         return session
 
 
@@ -148,7 +159,7 @@ def test_a_chunk_is_read_by_one_session_at_a_time(setting: Setting) -> None:
 def test_a_session_that_refuses_reads_is_lost_and_holds_on_to_nothing(setting: Setting) -> None:
     refusing = HeldSession()
     refusing.closed = True
-    setting.transfer.add_connection(Connection("held", "peer", refusing, Lease(), 0.0))
+    setting.transfer.add_connection(connection_of(refusing))
     assert setting.listener.lost == [0]
     good = setting.connection()
     for _ in range(3):

@@ -30,11 +30,12 @@ from mx.testing.bench import GENERATION, Bench, Source
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Medium, TlsFiles, Unavailable
 from mx.units import MIB
-from mx_transports import _frames as frames
-from mx_transports import _ucx_nixl as nixl
-from mx_transports import _ucx_source, _ucx_wire, ucx
-from mx_transports._ucx_child import AgentProcess
-from mx_transports._ucx_source import UcxExposure
+from mx_transports import ucx
+from mx_transports.toolkit import framing
+from mx_transports.ucx import exposure as ucx_exposure
+from mx_transports.ucx import nixl, wire
+from mx_transports.ucx.agent_process import AgentProcess
+from mx_transports.ucx.exposure import UcxExposure
 
 installed = pytest.mark.skipif(nixl.find() is None, reason="NIXL is not installed")
 
@@ -93,7 +94,7 @@ def test_reach_says_what_trust_it_needs_and_what_rdma_gives() -> None:
 
 def test_a_reader_uses_rdma_where_both_sides_have_it() -> None:
     here = place("a", nics=(rdma_nic("10.0.0.1/24"), Nic("eth0", "up", ("10.0.1.1/24",))))
-    device = _ucx_wire.reader_device
+    device = wire.reader_device
     assert device(here, "10.0.0.1", ("ib1", "mlx5_3:2")) == "mlx5_0:1"
     assert device(here, "10.0.0.1", ("eth7",)) == "ib0"
     assert device(here, "10.0.1.1", ("ib1", "mlx5_3:2")) == "eth0"
@@ -130,7 +131,7 @@ def test_beyond_loopback_both_sides_must_trust_the_fabric() -> None:
         transport.expose([memory.region(0)], ExposeOptions(hosts=("127.0.0.1", "10.1.2.3")))
     memory.close()
     fields: dict[str, object] = {"addresses": [["10.1.2.3", 4000]]}
-    ticket = frames.Ticket(b"k" * 16, b"s" * 32, fields).encode()
+    ticket = framing.Ticket(b"k" * 16, b"s" * 32, fields).encode()
     with pytest.raises(NotAllowedError, match=r"peer:1 by ucx.*`trusted_fabric`"):
         transport.open(Grant("g", ticket, 1, (4096,), "peer:1", peer_addresses=("10.1.2.3",)))
 
@@ -142,7 +143,7 @@ def test_what_nixl_raises_is_an_error_that_names_peer_and_way(bench: Bench) -> N
         agent.connect(b"no metadata")
     assert caught.value.peer == "peer:1"
     with pytest.raises(PathError, match="peer:1 by ucx: a read"):
-        agent.post([nixl.Block(4096, 8)], [nixl.Block(4096, 8)])
+        agent.post([nixl.AddressRange(4096, 8)], [nixl.AddressRange(4096, 8)])
     agent.close()
     with pytest.raises(PathError, match="a UCX agent on nosuch0"):
         nixl.TargetAgent("peer:1", "nosuch0")
@@ -162,7 +163,7 @@ def test_what_nixl_raises_is_an_error_that_names_peer_and_way(bench: Bench) -> N
 )
 def test_malformed_words_about_an_agent(text: bytes) -> None:
     with pytest.raises(SourceError, match="peer:1"):
-        _ucx_wire.decode_info(text, "peer:1")
+        wire.decode_info(text, "peer:1")
 
 
 def test_memlock_is_named_where_it_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,7 @@ def test_a_stopped_agent_runs_into_the_deadline(bench: Bench) -> None:
 def test_agents_that_keep_dying_are_not_replaced_for_ever(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ucx_source, "MAX_DEATHS", 1)
+    monkeypatch.setattr(ucx_exposure, "MAX_DEATHS", 1)
     source = bench.source(MIB)
     grant_id, ticket = source.grant()
     bench.open_ticket(grant_id, ticket, source.sizes, tls=None)
@@ -275,7 +276,7 @@ def test_withdrawing_from_the_only_reader_ends_the_agent(bench: Bench) -> None:
 
 @installed
 def test_an_unused_agent_is_let_go(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ucx_source, "LINGER_S", 0.0)
+    monkeypatch.setattr(ucx_exposure, "LINGER_S", 0.0)
     source = bench.source(MIB)
     session = bench.open(source)
     pid = agents(source)[0].pid
@@ -302,10 +303,10 @@ def test_an_agent_that_cannot_start_is_the_paths_error(
 
 @installed
 def test_an_adopted_arena_is_registered_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[nixl.Block] = []
+    registered: list[nixl.AddressRange] = []
     register = nixl.TargetAgent.register
 
-    def note(self: nixl.TargetAgent, block: nixl.Block) -> Any:
+    def note(self: nixl.TargetAgent, block: nixl.AddressRange) -> Any:
         registered.append(block)
         return register(self, block)
 
@@ -351,23 +352,23 @@ def test_a_reader_that_begins_reads_and_ends_none_is_cut_off(bench: Bench) -> No
     key, secret = bytes.fromhex(described["key"]), bytes.fromhex(described["secret"])
     with socket.create_connection(tuple(described["addresses"][0])) as reader:
         reader.settimeout(30)
-        reader.sendall(frames.PREAMBLE.pack(_ucx_wire.MAGIC, key, secret))
-        reader.recv(frames.HELLO.size, socket.MSG_WAITALL)
-        kind = _ucx_wire.STARTING
-        while kind == _ucx_wire.STARTING:
-            told = reader.recv(_ucx_wire.INFO.size, socket.MSG_WAITALL)
-            kind, nbytes = _ucx_wire.INFO.unpack(told)
+        reader.sendall(framing.PREAMBLE.pack(wire.MAGIC, key, secret))
+        reader.recv(framing.HELLO.size, socket.MSG_WAITALL)
+        kind = wire.STARTING
+        while kind == wire.STARTING:
+            told = reader.recv(wire.INFO.size, socket.MSG_WAITALL)
+            kind, nbytes = wire.INFO.unpack(told)
             reader.recv(nbytes, socket.MSG_WAITALL)
-        assert kind == _ucx_wire.READY
+        assert kind == wire.READY
         begins = [
-            _ucx_wire.REQUEST.pack(_ucx_wire.BEGIN, number, GENERATION)
-            for number in range(_ucx_source.MAX_RUNNING + 1)
+            wire.REQUEST.pack(wire.BEGIN, number, GENERATION)
+            for number in range(ucx_exposure.MAX_RUNNING + 1)
         ]
         reader.sendall(b"".join(begins))
         answers = b""
         while got := reader.recv(1 << 16):
             answers += got
-        assert len(answers) == _ucx_source.MAX_RUNNING * _ucx_wire.RESPONSE.size
+        assert len(answers) == ucx_exposure.MAX_RUNNING * wire.RESPONSE.size
     eventually(lambda: source.exposure.active_readers() == 0)
 
 
@@ -377,12 +378,12 @@ _FORGER = """
 import ctypes, json, secrets, sys
 sys.path[:] = json.loads(sys.argv[1])
 asked = json.loads(sys.argv[2])
-from mx_transports import _ucx_nixl as nixl
+from mx_transports.ucx import nixl
 agent = nixl.TargetAgent("victim", "lo")
 agent.connect(bytes.fromhex(asked["metadata"]))
 room = ctypes.create_string_buffer(asked["fill"].encode() * 64, 4096)
 here = ctypes.addressof(room)
-agent.register(nixl.Block(here, 4096))
+agent.register(nixl.AddressRange(here, 4096))
 op = getattr(agent._nixl, asked["operation"])
 # What NIXL would check on this side is taken out of the way: the metadata is forged to cover it.
 forged = bytes.fromhex(asked["metadata"]).replace(
@@ -394,8 +395,8 @@ if forged != bytes.fromhex(asked["metadata"]):
 try:
     handle = agent._agent.createXferReq(
         op,
-        agent._list([nixl.Block(here, 4096)]),
-        agent._list([nixl.Block(asked["target"], 4096)]),
+        agent._list([nixl.AddressRange(here, 4096)]),
+        agent._list([nixl.AddressRange(asked["target"], 4096)]),
         agent._remote,
     )
     agent._agent.postXferReq(handle)
@@ -461,7 +462,7 @@ def test_forged_metadata_does_not_reach_the_sources_process(bench: Bench, operat
     bench.open(source)
     (agent,) = agents(source)
     assert agent.settled.wait(15)
-    address = nixl.Pin(memoryview(secret)).block.address & ~4095
+    address = nixl.Pin(memoryview(secret)).range.address & ~4095
     answer = forge(agent, operation, address + 4096)
     # The same address in the agent's process is another thing, or nothing.
     assert b"secret" not in bytes.fromhex(answer.get("done", ""))

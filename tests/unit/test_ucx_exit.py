@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mx_transports import _ucx_nixl as nixl
+from mx_transports.ucx import nixl
 from tests.support import rdma_core
 
 pytestmark = [
@@ -37,7 +37,7 @@ def at_c_exit(text):
     libc.__cxa_atexit(libc.puts, ctypes.c_void_p(libc.strdup(text)), None)
 
 at_c_exit(b"C handler from before")
-from mx_transports import _ucx_nixl as nixl
+from mx_transports.ucx import nixl
 if first == "other":
     bindings = nixl._bindings("peer")
     other = bindings.nixlAgent("other", bindings.nixlAgentConfig())

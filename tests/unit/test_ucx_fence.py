@@ -16,9 +16,9 @@ from mx.errors import ClosedError, PathError, PeerLostError, PeerTimeoutError, S
 from mx.testing import conformance
 from mx.testing.bench import Bench
 from mx.transport import Session
-from mx_transports import _ucx_nixl as nixl
-from mx_transports._ucx_session import UcxSession
-from mx_transports._ucx_source import UcxExposure
+from mx_transports.ucx import nixl
+from mx_transports.ucx.exposure import UcxExposure
+from mx_transports.ucx.session import UcxSession
 
 READS = 3
 
@@ -147,7 +147,7 @@ def test_no_traceback_keeps_an_agent() -> None:
     agent = nixl.TargetAgent("peer:1", "lo")
     alive = weakref.ref(agent._agent)
     caught: list[SourceError] = []
-    block = nixl.Block(4096, 8)
+    block = nixl.AddressRange(4096, 8)
     calls = (lambda: agent.connect(b"no metadata"), lambda: agent.post([block], [block]))
     for call in calls:
         with pytest.raises(PathError) as raised:

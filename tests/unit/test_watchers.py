@@ -1,4 +1,4 @@
-"""What a watcher is told: the latest state of each source, whatever came in between."""
+"""A watcher gets the latest state of each source, for any sequence of changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ steps = st.lists(
 
 
 @given(steps, st.sampled_from(["", "x"]), st.integers(0, 30), st.integers(1, 4))
-def test_a_watcher_ends_up_knowing_what_is_listed(
+def test_a_watcher_ends_with_what_is_listed(
     events: list[tuple[str, str, int]], name: str, begins: int, slice_limit: int
 ) -> None:
     members, log = Registry(), WatchLog()
@@ -84,7 +84,7 @@ def hear(watcher: Watcher, told: dict[str, SourceRecord], limit: int) -> None:
         told[source_id] = change.record
 
 
-def test_a_source_that_moves_to_another_name_is_gone_for_those_that_watch_the_old_one() -> None:
+def test_a_source_that_moves_to_another_name_is_gone_for_watchers_of_the_old_one() -> None:
     members, log = Registry(), WatchLog()
     record = make_record(DOCUMENTS)
     members.register(0, record, SECRET)
@@ -98,7 +98,7 @@ def test_a_source_that_moves_to_another_name_is_gone_for_those_that_watch_the_ol
     assert (change.record.source_id, change.record.model) == (record.source_id, record.model)
 
 
-def test_what_is_kept_of_sources_that_are_gone_is_bounded() -> None:
+def test_the_number_of_ended_sources_that_are_kept_is_bounded() -> None:
     members, log = Registry(), WatchLog(max_gone=8)
     early, reader = Watcher(log), Watcher(log)
     record = make_record(DOCUMENTS)
@@ -113,7 +113,7 @@ def test_what_is_kept_of_sources_that_are_gone_is_bounded() -> None:
         log.push(members.take_changes())
         assert reader.take(99) == []  # it came and went unseen
     assert len(log.after(0, 1000)) == 1 + 8
-    # Something of what `early` was to be told may be missing by now.
+    # A change that `early` has not seen may be missing by now.
     with pytest.raises(CapacityError, match="watch again"):
         early.take(9)
     newcomer = Watcher(log)

@@ -72,7 +72,7 @@ def test_addresses(address: str, host: str, port: int) -> None:
         f"{'a' * 64}:1",
     ],
 )
-def test_no_addresses(address: str) -> None:
+def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
         split_address(address)
 
@@ -102,11 +102,13 @@ ALL_ERRORS = [
 
 @pytest.mark.parametrize("kind", ALL_ERRORS)
 @pytest.mark.parametrize("who", [COORDINATOR, SOURCE])
-def test_a_refusal_arrives_as_what_it_was(kind: type[MxError], who: Remote) -> None:
+def test_an_error_arrives_with_the_class_it_was_raised_with(
+    kind: type[MxError], who: Remote
+) -> None:
     error = kind("the message é", hint="the hint")
     raised = translate(rpc_error(code_of(error), "the message", encode_detail(error)), who=who)
     if isinstance(error, errors.LocalError) or kind is MxError:
-        # Its trouble, not ours.
+        # It is the other end's fault, not this process's.
         assert isinstance(raised, CoordinatorError if who is COORDINATOR else SourceError)
         assert not isinstance(raised, errors.LocalError)
     else:
@@ -136,7 +138,7 @@ def test_foreign_statuses(
     assert type(translate(rpc_error(code, "said"), who=SOURCE.address)) is source
 
 
-def test_nobody_there_says_what_to_do() -> None:
+def test_the_error_for_an_absent_coordinator_says_what_to_do() -> None:
     error = translate(rpc_error(grpc.StatusCode.UNAVAILABLE, "refused"), who=COORDINATOR)
     assert "no coordinator answers at 10.0.0.1:7600" in str(error)
     assert "mx-coordinator" in error.hint and "`coordinator`" in error.hint
@@ -220,7 +222,7 @@ def test_refs_are_checked_before_anything_is_held() -> None:
         Assembler([(b"d" * 32, 1), (b"d" * 32, 2)], who="peer")
 
 
-def test_pages_are_handed_on_and_not_kept() -> None:
+def test_pages_go_to_write_and_are_not_kept() -> None:
     documents = [bytes(range(256)) * 8192, b"", b"x"]
     refs = [(document_digest(d), len(d)) for d in documents]
     found: dict[bytes, bytes] = {}
@@ -239,7 +241,7 @@ def test_pages_are_handed_on_and_not_kept() -> None:
     assert set(assembler.documents.values()) == {b""}
 
 
-def test_wrong_bytes_that_are_handed_on_are_told() -> None:
+def test_wrong_bytes_that_went_to_write_are_reported() -> None:
     assembler = Assembler([(b"d" * 32, 3)], who="peer", write=lambda *_: None)
     with pytest.raises(DigestError):
         assembler.add(pb.Page(digest=b"d" * 32, offset=0, nbytes=3, data=b"abc"))
@@ -258,7 +260,7 @@ def test_wrong_bytes_that_are_handed_on_are_told() -> None:
         ("", ""),
     ],
 )
-def test_the_address_of_the_other_end_is_without_what_it_can_choose(
+def test_the_address_of_a_peer_leaves_out_the_parts_that_it_can_choose(
     peer: str, address: str
 ) -> None:
     assert address_of_peer(peer) == address

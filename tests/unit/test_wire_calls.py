@@ -1,4 +1,4 @@
-"""A call that is cut is over, whatever had become of it before."""
+"""A call that is cut is over, in any state."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mx.wire.channel import cut, dial
 
 
 async def _answers(requests: AsyncIterator[bytes], context: Any) -> None:
-    """Says much, hears nothing, and goes."""
+    """Sends much, reads nothing, and ends."""
     for _ in range(10):
         await context.write(b"x" * 1000)
 
 
 async def _status_is_awaited() -> bool:
-    """Does gRPC still wait for the end of some call?"""
+    """Return True if gRPC still waits for the end of a call."""
     return any("_handle_status_once_received" in repr(task) for task in asyncio.all_tasks())
 
 
 @pytest.mark.parametrize("writes", [True, False])
-async def test_a_call_with_unread_messages_is_let_go(writes: bool) -> None:
+async def test_a_call_with_unread_messages_is_released(writes: bool) -> None:
     server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(_answers)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("s.S", {"M": handler}),))
@@ -39,7 +39,7 @@ async def test_a_call_with_unread_messages_is_let_go(writes: bool) -> None:
         await call.read()
         if writes:
             with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-                while True:  # until the end has come
+                while True:  # until the end
                     await call.write(b"more")
                     await asyncio.sleep(0.01)
         cut(call)

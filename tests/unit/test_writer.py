@@ -217,7 +217,7 @@ def test_an_output_in_use(source: Path, place: Path) -> None:
             CheckpointWriter(path, manifest)
         assert caught.value.exit_code == 2
         assert caught.value.hint
-    with pytest.raises(ConfigError, match="mounted"):
+    with pytest.raises(ConfigError, match="mount point"):
         CheckpointWriter(Path("/proc"), manifest)
     assert tree(place / "out") == {"precious": b"!"}
 

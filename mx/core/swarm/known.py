@@ -1,8 +1,8 @@
-"""Which peers a pull knows of, beside those that it talks to. Pure: time is an argument.
+"""The table of peers that a pull knows, connected or not. Pure: time is an argument.
 
-The table is bounded and aged: peers that nobody has named for long are dropped, and when it is
-full one that was only told of by another peer makes place for one that a coordinator, or a source,
-lists, so that a peer that names thousands keeps none of the real ones out.
+The table is bounded and aged: a peer that was not named for long is dropped. In a full table, a
+peer that only another peer has named yields to one that a coordinator or a source lists, so that a
+peer that names thousands does not displace the listed ones.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from mx.core.types import SourceRecord
 
-#: Peers that are known at most.
+#: The most peers in the table.
 MOST_KNOWN = 1024
-#: One that was not named for so long is dropped.
+#: A peer that was not named for this long is dropped.
 KNOWN_S = 300.0
-#: Peers that lied, or hold something else by now, that are remembered.
+#: The most banned peers that are remembered: they lied, or hold another model by now.
 MOST_BANNED = 4096
 
 
@@ -24,11 +24,11 @@ MOST_BANNED = 4096
 class _Known:
     record: SourceRecord
     named_at_s: float
-    listed: bool  # by a coordinator, or it greeted by itself; else another peer told of it
+    listed: bool  # a coordinator lists it, or it greeted this pull; else another peer named it
 
 
 class KnownPeers:
-    """One pull's, by source id."""
+    """The peers that one pull knows, by source id."""
 
     def __init__(self, *, most: int = MOST_KNOWN) -> None:
         self._most = most
@@ -45,42 +45,56 @@ class KnownPeers:
         return source_id in self._known
 
     def record(self, source_id: str) -> SourceRecord:
-        """Raises KeyError."""
+        """Return the record of a known peer.
+
+        Raises:
+            KeyError: The peer is not known.
+        """
         return self._known[source_id].record
 
     def name(
         self, record: SourceRecord, now_s: float, *, listed: bool, keep: Container[str] = ()
     ) -> bool:
-        """Learn of a peer, or that it is still there. Those in `keep` are not dropped for it.
+        """Add a peer, or record that it was named again.
+
+        Args:
+            record: The peer.
+            now_s: The time.
+            listed: A coordinator or a source lists it, or it greeted this pull.
+            keep: The source ids of peers that must not be dropped for it.
 
         Returns:
-            False if it is banned, or there is no place for it.
+            False if it is banned, or the table is full.
         """
         source_id = record.source_id
         if source_id in self._banned:
             return False
         known = self._known.get(source_id)
         if known is not None and known.listed and not listed:
-            return True  # a record at second hand does not replace one at first hand
-        if known is None and len(self._known) >= self._most and not self._make_place(listed, keep):
+            return True  # another peer's record does not replace a listed one
+        if known is None and len(self._known) >= self._most and not self._evict(listed, keep):
             return False
         self._known[source_id] = _Known(record, now_s, listed)
         return True
 
-    def _make_place(self, listed: bool, keep: Container[str]) -> bool:
-        """Drop the one named longest ago, at second hand if there is such."""
-        able = [
+    def _evict(self, listed: bool, keep: Container[str]) -> bool:
+        """Drop the peer that was named longest ago, preferably one that is not listed.
+
+        Returns:
+            False if no peer may be dropped.
+        """
+        candidates = [
             (known.listed, known.named_at_s, source_id)
             for source_id, known in self._known.items()
             if source_id not in keep and (listed or not known.listed)
         ]
-        if not able:
+        if not candidates:
             return False
-        del self._known[min(able)[2]]
+        del self._known[min(candidates)[2]]
         return True
 
     def prune(self, now_s: float, keep: Container[str]) -> None:
-        """Drop those that were not named for long, but for those in `keep`."""
+        """Drop the peers that were not named for `KNOWN_S`, except those in `keep`."""
         for source_id in [
             source_id
             for source_id, known in self._known.items()
@@ -89,15 +103,16 @@ class KnownPeers:
             del self._known[source_id]
 
     def forget(self, source_id: str) -> None:
-        """It did not answer, or refused: it is known again when it is named again."""
+        """Drop a peer that did not answer, or refused. It is known again when it is named again."""
         self._known.pop(source_id, None)
 
     def ban(self, source_id: str) -> None:
-        """Never know it again."""
+        """Drop a peer for good."""
         self.forget(source_id)
         self._banned[source_id] = None
         while len(self._banned) > MOST_BANNED:
             del self._banned[next(iter(self._banned))]
 
     def banned(self, source_id: str) -> bool:
+        """Return True if the peer is banned."""
         return source_id in self._banned

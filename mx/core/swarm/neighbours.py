@@ -1,11 +1,11 @@
-"""Who talks to whom in a swarm: at most 16 neighbours each, out of all peers that the coordinator
-lists. Events in, greetings out; no IO, no clock.
+"""The neighbours of a peer in a swarm: at most 16 of all peers that the coordinator lists. Events
+in, greetings out; no IO, no clock.
 
-Where there are more peers than that, each greets a few, in an order of its own that a hash gives,
-and takes in those that greet it while it has places: a random graph, which holds together when
-any of its members die. Nobody keeps more than `PICKS` of its own greetings where others want in,
-so that on average a quarter of all places is free or is made free: a newcomer finds one. (Without
-that the first 17, who all know each other, would be a swarm of their own.)
+If there are more peers than that, each greets a few, in its own order that a hash gives, and
+accepts peers that greet it while it has places. The result is a random graph, which stays
+connected when peers fail. A full peer drops neighbours that it greeted itself, down to `PICKS`, in
+favour of peers that greet it, so that on average a quarter of all places is or becomes free for a
+new peer. (Otherwise the first 17 peers, all connected to one another, would be a separate swarm.)
 """
 
 from __future__ import annotations
@@ -15,39 +15,51 @@ from typing import NamedTuple
 
 import xxhash
 
-#: Neighbours that a peer has at most, and greetings of its own that lead to them.
+#: The most neighbours of a peer, and how many of them it chooses itself if there are many peers.
 MOST = 16
 PICKS = 6
 
 
 class Answer(NamedTuple):
-    """To a greeting. `drop` is a neighbour that is one no more: close its streams, tell it."""
+    """The answer to a greeting. `drop` is a neighbour to disconnect from."""
 
     welcome: bool
     drop: str | None = None
 
 
 class Neighbours:
-    """One peer's. Peers are known by names that all agree on (source ids)."""
+    """The neighbours of one peer. Peers are known by names that all agree on (source ids)."""
 
     def __init__(self, own: str, *, seed: int = 0, most: int = MOST, picks: int = PICKS) -> None:
-        """`picks=0`: never greets, as an origin."""
+        """
+        Args:
+            own: The name of this peer.
+            seed: Changes the order in which it greets.
+            most: The most neighbours.
+            picks: How many it chooses itself if there are many peers; 0: it never greets.
+        """
         self._own = own
         self._seed = seed
         self._most = most
         self._picks = picks
-        self._ranks: dict[str, int] = {}  # of all that are listed
-        self._refused: set[str] = set()  # by whom, since the last list
-        self._greeted: set[str] = set()  # without an answer so far
-        self._linked: dict[str, bool] = {}  # neighbour -> was it we who greeted
+        self._ranks: dict[str, int] = {}  # of all listed peers
+        self._refused: set[str] = set()  # peers that have refused since the last list
+        self._greeted: set[str] = set()  # peers without an answer so far
+        self._linked: dict[str, bool] = {}  # neighbour -> True if this peer greeted it
 
     @property
     def linked(self) -> tuple[str, ...]:
+        """The neighbours."""
         return tuple(self._linked)
 
     def listed(self, names: Iterable[str]) -> list[str]:
-        """All peers there are now. Returns whom to greet; refusals of the past are forgotten.
-        Neighbours that are not listed stay: their streams say when they are gone."""
+        """Set the list of peers. Earlier refusals are forgotten.
+
+        Neighbours that are not listed stay: their streams show when they are gone.
+
+        Returns:
+            The peers to greet.
+        """
         ranks = {name: self._ranks.get(name, -1) for name in names if name != self._own}
         for name, rank in ranks.items():
             if rank < 0:
@@ -58,8 +70,10 @@ class Neighbours:
         return self._greet()
 
     def greeting(self, peer: str) -> Answer:
-        """Another greets us: is it a neighbour from now on? Whoever greeted more than `PICKS`
-        when there were few makes place."""
+        """Answer another peer's greeting.
+
+        A full peer that chose more than `PICKS` neighbours itself drops one of those for it.
+        """
         if peer in self._linked:
             return Answer(True)
         drop = None
@@ -74,7 +88,7 @@ class Neighbours:
         return Answer(True, drop)
 
     def answered(self, peer: str, welcome: bool) -> list[str]:
-        """What became of our greeting. Returns whom to greet instead."""
+        """Record the answer to a greeting. Return the peers to greet next."""
         if peer in self._greeted:
             self._greeted.remove(peer)
             if welcome:
@@ -85,7 +99,7 @@ class Neighbours:
         return self._greet()
 
     def gone(self, peer: str) -> list[str]:
-        """The peer is dead or has left us. Returns whom to greet instead."""
+        """Record that a peer has left or is lost. Return the peers to greet instead."""
         self._linked.pop(peer, None)
         self._greeted.discard(peer)
         self._refused.add(peer)
@@ -99,11 +113,11 @@ class Neighbours:
         count = min(picks - mine, free)
         if count <= 0:
             return []
-        able = [
+        candidates = [
             (rank, name)
             for name, rank in self._ranks.items()
             if name not in self._linked and name not in self._greeted and name not in self._refused
         ]
-        chosen = [name for _, name in sorted(able)[:count]]
+        chosen = [name for _, name in sorted(candidates)[:count]]
         self._greeted.update(chosen)
         return chosen

@@ -1,13 +1,13 @@
-"""What an origin hands out in a swarm (`Seeder`). Events in, answers out; no IO, no clock. Sets of
-chunks are bit sets and readers are numbers, see `mx.core.swarm.receiver`; who reads at a time is in
-`mx.core.swarm.slots`.
+"""The chunks that an origin suggests in a swarm (`Seeder`). Events in, answers out; no IO, no
+clock. Sets of chunks are bit sets and readers are numbers, see `mx.core.swarm.receiver`;
+`mx.core.swarm.slots` decides how many readers read at a time.
 
-Super-seeding (as in BitTorrent's BEP 16, with offers in the place of false holdings): an origin
-sends no chunk a second time while one has never gone out. It says over the stream that each
-reader has open with it "take chunk 17 from me next", to one reader at a time, so that nobody has
-to be asked who sends what, and all else comes from the readers. A reader that does not take what
-it is offered is offered nothing more while others are there, and neither are others from its
-address that have taken nothing so far.
+Super-seeding (as in BitTorrent's BEP 16, with suggestions in place of false holdings): an origin
+sends no chunk twice while there is a chunk that it has never sent. It suggests each chunk to one
+reader, over the stream that the reader has open with it ("read chunk 17 from me next"), so that
+the readers need not agree on who reads what, and everything else comes from other readers. A
+reader that does not take a suggested chunk gets no more suggestions while there are other readers,
+and neither do readers at its address that have taken nothing so far.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import NamedTuple
 from mx.core.swarm.slots import WIDTH
 from mx.core.swarm.standing import Standing
 
-#: Offers that an origin has open: those under way, and one that is on its way or waits.
+#: Open suggestions of an origin: those being read, and one that is in transit or waits.
 SUGGESTIONS = WIDTH + 1
-#: An offer is late after this many times what one usually takes, and not before `LATE_S`.
+#: A suggestion is late after this many times the usual time, and not before `LATE_S`.
 LATE_FACTOR = 4.0
 LATE_S = 1.0
-#: A reader that takes this many times as long as the median one gets no offers.
+#: A reader that takes this many times as long as the median reader comes after the others.
 SLOW_FACTOR = 2.0
 _KEPT = 0.7
 
 
 class Suggest(NamedTuple):
-    """Tell the reader: take this chunk from me next."""
+    """Tell the reader to read this chunk from the origin next."""
 
     reader: int
     chunk: int
@@ -39,57 +39,63 @@ class Suggest(NamedTuple):
 
 @dataclass(slots=True)
 class _Reader:
-    have: int  # by its own word
-    sent: int = 0  # bit set of what it had from us
-    suggestions: dict[int, float] = field(default_factory=dict)  # chunk -> when
-    missed: int = 0  # bit set of what it was late with, or failed to read
-    lapsed: int = 0  # offers that it was late with, since it last took one
-    turn: int = 0  # when it was last offered anything
-    seconds: float = 0.0  # from offer to done, averaged over the latest
+    have: int  # the chunks that it reports to hold
+    sent: int = 0  # the chunks that it has read from this origin
+    suggestions: dict[int, float] = field(default_factory=dict)  # open ones: chunk -> since when
+    missed: int = 0  # the chunks that it was late with, or failed to read
+    lapsed: int = 0  # late suggestions since it last took one
+    turn: int = 0  # the number of the last suggestion to it
+    seconds: float = 0.0  # from suggestion to done, a moving average
 
 
 class Seeder:
-    """What the origin hands out: each chunk once before any twice."""
+    """Decides which reader reads which chunk from the origin: each chunk once before any twice."""
 
     def __init__(
         self, chunks: int, *, suggestions: int = SUGGESTIONS, standing: Standing | None = None
     ) -> None:
-        """`offers`: how many are open at a time, over all readers: enough to fill the link.
-        `standing` knows the readers' addresses, and which of them come last."""
+        """
+        Args:
+            chunks: The number of chunks.
+            suggestions: The number of open suggestions over all readers: enough to fill the link.
+            standing: Knows the readers' addresses, and which readers come last.
+        """
         self._suggestions = suggestions
         self._standing = standing or Standing()
-        self._lapsed: Counter[str] = Counter()  # offers by address
-        self._unsent = (1 << chunks) - 1  # nobody has it or was offered it
+        self._lapsed: Counter[str] = Counter()  # late suggestions by address
+        self._unsent = (1 << chunks) - 1  # chunks that no reader has or was suggested
         self._readers: dict[int, _Reader] = {}
         self._open = 0
         self._turn = 0
-        self.forced = 0  # chunks offered again because the first reader was late
+        self.forced = 0  # chunks suggested again because the first reader was late
 
     @property
     def all_out(self) -> bool:
-        """Is each chunk with somebody who lives, or offered to one? Then readers may be told that
-        the origin holds everything, and asks are answered as they come."""
+        """True if a connected reader has, or was suggested, each chunk.
+
+        Then readers may learn that the origin holds everything, and it answers all requests.
+        """
         return not self._unsent
 
     def may_request(self, reader: int, chunk: int) -> bool:
-        """May the reader have the chunk if there is room? What was offered it: always. Anything
-        else: once all is out."""
+        """Return True if the reader may have the chunk when a slot is free: if it was suggested
+        to this reader, or `all_out`."""
         return self.suggested(reader, chunk) or not self._unsent
 
     def suggested(self, reader: int, chunk: int) -> bool:
-        """Was it offered to this reader?"""
+        """Return True if the chunk is suggested to this reader."""
         state = self._readers.get(reader)
         return state is not None and chunk in state.suggestions
 
     def joined(self, reader: int, have: int, now_s: float) -> list[Suggest]:
-        """A reader with a stream open, which holds `have`."""
-        given = self.gone(reader, now_s)  # it may have come back
+        """Add a reader that has opened a stream and holds `have`; it may have been here before."""
+        given = self.gone(reader, now_s)
         self._readers[reader] = _Reader(have)
         self._unsent &= ~have
         return given + self._hand_out(now_s)
 
     def gone(self, reader: int, now_s: float) -> list[Suggest]:
-        """The reader is dead: what it alone is known to have had goes out again."""
+        """Remove a reader that is lost: chunks that no other reader has are suggested again."""
         state = self._readers.pop(reader, None)
         if state is None:
             return []
@@ -105,14 +111,14 @@ class Seeder:
         return self._hand_out(now_s)
 
     def announced(self, reader: int, chunks: int) -> None:
-        """The reader holds these: they need not come from us."""
+        """Record that a reader holds these chunks, which so need not come from the origin."""
         state = self._readers.get(reader)
         if state is not None:
             state.have |= chunks
             self._unsent &= ~chunks
 
     def done(self, reader: int, chunk: int, now_s: float) -> list[Suggest]:
-        """The reader has taken the chunk."""
+        """Record that a reader has read a chunk from the origin."""
         state = self._readers.get(reader)
         if state is None:
             return []
@@ -127,7 +133,7 @@ class Seeder:
         return self._hand_out(now_s)
 
     def declined(self, reader: int, chunk: int, now_s: float) -> list[Suggest]:
-        """The reader does not take the offer: it has the chunk, or asks another for it."""
+        """Record that a reader declines a suggestion: it has the chunk, or reads it elsewhere."""
         state = self._readers.get(reader)
         if state is None or state.suggestions.pop(chunk, None) is None:
             return []
@@ -136,7 +142,8 @@ class Seeder:
         return self._hand_out(now_s)
 
     def failed(self, reader: int, chunk: int, now_s: float) -> list[Suggest]:
-        """The read of an offered chunk failed: it goes to another, if there is one."""
+        """Record that the read of a suggested chunk failed: another reader gets it, if there is
+        one."""
         state = self._readers.get(reader)
         if state is None or state.suggestions.pop(chunk, None) is None:
             return []
@@ -146,7 +153,7 @@ class Seeder:
         return self._hand_out(now_s)
 
     def tick(self, now_s: float) -> list[Suggest]:
-        """Time has passed: offers that are late go to others too."""
+        """Suggest late chunks to other readers too. Call this a few times a second."""
         usual_s = self._usual_s()
         limit_s = max(LATE_S, LATE_FACTOR * usual_s) if usual_s else 4 * LATE_S
         for number, state in self._readers.items():
@@ -161,7 +168,7 @@ class Seeder:
         return self._hand_out(now_s)
 
     def _take_up(self, chunk: int) -> bool:
-        """It goes out again, unless somebody has it."""
+        """Return True if the chunk is to be suggested again, since no reader has it."""
         for state in self._readers.values():
             if (state.have | state.sent) >> chunk & 1 or chunk in state.suggestions:
                 return False
@@ -169,13 +176,14 @@ class Seeder:
         return True
 
     def _usual_s(self) -> float:
-        # Of those that take what they are offered: the others would make waiting usual.
+        # Only of readers that take suggested chunks: the others would raise the usual time.
         took = [each for each in self._readers.values() if each.sent and not each.lapsed]
         paces = [state.seconds for state in took if state.seconds]
         return statistics.median_low(paces) if paces else 0.0
 
     def _hand_out(self, now_s: float) -> list[Suggest]:
-        """The lowest chunk that has never gone out, to the reader whose turn is longest ago."""
+        """Suggest unsent chunks, the lowest first, each to the best reader. Among equals that is
+        the reader whose last suggestion is the oldest."""
         given: list[Suggest] = []
         if not self._unsent or self._open >= self._suggestions:
             return given
@@ -202,7 +210,7 @@ class Seeder:
         return given
 
     def _comes_last(self, number: int, state: _Reader) -> bool:
-        """Offer it nothing that another may take?"""
+        """Return True if a chunk is suggested to this reader only if there is no other."""
         if not self._lapsed and self._standing.clean:
             return False
         new = not state.sent and self._lapsed[self._standing.reader(number).address] > 0

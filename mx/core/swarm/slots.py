@@ -1,5 +1,6 @@
-"""The slots of a source: who reads from it now, who waits, who is told of room. Events in, answers
-out; no IO, and time is an argument. Readers are numbers, see `mx.core.swarm.receiver`."""
+"""The slots of a source: which readers read now, which ones wait for a slot, and which ones are
+unchoked when a slot is free. Events in, answers out; no IO, and time is an argument. Readers are
+numbers, see `mx.core.swarm.receiver`."""
 
 from __future__ import annotations
 
@@ -10,23 +11,24 @@ from typing import NamedTuple
 
 from mx.core.swarm.standing import Reader, Slot, Standing
 
-#: Reads that a source serves at a time. Few, since one at full speed and then the next has each
-#: chunk at another holder sooner than both at half speed; but one alone leaves the link idle from
-#: its end until the next has asked.
+#: Reads that a source serves at a time. Few, since one read at full speed and then the next bring
+#: each chunk to a second holder sooner than both at half speed; but a single one leaves the link
+#: idle from its end until the next request.
 WIDTH = 2
-#: How many of those that want to hear of room are told at a time. Some have found another by
-#: then.
+#: How many interested readers are unchoked at a time. Some have found another source by then.
 UNCHOKE_BATCH = 6
-#: A reader that is told and does not answer for so long keeps the others waiting no longer.
+#: An unchoked reader that does not answer for this long no longer keeps others waiting.
 UNCHOKE_S = 1.0
-#: Slots that were taken back, of which the end is still of interest.
+#: The most slots that were taken back and whose end is still recorded.
 _MOST_OVERDUE = 64
 
 
 class Answer(enum.Enum):
+    """The answer to a request for a chunk."""
+
     ALLOW = "allow"  # read now
-    WAIT = "wait"  # Go will follow
-    REJECT = "reject"  # ask elsewhere, or want to hear of room
+    WAIT = "wait"  # an Allow will follow
+    REJECT = "reject"  # request the chunk elsewhere, or say `interested`
 
 
 class Allow(NamedTuple):
@@ -37,44 +39,55 @@ class Allow(NamedTuple):
 
 
 class Unchoke(NamedTuple):
-    """Tell the reader, which wanted to hear of it, that it may ask: it asks, or passes."""
+    """Tell the interested reader that a slot is free: it sends a request or `not_interested`."""
 
     reader: int
 
 
 class Reject(NamedTuple):
-    """Tell the reader that it has the slot for this chunk no more."""
+    """Tell the reader that its slot for this chunk was taken back."""
 
     reader: int
     chunk: int
 
 
 class Slots:
-    """Who reads now, who waits, who wants to. Used by every source, relay or origin.
+    """The slots of one source, relay or origin.
 
-    While others wait a reader has one slot, and one address leaves a slot to the others: what a
-    reader or an address holds beyond that, and the slots of readers that come last
-    (`mx.core.swarm.standing`), count for nothing when another asks. So there may be more slots
-    than `width` for as long as some hold more than their share, though less than twice as many.
+    While others wait, a reader has a right to one slot, and one address leaves a slot to the
+    others. Slots beyond that, and those of readers that come last (`mx.core.swarm.standing`), do
+    not count when another reader requests one. So there may be more slots than `width` while some
+    readers hold more than their share, but less than twice as many.
     """
 
     def __init__(self, *, width: int = WIDTH, standing: Standing | None = None) -> None:
-        """`width`: how many read at a time."""
+        """
+        Args:
+            width: The number of reads at a time.
+            standing: The records of the readers; by default new ones.
+        """
         self._width = width
         self._standing = standing or Standing()
         self._reading: dict[tuple[int, int], Slot] = {}
         self._overdue: dict[tuple[int, int], Slot] = {}  # taken back
-        self._waiting: deque[tuple[int, int]] = deque()  # promised
-        self._interested: dict[int, None] = {}  # in the order of their coming
-        self._unchoked: dict[int, float] = {}  # that there is room, without an answer so far; when
+        self._waiting: deque[tuple[int, int]] = deque()  # requests for suggested chunks
+        self._interested: dict[int, None] = {}  # in the order of arrival
+        self._unchoked: dict[int, float] = {}  # without an answer so far: reader -> since when
         self._now_s = 0.0
 
     @property
     def reading(self) -> int:
+        """The number of slots in use."""
         return len(self._reading)
 
     def request(self, reader: int, chunk: int, *, suggested: bool = False) -> Answer:
-        """`promised`: the source has offered the chunk, and does not refuse it now."""
+        """Answer a reader's request for a chunk.
+
+        Args:
+            reader: The reader.
+            chunk: The chunk.
+            suggested: The source has suggested the chunk, and so does not reject the request.
+        """
         self._unchoked.pop(reader, None)
         request = reader, chunk
         if request in self._reading:
@@ -90,15 +103,26 @@ class Slots:
         return Answer.REJECT
 
     def interested(self, reader: int, *, later: bool = False) -> list[Allow | Unchoke]:
-        """The reader was refused, finds nobody else to ask, and is to be told when there is room.
-        `later`: not before the next read has ended, whatever room there is."""
+        """Record that a rejected reader has no other source to request from.
+
+        Args:
+            reader: The reader. It will be unchoked when a slot is free.
+            later: Unchoke it only after the next read has ended, even if a slot is free now.
+        """
         self._unchoked.pop(reader, None)
         self._interested[reader] = None
         return [] if later else self.next()
 
     def done(self, reader: int, chunk: int, *, read: bool = True) -> list[Allow | Unchoke]:
-        """The read has ended, well or not (`read`), or is not wanted any more. Those that were
-        told of room before, and did not answer, hold up nobody."""
+        """Record that a read has ended, or that a request is cancelled.
+
+        Unchoked readers that have not answered yet no longer keep others waiting.
+
+        Args:
+            reader: The reader.
+            chunk: The chunk.
+            read: True if the reader has the chunk.
+        """
         self._unchoked.clear()
         self._end((reader, chunk), read=read)
         if (reader, chunk) in self._waiting:
@@ -106,12 +130,12 @@ class Slots:
         return self.next()
 
     def not_interested(self, reader: int) -> list[Allow | Unchoke]:
-        """The reader was told of room and wants nothing."""
+        """Record that an unchoked reader requests nothing."""
         self._unchoked.pop(reader, None)
         return self.next()
 
     def gone(self, reader: int) -> list[Allow | Unchoke]:
-        """The reader is dead, or has left."""
+        """Remove a reader that has left or is lost."""
         for request in [a for a in (*self._reading, *self._overdue) if a[0] == reader]:
             self._end(request, read=False)
         self._waiting = deque(request for request in self._waiting if request[0] != reader)
@@ -120,7 +144,7 @@ class Slots:
         return self.next()
 
     def tick(self, now_s: float) -> list[Allow | Unchoke | Reject]:
-        """Time has passed: take back the slots of those that do not read. A few times a second."""
+        """Take back the slots of readers that do not read. Call this a few times a second."""
         self._now_s = now_s
         self._standing.tick(now_s)
         answers: list[Allow | Unchoke | Reject] = []
@@ -138,7 +162,7 @@ class Slots:
         return answers + self.next()
 
     def next(self) -> list[Allow | Unchoke]:
-        """Let in who waits, then tell some of those that want to hear of room."""
+        """Give free slots to waiting requests, then unchoke some of the interested readers."""
         answers: list[Allow | Unchoke] = []
         while self._waiting and self._spare():
             request = next(
@@ -151,7 +175,7 @@ class Slots:
             answers.append(Allow(*request))
         if not self._interested or not self._spare():
             return answers
-        # Those that come first, in the order of their coming.
+        # By rank, and within a rank in the order of arrival.
         interested = list(self._interested)
         if not self._standing.clean:
             interested.sort(key=self._standing.rank)
@@ -164,7 +188,7 @@ class Slots:
                 answers.append(Unchoke(reader))
         return answers
 
-    # -- whose turn it is -----------------------------------------------------------------------
+    # -- the order of readers -------------------------------------------------------------------
 
     def _begin(self, request: tuple[int, int]) -> None:
         self._overdue.pop(request, None)
@@ -175,11 +199,11 @@ class Slots:
         if slot is None:
             slot = self._overdue.pop(request, None)
             if slot is None or not read:
-                return  # what it was to be blamed for it was
+                return  # the reader has been penalised already
         self._standing.ended(request[0], slot, read=read)
 
     def _may_have_slot(self, number: int) -> bool:
-        """May this reader have a slot now?"""
+        """Return True if this reader may have a slot now."""
         standing, me = self._standing, self._standing.reader(number)
         contested = any(
             standing.reader(other) != me and not standing.last(other)
@@ -201,11 +225,12 @@ class Slots:
         return self._counted(me.address) < self._width
 
     def _spare(self) -> bool:
-        """Might there be room for anybody?"""
+        """Return True if some reader might get a slot."""
         return len(self._reading) < self._width or self._counted(None) < self._width
 
     def _counted(self, address: str | None) -> int:
-        """The slots that count when a reader of this address asks, or one of a new address."""
+        """Return the number of slots that count against a request from this address; None: from an
+        address that holds no slot."""
         held: dict[str, set[Reader]] = {}
         for number, _ in self._reading:
             if not self._standing.last(number):

@@ -1,13 +1,13 @@
-"""How the readers of a source use the slots that it gives them: until when a slot is held, and who
-comes after whom. Events in, answers out; no IO, and time is an argument.
+"""The records of how readers use the slots of a source. They decide when a slot is taken back, and
+in which order readers get slots. Events in, answers out; no IO, and time is an argument.
 
-A slot that brings nothing is taken back, and its reader comes after all others for a while that
+A slot that brings nothing is taken back, and its reader comes after all others for a time that
 doubles each time. A reader that has read a whole chunk since then is *proven* and has a clean
-record again. Reader ids can be made up freely, addresses cannot: the readers of an address that
-are not proven share a record too, so that a new id does not make a new reader. A proven reader
-has nothing to fear from others at its address, such as behind the same NAT.
+record again. Reader ids can be made up freely, addresses cannot: the unproven readers of an
+address share a record too, so that a new id does not make a new reader. Others at the same
+address, such as behind the same NAT, cannot harm a proven reader.
 
-All this orders readers: one that comes last still gets a slot that no other waits for.
+All this only orders readers: one that comes last still gets a slot that no other reader waits for.
 """
 
 from __future__ import annotations
@@ -20,83 +20,88 @@ from typing import NamedTuple
 
 from mx.units import KIB
 
-#: A slot whose reader is sent nothing for this long is taken back; one whose reader fetches for
-#: itself, where the source does not see it, at the soonest after this.
+#: A slot is taken back if its reader is sent nothing for this long. If the reader fetches for
+#: itself, unseen by the source, its slot is not taken back before this time has passed.
 WINDOW_S = 3.0
-#: What a reader that is sent to has to take of a chunk, per second: this at least, ...
+#: The least bytes per second that a reader that is sent to has to take of a chunk ...
 LEAST_BYTES_PER_S = 64 * KIB
-#: ... as much as brings the chunk within so long, ...
+#: ... are at least as many as complete the chunk within this time, ...
 LONGEST_S = 60.0
-#: ... and this part of what the median slot of late did.
+#: ... and at least this part of the rate of the median slot of late.
 SLOW_PART = 1 / 16
-#: A reader that fetches for itself has the time that its chunk takes at this rate beside
-#: `WINDOW_S`, or this many times what such slots took of late.
+#: A reader that fetches for itself has `WINDOW_S` and the time that its chunk takes at this rate,
+#: or this many times the time that such slots took of late.
 FETCH_BYTES_PER_S = 1e6
 FETCH_FACTOR = 4.0
-#: A reader that has taken so many times a chunk's bytes, and does not say that it has the chunk,
-#: reads something else.
+#: A reader that has taken this many times a chunk's bytes without reporting the chunk reads
+#: something else.
 MOST_READ = 4
-#: A slot that ends after this long without a byte counts as one that was taken back.
+#: A slot that ends after this long without a byte counts as taken back.
 IDLE_S = 1.0
-#: A reader comes after all others for so long, twice that the next time, up to the latter.
+#: A reader comes after all others for this long, twice as long the next time, up to the maximum.
 BACKOFF_S = 2.0
 BACKOFF_MOST_S = 64.0
-#: A reader that has lost so many slots one after the other is left for that long.
+#: A reader that has lost this many slots in a row is banned until its backoff is over.
 MOST_TAKEN_BACK = 3
-#: Records of readers that have left are kept so long after the last slot that was taken back, ...
+#: How long the records of readers that have left are kept after the last slot taken back ...
 FORGET_S = 300.0
-#: ... and no more of them than this.
+#: ... and the most records that are kept.
 MOST_RECORDS = 4096
 _SAMPLES = 15
 
 
 class Reader(NamedTuple):
-    """Who reads: the address that its stream comes from, and the id that it gives itself."""
+    """A reader: the address that its stream comes from, and the id that it gives itself."""
 
     address: str
     name: str
 
 
-#: The bytes that a reader has been sent so far; None: it fetches for itself.
+#: Returns the bytes that a reader has been sent so far; None if it fetches for itself.
 Progress = Callable[[Reader], int | None]
 
 
 @dataclass(slots=True)
 class Slot:
-    """One read of a chunk. Times are those of the first `tick` since."""
+    """One read of a chunk. The byte counts are totals of its reader."""
 
-    started_s: float
-    nbytes: int | None  # of its reader at the start
-    marked_s: float  # the window began then
+    started_s: float  # at the first `tick` after the start
+    nbytes: int | None  # at the start
+    marked_s: float  # when the current window began
     marked_nbytes: int
 
 
 @dataclass(slots=True)
 class _Record:
-    """Of a reader, or of all at an address that are not proven."""
+    """The record of one reader, or of all unproven readers at one address."""
 
     taken_back: int = 0
     last_until_s: float = 0.0  # until then it comes after all others
     proven: bool = False
-    from_nbytes: int = 0  # what it had been sent when it began to have to prove itself
-    at_s: float = 0.0  # of the last slot that was taken back
+    from_nbytes: int = 0  # the bytes it had been sent when its last slot was taken back
+    at_s: float = 0.0  # when its last slot was taken back, or when it was proven
 
 
 @dataclass(slots=True)
 class _Pace:
-    """What slots took of late, in seconds per byte."""
+    """The pace of recent slots, in seconds per byte."""
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
 
     def usual(self) -> float:
+        """Return the median pace, or 0 without a sample."""
         return statistics.median_low(self.latest) if self.latest else 0.0
 
 
 class Standing:
-    """One source's readers. `chunk_nbytes` is what a slot is given for."""
+    """The readers of one source, and their records."""
 
     def __init__(self, chunk_nbytes: int = 0, progress: Progress | None = None) -> None:
-        """Without `progress` no reader's bytes are seen."""
+        """
+        Args:
+            chunk_nbytes: The size of a chunk, which one slot serves.
+            progress: By default every reader fetches for itself, unseen.
+        """
         self._chunk_nbytes = chunk_nbytes
         self._progress: Progress = progress or (lambda reader: None)
         self._readers: dict[int, Reader] = {}
@@ -106,30 +111,31 @@ class Standing:
 
     @property
     def clean(self) -> bool:
-        """Was no slot taken back of late? Then all readers are alike."""
+        """True if no slot was taken back of late: then all readers have the same rank."""
         return not self._records
 
     def joined(self, number: int, reader: Reader) -> None:
-        """From now on this is who the number stands for; else it is a reader of its own."""
+        """Record which reader a number stands for. Other numbers are readers of their own."""
         self._readers[number] = reader
 
     def gone(self, number: int) -> None:
-        """The record stays: a reader may come back under the same id, or another."""
+        """Forget a number. The record stays: the reader may return, under this id or another."""
         self._readers.pop(number, None)
 
     def reader(self, number: int) -> Reader:
+        """Return the reader that a number stands for."""
         return self._readers.get(number) or Reader(f"#{number}", "")
 
     # -- slots ----------------------------------------------------------------------------------
 
     def begun(self) -> Slot:
-        """A slot that was given since the last tick."""
+        """Return a new slot, given now."""
         return Slot(self._now_s, None, self._now_s, -1)
 
     def overdue(self, number: int, slot: Slot) -> bool:
-        """Is the slot to be taken back? Call it at each tick, after `tick`."""
+        """Return True if the slot is to be taken back. Call this once after each `tick`."""
         now_s, nbytes = self._now_s, self._progress(self.reader(number))
-        seen_now = slot.nbytes is None and nbytes is not None  # until now it fetched for itself
+        seen_now = slot.nbytes is None and nbytes is not None  # it fetched for itself until now
         if slot.marked_nbytes < 0 or seen_now:  # its first tick
             slot.started_s = slot.marked_s = now_s
             slot.nbytes, slot.marked_nbytes = nbytes, nbytes or 0
@@ -155,8 +161,13 @@ class Standing:
         return max(least, SLOW_PART / usual) if usual else least
 
     def ended(self, number: int, slot: Slot, *, read: bool) -> None:
-        """A slot has ended, of itself or long after it was taken back. `read`: its reader says
-        that it has the chunk."""
+        """Record that a slot has ended, by itself or after it was taken back.
+
+        Args:
+            number: The reader.
+            slot: The slot.
+            read: The reader reports that it has the chunk.
+        """
         held_s, nbytes = self._now_s - slot.started_s, self._progress(self.reader(number))
         if nbytes is None:
             if read:
@@ -174,7 +185,7 @@ class Standing:
     # -- records --------------------------------------------------------------------------------
 
     def took_back(self, number: int) -> None:
-        """A slot of this reader brought nothing."""
+        """Record that a slot of this reader brought nothing."""
         reader = self.reader(number)
         proven = (known := self._records.get(reader)) is not None and known.proven
         for key in (reader,) if proven else (reader, reader.address):
@@ -188,7 +199,7 @@ class Standing:
         self._bound()
 
     def prove(self, number: int) -> None:
-        """This reader has read a chunk: what was is forgiven."""
+        """Record that this reader has read a chunk, which clears its record."""
         if self._records:
             self._records[self.reader(number)] = _Record(proven=True, at_s=self._now_s)
             self._bound()
@@ -198,7 +209,7 @@ class Standing:
             del self._records[min(self._records, key=lambda key: self._records[key].at_s)]
 
     def banned(self, reader: Reader) -> bool:
-        """Has it lost so many slots that there is no use in it, of late?"""
+        """Return True if the reader has lost too many slots, and its backoff is not over."""
         record = self._records.get(reader)
         return (
             record is not None
@@ -207,11 +218,11 @@ class Standing:
         )
 
     def last(self, number: int) -> bool:
-        """Does it come after all others now?"""
+        """Return True if the reader comes after all others now."""
         return bool(self._records) and self.waits(self.reader(number))
 
     def waits(self, reader: Reader) -> bool:
-        """Does one that goes by this id and address come after all others now?"""
+        """Return True if a reader with this id and address comes after all others now."""
         record = self._records.get(reader)
         if record is not None and (record.proven or record.last_until_s > self._now_s):
             return not record.proven
@@ -219,7 +230,7 @@ class Standing:
         return there is not None and there.last_until_s > self._now_s
 
     def rank(self, number: int) -> tuple[bool, bool, int]:
-        """The lesser one comes first."""
+        """Return the sort key of a reader: lower ones get slots first."""
         if not self._records:
             return (False, False, 0)
         reader = self.reader(number)
@@ -229,13 +240,16 @@ class Standing:
         return (self.last(number), not proven, count)
 
     def unproven(self, number: int) -> bool:
-        """Is it one of those that share their address's record, which is a bad one?"""
+        """Return True if its address has a record that the reader shares, since it is unproven."""
         reader = self.reader(number)
         record = self._records.get(reader)
         return reader.address in self._records and not (record is not None and record.proven)
 
     def tick(self, now_s: float) -> None:
-        """Time has passed. Call it a few times a second, before `overdue`."""
+        """Let time pass: records end, and readers that took a chunk's bytes are proven.
+
+        Call this a few times a second, before `overdue`.
+        """
         self._now_s = now_s
         if not self._records:
             return

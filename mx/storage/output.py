@@ -1,0 +1,106 @@
+"""Writing a pulled checkpoint while it arrives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from mx.core.digest import chunk_digest
+from mx.core.types import Manifest
+from mx.memory.device import HostReader
+from mx.storage.writer import CheckpointWriter
+from mx.transport import Span, host_view
+
+
+class Output:
+    """`--out`: layers are written by one thread as they become ready (copied back from a GPU
+    first, one at a time); `finish` commits.
+
+    Everything is beside the target until then. `abort` leaves nothing behind; with `keep` it
+    leaves what was written, if anything was, for the next one to go on from.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        manifest: Manifest,
+        on_error: Callable[[BaseException], None],
+        *,
+        keep: bool,
+    ) -> None:
+        self._writer = CheckpointWriter(out, manifest, keep=keep)
+        self._manifest = manifest
+        self._on_error = on_error
+        self._reader = HostReader()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mx-out")
+        self._futures: list[Future[None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def folder(self) -> str:
+        """Where everything is until the end."""
+        return str(self._writer.folder)
+
+    @property
+    def left(self) -> list[int]:
+        """The layers that an earlier run says it wrote, in execution order."""
+        return sorted(self._writer.claimed)
+
+    def read_back(self, layer: int, view: Span) -> list[int]:
+        """Read such a layer into its place in host memory. Blocks; returns the chunks that are
+        right, as their digests say."""
+        self._writer.read_layer(layer, host_view(view))
+        base = self._manifest.layout.layers[layer].arena_offset
+        grid, right = self._manifest.grid, []
+        for index in grid.of_layer(layer):
+            segments = grid.segments(grid[index])
+            views = [
+                host_view(view[s.arena_offset - base : s.arena_offset - base + s.nbytes])
+                for s in segments
+            ]
+            if chunk_digest(segments, views) == self._manifest.chunking.digest(index):
+                right.append(index)
+        self._writer.have_layer(layer, len(right) == len(grid.of_layer(layer)))
+        return right
+
+    def layer_ready(self, layer: int, view: Span) -> None:
+        with self._lock:
+            self._futures.append(self._pool.submit(self._write, layer, view))
+
+    def _write(self, layer: int, view: Span) -> None:
+        try:
+            self._writer.write_layer(layer, self._reader.whole(view))
+        except BaseException as error:  # noqa: BLE001 - the pull is told, and ends with it
+            self._on_error(error)
+
+    def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
+        """Write some bytes to each side file of this digest. Blocks."""
+        for side in self._manifest.packaging.side_files:
+            if side.digest == digest:
+                self._writer.write_side_page(side.path, offset, data)
+
+    def finish(self) -> None:
+        """Wait for the writes, check the side files, commit. Raises OutputError, CapacityError, or
+        IntegrityError for side files that may not be written."""
+        for future in self._futures:
+            future.result()
+        self._reader.close()
+        for side in self._manifest.packaging.side_files:
+            self._writer.finish_side_file(side.path)
+        self._pool.shutdown()
+        self._writer.commit()
+
+    def abort(self) -> str:
+        """Returns what to do to go on from what is left; "" if nothing is."""
+        self._pool.shutdown(cancel_futures=True)
+        self._reader.close()
+        self._futures.clear()
+        self._writer.abort()
+        if not self._writer.kept:
+            return ""
+        return (
+            f"run the same command again to go on from {self._writer.kept} of "
+            f"{self._writer.layers} layers"
+        )

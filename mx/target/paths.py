@@ -1,0 +1,74 @@
+"""Which paths lead from sources to a target, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mx import discovery
+from mx.core.locality import with_verified_place
+from mx.core.paths import Path
+from mx.core.planner import Plan, plan
+from mx.core.topology import Place
+from mx.core.types import SourceRecord
+from mx.target.options import PullOptions
+from mx.transport import Transport, Unavailable
+
+
+def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
+    """The transport's path; for a GPU that it can't reach, that to this host's memory, from which
+    mx copies on."""
+    path = transport.reach(here, there)
+    if path is None and here.device != "cpu":
+        path = transport.reach(replace(here, device="cpu"), there)
+        if path is not None:
+            detail = ", ".join(filter(None, [path.detail, "staged through host memory"]))
+            path = replace(path, attach=False, staged=True, detail=detail)
+    return path
+
+
+def path_or_reason(
+    transport: Transport, here: Place, there: Place, *, trusted_fabric: bool
+) -> Path | str:
+    """The path that a pull may use, or why there is none."""
+    path = path_between(transport, here, there)
+    if path is None:
+        return "it does not reach from here to there"
+    if path.trusting and not trusted_fabric:
+        return "it enforces no bounds: say `trusted_fabric` if that network can be trusted"
+    return path
+
+
+def plan_paths(
+    options: PullOptions,
+    place: Place,
+    transports: Mapping[str, Transport],
+    sources: Sequence[SourceRecord],
+) -> Plan:
+    """What the transports say of each source, ranked and chosen from. Places are believed as far
+    as they are verified."""
+
+    def reach(name: str, there: Place) -> Path | str:
+        trusted = options.trusted_fabric
+        path = path_or_reason(transports[name], place, there, trusted_fabric=trusted)
+        if isinstance(path, Path):
+            viable = transports[name].probe()
+            if isinstance(viable, Unavailable):
+                return viable.reason
+        return path
+
+    return plan(
+        place,
+        [with_verified_place(source, place) for source in sources],
+        sorted(transports),
+        reach,
+        forced=options.transport,
+        attach=options.attach and not options.hold and options.into is None,
+    )
+
+
+def target_place(options: PullOptions) -> Place:
+    """Where a pull with these options runs. With its interfaces' addresses: without any it would
+    look like a machine that nothing can be routed to. Raises ConfigError for an interface that is
+    not there."""
+    return discovery.here(options.device, nics=options.nics)

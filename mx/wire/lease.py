@@ -1,0 +1,309 @@
+"""A reader's lease on one source: a stream that stays open while the pull reads.
+
+The first message opens, each further one renews. The reader counts the lease from when it sent
+the request that was answered, the source from when it answered, so that the reader's ends first.
+It ends with a half-close, which tells the source that nothing is believed any more that is read;
+a source that hears no such thing has to wait until the lease runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from mx.core.topology import Place
+from mx.core.types import SourceRecord
+from mx.errors import (
+    ClosedError,
+    MxError,
+    PeerBusyError,
+    PeerLostError,
+    PeerProtocolError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    StaleGenerationError,
+)
+from mx.transport import TlsFiles
+from mx.wire.channel import Remote, Role, cut, translate
+from mx.wire.pacing import Pacer
+from mx.wire.rpc import Malformed, Stub
+from mx.wire.tls import diagnose
+from mx.wire.v1 import peer_pb2
+
+#: A source may promise more, but is asked this often whether it is still there.
+_MAX_LEASE_S = 60.0
+#: Who is busy is asked again after this at the latest.
+_MAX_RETRY_S = 30.0
+#: How long the source may take to hear that a lease is given back.
+_FAREWELL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    grant_id: str
+    generation: int
+    tickets: dict[str, bytes]
+    region_nbytes: tuple[int, ...]
+    pacer: Pacer | None = None  # how fast to read; None: as fast as it comes
+
+
+class Lease:
+    """Made and closed on the loop; `check` may be called from any thread."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        source: SourceRecord,
+        on_change: Callable[[], None],
+        read_nbytes: Callable[[], int] = lambda: 0,
+        reader_id: str = "",
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """
+        Args:
+            channel: To the source.
+            source: Who gives the lease.
+            on_change: Called on the loop when the lease is lost, or reading becomes coordinated.
+            read_nbytes: Gives the bytes read on the lease so far, for the source.
+            reader_id: Names the pull, if it can be part of a swarm.
+            tls: The channel's.
+        """
+        self._reader_id = reader_id
+        self._source = source
+        self._remote = Remote(Role.SOURCE, source.endpoint, tls)
+        service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
+        self._stub: Stub | None = Stub(channel, service, self._remote)
+        self._on_change = on_change
+        self._call: Any = None
+        self._renewer: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._farewell: asyncio.Task[None] | None = None
+        self._renewed: asyncio.Future[float] | None = None  # for the answer to a renewal
+        self._valid_until_s = 0.0
+        self._lease_s = 0.0
+        self._error: MxError | None = None
+        self._pacer: Pacer | None = None
+        self._read_nbytes = read_nbytes
+        self.coordinated = False  # did the source say that other pulls read there too?
+
+    @property
+    def peer(self) -> str:
+        return self._source.endpoint
+
+    async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> Granted:
+        """Ask for a grant. Raises SourceError if the source refuses or does not answer."""
+        # Not kept: a closed pull that is still referred to must not keep gRPC's threads.
+        stub, self._stub = self._stub, None
+        assert stub is not None  # opened once
+        self._call = stub.Open()
+        sent_at_s = time.monotonic()
+        request = peer_pb2.OpenRequest(
+            source_id=self._source.source_id,
+            identity=self._source.ref.identity,
+            generation=self._source.generation,
+            transports=transports,
+            place=place.to_json(),
+            reader_id=self._reader_id,
+        )
+        try:
+            event = await self._ask(request, timeout_s)
+            if event.WhichOneof("event") == "stale":
+                raise StaleGenerationError(
+                    f"{self.peer} was updated: it holds generation {event.stale.generation} by now",
+                    peer=self.peer,
+                    hint="start the pull again, for the new weights",
+                )
+            if event.WhichOneof("event") == "busy":
+                raise self._busy(event.busy.retry_after_s)
+            if event.WhichOneof("event") != "granted":
+                raise PeerProtocolError(f"{self.peer} answered without a grant", peer=self.peer)
+            self._lease_s = self._believed_s(event.granted.lease_s)
+            if event.granted.max_bytes_per_s:
+                self._pacer = Pacer(event.granted.max_bytes_per_s, self.peer)
+        except BaseException:
+            await self.close()
+            raise
+        granted = event.granted
+        self.coordinated = granted.coordinated
+        self._valid_until_s = sent_at_s + self._lease_s
+        self._renewer = asyncio.create_task(self._renew(), name="mx-lease")
+        self._listener = asyncio.create_task(self._listen(), name="mx-lease-events")
+        return Granted(
+            granted.grant_id,
+            granted.generation,
+            {ticket.transport: ticket.ticket for ticket in granted.tickets},
+            tuple(granted.region_nbytes),
+            self._pacer,
+        )
+
+    def check(self) -> MxError | None:
+        if self._error is not None:
+            return self._error
+        if time.monotonic() > self._valid_until_s:
+            return PeerTimeoutError(
+                f"{self.peer} has not renewed the lease for {self._lease_s:g} s", peer=self.peer
+            )
+        return None
+
+    async def _ask(self, request: peer_pb2.OpenRequest, timeout_s: float) -> Any:
+        """Write the first message, read the event that answers it. Raises SourceError."""
+        async with self._talking(timeout_s):
+            await self._call.write(request)
+            while True:
+                event = await self._next()
+                if event.WhichOneof("event") != "draining":
+                    return event
+
+    @contextlib.asynccontextmanager
+    async def _talking(self, timeout_s: float) -> AsyncIterator[None]:
+        """What goes wrong in it is raised as a SourceError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            raise PeerTimeoutError(
+                f"{self.peer} stopped answering (stopped, overloaded or cut off)",
+                peer=self.peer,
+            ) from None
+        except grpc.aio.AioRpcError as error:
+            raise await diagnose(error, self._remote) from None
+        except asyncio.InvalidStateError:  # the call had ended before the write
+            raise await self._ending() from None
+
+    async def _next(self) -> Any:
+        event = await self._call.read()
+        if isinstance(event, Malformed):
+            raise event.error()
+        if not isinstance(event, peer_pb2.OpenEvent):
+            raise await self._ending()
+        return event
+
+    async def _listen(self) -> None:
+        """To the stream's end: what the source says is heard at once, not at the next renewal."""
+        try:
+            while True:
+                event = await self._next()
+                match event.WhichOneof("event"):
+                    case "renewed":
+                        lease_s = self._believed_s(event.renewed.lease_s)
+                        if self._pacer is not None:
+                            self._pacer.set_rate(event.renewed.max_bytes_per_s)
+                        if self._renewed is not None and not self._renewed.done():
+                            self._renewed.set_result(lease_s)
+                    case "draining":
+                        pass  # no new grants are given: what runs may finish
+                    case "coordinated":
+                        self.coordinated = True
+                        self._on_change()
+                    case "busy":  # nothing was read for long, and the place is another's now
+                        self._lose(self._busy(event.busy.retry_after_s))
+                    case "stale":  # go on listening: it waits to hear that this was heard
+                        self._lose(
+                            StaleGenerationError(
+                                f"{self.peer} was updated: its weights of generation "
+                                f"{self._source.generation} are no longer to be read",
+                                peer=self.peer,
+                            )
+                        )
+                    case _:
+                        raise PeerProtocolError(
+                            f"{self.peer} says what makes no sense within a lease", peer=self.peer
+                        )
+        except grpc.aio.AioRpcError as error:
+            self._lose(translate(error, who=self._remote))
+        except MxError as error:
+            self._lose(error)
+
+    async def _renew(self) -> None:
+        """Until the lease is lost. A renewal that is not answered is the sign of a stopped
+        process."""
+        try:
+            while self._error is None:
+                await asyncio.sleep(self._lease_s / 4)
+                request = self._renewal()
+                sent_at_s = time.monotonic()
+                self._renewed = asyncio.get_running_loop().create_future()
+                async with self._talking(self._lease_s * 0.4):
+                    await self._call.write(request)
+                    self._lease_s = await self._renewed
+                self._valid_until_s = sent_at_s + self._lease_s
+        except MxError as error:
+            self._lose(error)
+
+    def _renewal(self) -> peer_pb2.OpenRequest:
+        nbytes = self._read_nbytes()
+        return peer_pb2.OpenRequest(source_id=self._source.source_id, read_bytes=nbytes)
+
+    def _busy(self, retry_after_s: float) -> PeerBusyError:
+        if not 0 <= retry_after_s < math.inf:  # NaN is not either
+            retry_after_s = _MAX_RETRY_S
+        return PeerBusyError(
+            f"{self.peer} has as many readers as it admits",
+            peer=self.peer,
+            hint="`wait_s` waits longer for it, or for another source",
+            retry_after_s=min(retry_after_s, _MAX_RETRY_S),
+        )
+
+    def _believed_s(self, lease_s: float) -> float:
+        if not 0 < lease_s < math.inf:  # NaN is not either
+            raise PeerProtocolError(f"{self.peer} gave a lease of {lease_s} s", peer=self.peer)
+        return min(lease_s, _MAX_LEASE_S)
+
+    async def _ending(self) -> MxError:
+        """Why the stream ended."""
+        code, details = await self._call.code(), await self._call.details()
+        if code == grpc.StatusCode.OK:
+            return PeerLostError(f"{self.peer} ended the lease", peer=self.peer)
+        if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE):
+            return PeerLostError(f"{self.peer}: {details or 'gone'}", peer=self.peer)
+        return PeerRefusedError(f"{self.peer} refused: {details}", peer=self.peer)
+
+    def _lose(self, error: MxError) -> None:
+        if self._error is None:
+            self._error = error
+            self._on_change()
+
+    def end(self) -> None:
+        """Begin to give the lease back: what is read from now on is not believed. Idempotent."""
+        if self._farewell is not None:
+            return
+        self._on_change = lambda: None
+        heard = self._error is None or isinstance(self._error, StaleGenerationError)
+        self._error = self._error or ClosedError(f"the lease on {self.peer} was given back")
+        self._farewell = asyncio.create_task(self._say_farewell(heard), name="mx-lease-end")
+
+    async def _say_farewell(self, heard: bool) -> None:
+        if self._renewer is not None:
+            self._renewer.cancel()
+            await asyncio.gather(self._renewer, return_exceptions=True)
+        if self._call is None:
+            return
+        if self._listener is not None and heard:
+            # Waited for from outside: cutting what awaits a call of gRPC's cuts the call.
+            closing = asyncio.create_task(self._last_words(), name="mx-lease-last")
+            await asyncio.wait((closing, self._listener), timeout=_FAREWELL_S)
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+        cut(self._call)
+        if self._listener is not None:
+            await asyncio.gather(self._listener, return_exceptions=True)
+        self._call = self._listener = self._renewer = None  # the connection lives as long as it
+
+    async def _last_words(self) -> None:
+        if self._read_nbytes():
+            await self._call.write(self._renewal())  # so that all that was read is counted
+        await self._call.done_writing()
+
+    async def close(self) -> None:
+        """`end`, and wait for it. The source withdraws the grant."""
+        self.end()
+        assert self._farewell is not None
+        await asyncio.shield(self._farewell)

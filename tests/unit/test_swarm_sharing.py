@@ -1,0 +1,213 @@
+"""What a pull is listed with is what it gives, whenever others could first find it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import Any
+
+import pytest
+
+from mx.core import manifest as manifests
+from mx.core.digest import chunk_digest
+from mx.core.types import (
+    ChunkGrid,
+    Chunking,
+    Manifest,
+    Packaging,
+    SourceRecord,
+    SourceRole,
+)
+from mx.swarm.node import Node
+from mx.swarm.stream import PeerStream, StreamDialer
+from mx.target.transfer import Transfer
+from mx.units import MIB
+from mx.wire.server import Service, listen
+from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from tests.support.records import make_documents, make_record
+from tests.unit.test_swarm_node import FakeHost, Heard
+from tests.unit.test_transfer import BYTES, HeldSession, Listener, connection_of
+
+LAYERS = 3
+
+
+def manifest_of_three_layers() -> Manifest:
+    specs = [
+        manifests.TensorSpec(f"model.layers.{n}.mlp.weight", "U8", (MIB,)) for n in range(LAYERS)
+    ]
+    layout = manifests.plan_layout(specs)
+    grid = ChunkGrid(layout, MIB)
+    digests = b"".join(
+        chunk_digest(segments, [memoryview(BYTES)[s.arena_offset : s.arena_offset + s.nbytes]])
+        for chunk in grid
+        for segments in [grid.segments(chunk)]
+        for s in segments
+    )
+    return manifests.encode(
+        layout, Chunking(MIB, digests), Packaging(), {spec.name: bytes(32) for spec in specs}
+    )
+
+
+def given(node: Node) -> list[int]:
+    """The chunks that a neighbour gets when it asks for each."""
+    neighbour = Heard("neighbour")
+    number = node.joined(neighbour.record, neighbour.stream, b"", seeds=False)
+    found = []
+    for chunk in range(LAYERS):
+        neighbour.stream._unsent = asyncio.Queue()
+        node.heard(number, peer_pb2.SwarmMessage(request=chunk))
+        answer = neighbour.stream._unsent.get_nowait()
+        if answer.WhichOneof("message") == "allow":
+            found.append(answer.allow)
+        node.heard(number, peer_pb2.SwarmMessage(finished=chunk))
+    node.parted(number)
+    return found
+
+
+@pytest.mark.parametrize("coordinated", [False, True])
+def test_what_came_before_is_given_and_nothing_is_listed_that_is_not(coordinated: bool) -> None:
+    """One chunk from disk, one read alone, then others come, then the last one."""
+
+    async def main() -> None:
+        manifest = manifest_of_three_layers()
+        arena = bytearray(BYTES[:MIB]) + bytearray(manifest.layout.arena_nbytes - MIB)
+        transfer = Transfer(manifest, memoryview(arena), Listener())
+        transfer.start()
+        assert transfer.prefill("resume", "/some/folder", [0]) == MIB
+        session = HeldSession()
+        transfer.add_connection(connection_of(session))
+        session.land()
+        host = FakeHost()
+        node = Node("own", LAYERS, MIB, transfer, host, lambda _: True, never, lambda: None)
+        try:
+            if coordinated:
+                node.coordinate()
+            node.reading_began()
+            async with asyncio.timeout(30):
+                while host.listed != ((0, 2),):
+                    await asyncio.sleep(0.01)
+            assert given(node) == [0, 1]
+            session.land()
+            await asyncio.sleep(0.01)
+            if not coordinated:
+                node.coordinate()  # others come when it is through
+            node.reading_ended()
+            assert given(node) == [0, 1, 2]
+            assert node.complete
+            async with asyncio.timeout(30):
+                while host.listed != ((0, LAYERS),):
+                    await asyncio.sleep(0.01)
+        finally:
+            await node.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_pull_does_not_take_itself_for_a_peer_that_gives() -> None:
+    async def main() -> None:
+        transfer = transfer_of_three_layers()
+        node = Node("own", LAYERS, MIB, transfer, FakeHost(), lambda _: True, never, lambda: None)
+        documents = make_documents("w")
+        try:
+            own = make_record(documents, source_id="own", held=(), role=SourceRole.RELAY)
+            assert not own.whole
+            node.met([own])
+            node.no_whole_source()
+            assert not node.coordinated
+            other = make_record(documents, source_id="other", held=(), role=SourceRole.RELAY)
+            node.met([own, other])
+            node.no_whole_source()
+            assert node.coordinated
+        finally:
+            await node.close()
+
+    asyncio.run(main())
+
+
+def test_without_a_host_a_pull_reads_freely() -> None:
+    """Others could not read from it, so it takes no part in a swarm."""
+
+    async def main() -> None:
+        transfer = transfer_of_three_layers()
+        node = Node("", LAYERS, MIB, transfer, None, lambda _: True, never, lambda: None)
+        try:
+            node.coordinate()
+            assert not node.coordinated and not node.shares
+        finally:
+            await node.close()
+
+    asyncio.run(main())
+
+
+class Unwelcoming(peer_pb2_grpc.PeerServicer):
+    """A peer that wants no neighbours."""
+
+    def __init__(self) -> None:
+        self.greeted = 0
+
+    async def Trade(self, requests: Any, context: Any) -> None:
+        self.greeted += 1
+        await context.write(peer_pb2.SwarmMessage(welcome=peer_pb2.Welcome(accepted=False)))
+        async for _ in requests:
+            pass
+
+
+async def never(record: SourceRecord) -> PeerStream:
+    raise AssertionError(f"{record.endpoint} was dialled")
+
+
+def transfer_of_three_layers() -> Transfer:
+    arena = memoryview(bytearray(LAYERS * MIB))
+    return Transfer(manifest_of_three_layers(), arena, Listener())
+
+
+def sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+def test_peers_that_are_not_talked_to_leave_no_connection_behind() -> None:
+    """Others name them, as many as they like."""
+
+    async def main() -> None:
+        peer, streams = Unwelcoming(), StreamDialer(None, insecure=True)
+        service = Service(peer_pb2.DESCRIPTOR.services_by_name["Peer"], peer)
+        listening = await listen("0.0.0.0:0", [service], insecure=True)
+        known = FakeHost(make_record(make_documents("w"), role=SourceRole.RELAY))
+        node = Node(
+            "own",
+            LAYERS,
+            MIB,
+            transfer_of_three_layers(),
+            known,
+            lambda _: True,
+            streams.dial,
+            lambda: None,
+        )
+        node.reading_began()
+        before = sockets()
+        try:
+            node.met(
+                [
+                    make_record(
+                        make_documents("w"),
+                        source_id=f"peer{number}",
+                        endpoint=f"127.0.0.{number}:{listening.port}",
+                        role=SourceRole.RELAY,
+                    )
+                    for number in range(1, 31)
+                ]
+            )
+            async with asyncio.timeout(60):
+                while peer.greeted < 30 or node.peers.any or sockets() > before:
+                    await asyncio.sleep(0.05)
+        finally:
+            await node.close()
+            await streams.close()
+            await listening.stop()
+
+    asyncio.run(main())

@@ -1,0 +1,108 @@
+"""The `cuda_ipc` transport: from GPU memory of one process to GPU memory of another of its uid.
+
+On the same GPU memory is attached, without a copy, or copied within the GPU; from another GPU it
+is copied over NVLink by the copy engines of the reading one. What is exported is whole allocations:
+legacy IPC handles of cuMemAlloc's (torch's default), descriptors of virtual memory management's
+(torch's expandable segments, mx's own arenas). The source keeps the memory until its last reader
+has let go of it, which the end of that one's connection says, however it came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mx.core.paths import Medium
+from mx.core.topology import Gpu, Place
+from mx.cuda import driver as cuda
+from mx.cuda.device import Device
+from mx.errors import LocalError, PathError
+from mx.transport import (
+    DeviceView,
+    ExposedRegion,
+    ExposeOptions,
+    Exposure,
+    Grant,
+    Path,
+    Session,
+    Unavailable,
+    Viable,
+)
+from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES
+from mx_transports.toolkit.cuda.exposure import GpuExposure
+from mx_transports.toolkit.cuda.opening import CPU, Devices, may_share, open_session
+from mx_transports.toolkit.cuda.remote import translated
+
+MAGIC = b"mxcuda\0\1"
+#: A copy within one GPU, until it is measured: half of the memory bandwidth of an A100 (1.6 TB/s),
+#: the slowest of those that engines usually run on.
+SAME_GPU_GB_PER_S = 700.0
+#: What of a link's raw rate a copy gets at best (NVIDIA's p2pBandwidthLatencyTest: 0.8 to 0.9).
+NVLINK_EFFICIENCY = 0.85
+
+
+class CudaIpcTransport:
+    """See `mx.transport.Transport`. Paths within one GPU can be attached to."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, step_nbytes: int = DIRECT_STEP_BYTES) -> None:
+        self._step_nbytes = step_nbytes
+
+    def probe(self) -> Viable | Unavailable:
+        return cuda.probe()
+
+    def reach(self, here: Place, there: Place) -> Path | None:
+        """Two GPUs of one host that are one, or have NVLink between them and may use it."""
+        if CPU in (here.device, there.device) or not may_share(here, there):
+            return None
+        if here.device == there.device:
+            return Path(
+                self.name, SAME_GPU_GB_PER_S, attach=True, detail="same GPU", medium=Medium.DEVICE
+            )
+        lanes, gb_per_s = nvlink(here.gpu, there.gpu)
+        if not lanes:
+            return None
+        return Path(self.name, gb_per_s, detail=f"NVLink x{lanes}", medium=Medium.NVLINK)
+
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        """Raises LocalError for memory that is not on a GPU, or can't be exported."""
+        if not all(isinstance(region.view, DeviceView) for region in regions):
+            raise LocalError("cuda_ipc offers GPU memory, and this is in the host")
+        return GpuExposure(self.name, MAGIC, regions, options)
+
+    def open(self, grant: Grant) -> Session:
+        """Raises SourceError."""
+        if grant.place.device == CPU:
+            raise PathError(f"{grant.peer}: cuda_ipc reads into GPU memory only", peer=grant.peer)
+        return open_session(self.name, MAGIC, grant, _choose, lambda _: self._step_nbytes)
+
+
+def _choose(devices: Devices, target: Device | None, uuid: str) -> Device:
+    """The target maps the source's memory, whichever GPU that is on. Raises PathError where it
+    can't: the source's GPU must be visible here too, or the driver knows no way to it."""
+    assert target is not None
+    if uuid == target.uuid:
+        return target
+    source = devices.open(uuid)
+    with translated(devices.path, devices.peer):
+        allowed = devices.driver.can_access_peer(target.ordinal, source.ordinal)
+    if not allowed:
+        raise PathError(
+            f"{devices.peer} by cuda_ipc: {target.uuid} may not read the memory of {uuid}",
+            peer=devices.peer,
+            hint="nvidia-smi topo -p2p r shows what the driver allows",
+        )
+    return target
+
+
+def nvlink(here: Gpu | None, there: Gpu | None) -> tuple[int, float]:
+    """(lanes, GB/s one way) between two GPUs, as both of them tell it; (0, 0.0) for none."""
+    if here is None or there is None:
+        return 0, 0.0
+    to = next((peer for peer in here.peers if peer.uuid == there.uuid), None)
+    back = next((peer for peer in there.peers if peer.uuid == here.uuid), None)
+    if to is None or back is None or not (to.p2p_read and back.p2p_read):
+        return 0, 0.0
+    lanes = min(to.nvlinks, back.nvlinks)
+    lane_gb_per_s = min(here.nvlink_gb_per_s, there.nvlink_gb_per_s)
+    return lanes, round(lanes * lane_gb_per_s * NVLINK_EFFICIENCY, 1)

@@ -1,0 +1,129 @@
+"""The `pcie_p2p` transport: between a GPU and anything else of the same host and uid, over PCIe.
+
+From GPU to GPU directly where the driver lets them access each other, else through pinned host
+memory; from host memory into a GPU and from a GPU into host memory the same way. The pinned memory
+is small and in several slots, so that one is filled while another is copied and a third emptied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mx.core.paths import Medium
+from mx.core.topology import Gpu, Place
+from mx.cuda import driver as cuda
+from mx.cuda.device import Device
+from mx.errors import PathError
+from mx.transport import (
+    ExposedRegion,
+    ExposeOptions,
+    Exposure,
+    Grant,
+    Path,
+    Session,
+    Unavailable,
+    Viable,
+)
+from mx_transports.toolkit.cuda.copier import DIRECT_STEP_BYTES, STAGED_STEP_BYTES
+from mx_transports.toolkit.cuda.exposure import GpuExposure
+from mx_transports.toolkit.cuda.opening import CPU, Choose, Devices, may_share, open_session
+from mx_transports.toolkit.cuda.remote import translated
+
+MAGIC = b"mxpcie\0\1"
+#: GB/s of one lane, one way, by generation, encoding taken off (PCI Express base specification).
+LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+#: What of it copies of many MiB get: packet headers and flow control take the rest.
+PCIE_EFFICIENCY = 0.8
+#: For a GPU that does not tell: PCIe 3 x16.
+UNKNOWN_GB_PER_S = round(LANE_GB_PER_S[3] * 16 * PCIE_EFFICIENCY, 1)
+
+
+class PciePeerTransport:
+    """See `mx.transport.Transport`."""
+
+    name = "pcie_p2p"
+
+    def __init__(
+        self,
+        direct_step_nbytes: int = DIRECT_STEP_BYTES,
+        staged_step_nbytes: int = STAGED_STEP_BYTES,
+    ) -> None:
+        self._direct_step_nbytes = direct_step_nbytes
+        self._staged_step_nbytes = staged_step_nbytes
+
+    def probe(self) -> Viable | Unavailable:
+        return cuda.probe()
+
+    def reach(self, here: Place, there: Place) -> Path | None:
+        """One host, two devices, at least one of them a GPU."""
+        if here.device == there.device or not may_share(here, there):
+            return None
+        pairs = ((here, there), (there, here))
+        speeds = [pcie_gb_per_s(one.gpu) for one, _ in pairs if one.device != CPU]
+        if len(speeds) == 1:
+            detail = "host memory and GPU"
+        elif all(_straight(one.gpu, other.gpu) for one, other in pairs):
+            detail = "peer to peer"
+        else:
+            detail = "staged through host memory"
+        return Path(self.name, min(speeds), detail=detail, medium=Medium.PCIE)
+
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        """Raises LocalError, CudaError for GPU memory that can't be exported."""
+        return GpuExposure(self.name, MAGIC, regions, options)
+
+    def open(self, grant: Grant) -> Session:
+        """Raises SourceError."""
+        gpu = grant.place.gpu
+        # Over NVLink `cuda_ipc` reads; here those bytes take the way beside it.
+        beside = {peer.uuid for peer in gpu.peers if peer.nvlinks} if gpu is not None else set()
+        direct: set[str] = set()
+
+        def choose(devices: Devices, target: Device | None, uuid: str) -> Device:
+            mapper = _choose(devices, target, uuid, beside)
+            if target is mapper and target.uuid != uuid:
+                direct.add(uuid)
+            return mapper
+
+        try:
+            return self._open(grant, choose)
+        except PathError:
+            if not direct:
+                raise
+        # The driver said that it could be done, and then it could not, as behind some IOMMUs.
+        beside |= direct
+        return self._open(grant, choose)
+
+    def _open(self, grant: Grant, choose: Choose) -> Session:
+        def step_nbytes(direct: bool) -> int:
+            return self._direct_step_nbytes if direct else self._staged_step_nbytes
+
+        return open_session(self.name, MAGIC, grant, choose, step_nbytes)
+
+
+def _choose(devices: Devices, target: Device | None, uuid: str, beside: set[str]) -> Device:
+    """The target maps its own memory and that of GPUs which it may access; else the GPU that the
+    memory is on does, to copy it into the host. Raises PathError."""
+    if target is not None and target.uuid == uuid:
+        return target
+    source = devices.open(uuid)
+    if target is None or uuid in beside:
+        return source
+    with translated(devices.path, devices.peer):
+        allowed = devices.driver.can_access_peer(target.ordinal, source.ordinal)
+    return target if allowed else source
+
+
+def _straight(here: Gpu | None, there: Gpu | None) -> bool:
+    """May `here` read `there`'s memory over PCIe?"""
+    if here is None or there is None:
+        return False
+    return any(p.uuid == there.uuid and p.p2p_read and not p.nvlinks for p in here.peers)
+
+
+def pcie_gb_per_s(gpu: Gpu | None) -> float:
+    """What a GPU's slot gives, one way."""
+    lane = LANE_GB_PER_S.get(gpu.pcie_generation, 0.0) if gpu is not None else 0.0
+    if gpu is None or lane <= 0 or gpu.pcie_width <= 0:
+        return UNKNOWN_GB_PER_S
+    return round(lane * gpu.pcie_width * PCIE_EFFICIENCY, 1)

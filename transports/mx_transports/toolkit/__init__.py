@@ -1,0 +1,16 @@
+"""What transports are built with. docs/transports.md walks through one of under 80 lines.
+
+| module | what it has |
+|---|---|
+| `exposure` | `SocketExposure`, `SendingExposure`: sources that readers connect to, with a secret |
+| `session` | `ThreadedSession`, `StreamSession`: a queue of reads, and threads that carry them |
+| `slicing` | `steps`: a read in slices of a size that a sink is told of |
+| `stream` | `SocketStream`: whole buffers over a socket, plain or TLS, under a stall deadline |
+| `framing` | preamble, answer, statuses and tickets |
+| `dial`, `listeners`, `proof` | which addresses are a source's own; connecting to them; listening |
+| `limiting` | sending under the limiter of an exposure's options |
+| `tls` | contexts for data connections |
+| `local` | sources and readers of one machine and one user: unix sockets, descriptors, a page |
+| `kernel` | process_vm_readv and memfd seals |
+| `cuda` | what the transports of GPU memory share |
+"""

@@ -1,0 +1,1 @@
+"""What the transports of GPU memory share. It needs `mx.cuda`; the rest of the toolkit does not."""

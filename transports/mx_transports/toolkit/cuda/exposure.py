@@ -1,0 +1,212 @@
+"""The source side of the GPU transports: each allocation is exported once, to one's own uid.
+
+A CUDA IPC handle or a descriptor is good for ever once it was handed out; so what a reader gets is
+withdrawn by asking: it is told on its connection that the grant has ended, lets go, and closes.
+The exposure's `join` waits for that, and its memory stays until then: freeing what another process
+has opened by a legacy handle is undefined (CUDA driver API, cuIpcOpenMemHandle).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+
+from mx.cuda import driver as cuda
+from mx.cuda.device import Device
+from mx.cuda.errors import CudaError
+from mx.errors import LocalError
+from mx.transport import DeviceView, ExposedRegion, ExposeOptions
+from mx_transports.toolkit import kernel
+from mx_transports.toolkit.cuda import wire
+from mx_transports.toolkit.cuda.wire import Allocation, Export, RemoteRegion, Where
+from mx_transports.toolkit.exposure import GrantState
+from mx_transports.toolkit.local import BATCH, LocalExposure
+from mx_transports.toolkit.stream import SocketStream
+
+
+class Exports:
+    """The allocations that some spans of GPU memory lie in, ready to be handed out.
+
+    VMM allocations are held by handles of their own: their memory stays, whatever becomes of its
+    addresses. That of cuMemAlloc lives as long as the spans' owners, which the caller keeps.
+    """
+
+    def __init__(self, spans: Sequence[DeviceView]) -> None:
+        """Raises LocalError, CudaError or ConfigError where memory can't be exported."""
+        self.driver = cuda.load() if spans else None
+        self._devices: dict[str, Device] = {}
+        self._handles: dict[int, int] = {}  # by base
+        self._found: dict[int, Allocation] = {}
+        try:
+            for span in spans:
+                self._cover(span)
+        except BaseException:
+            self.close()
+            raise
+        self.allocations = sorted(self._found.values(), key=lambda found: found.base)
+
+    def _cover(self, span: DeviceView) -> None:
+        driver = self.driver
+        assert driver is not None
+        device = self._devices.get(span.device)
+        if device is None:
+            device = self._devices[span.device] = Device.open(driver, span.device)
+        at, end = span.address, span.address + span.nbytes
+        with device.current():
+            while at < end:
+                info = driver.pointer(at)
+                if info.ordinal != device.ordinal:
+                    raise LocalError(f"memory at {at:#x} is not on {span.device}")
+                if info.base not in self._found:
+                    self._found[info.base] = self._export(device, info)
+                at = info.base + info.nbytes
+
+    def _export(self, device: Device, info: cuda.PointerInfo) -> Allocation:
+        driver = device.driver
+        if info.ipc_capable:
+            handle = driver.ipc_handle(info.base)
+            return Allocation(Export.IPC, device.uuid, info.base, info.nbytes, handle)
+        if info.fd_capable:
+            self._handles[info.base] = driver.vmm_retain(info.base)
+            return Allocation(Export.FD, device.uuid, info.base, info.nbytes)
+        raise LocalError(
+            f"the memory at {info.base:#x} of {device.key} can't be shared with other processes",
+            hint="memory of a stream-ordered pool (cudaMallocAsync) can't; torch's own can",
+        )
+
+    @property
+    def uuids(self) -> list[str]:
+        return sorted({device.uuid for device in self._devices.values()})
+
+    def descriptor(self, allocation: Allocation) -> int:
+        """A new descriptor of an allocation exported so; the caller's to close."""
+        assert self.driver is not None
+        return self.driver.vmm_export_fd(self._handles[allocation.base])
+
+    def synchronize(self) -> None:
+        """Wait for whatever writes to the memory now."""
+        for device in self._devices.values():
+            device.synchronize()
+
+    def close(self) -> None:
+        for handle in self._handles.values():
+            assert self.driver is not None
+            # A context that has broken took it along.
+            with contextlib.suppress(CudaError):
+                self.driver.vmm_release(handle)
+        self._handles.clear()
+        for device in self._devices.values():
+            device.close()
+        self._devices.clear()
+
+
+class GpuExposure(LocalExposure):
+    """Regions of this process's memory, on GPUs or in the host, for processes of its uid.
+
+    Raises:
+        LocalError: There are too many regions, memory can't be exported, or there is no socket.
+        CudaError: CUDA fails.
+    """
+
+    def __init__(
+        self, name: str, magic: bytes, regions: Sequence[ExposedRegion], options: ExposeOptions
+    ) -> None:
+        if len(regions) > wire.MAX_ENTRIES:
+            raise LocalError(f"{name} exposes at most {wire.MAX_ENTRIES} regions")
+        # Kept for the memory's sake: their owners free it.
+        self._offered = list(regions)
+        self._exports = Exports(
+            [region.view for region in regions if isinstance(region.view, DeviceView)]
+        )
+        self._regions = [_described(region) for region in regions]
+        self._exports.synchronize()
+        try:
+            super().__init__(name=f"mx-{name}-source", magic=magic, options=options)
+        except LocalError:
+            self._exports.close()
+            raise
+        self.start()
+
+    def set_generation(self, generation: int) -> None:
+        # What the new generation stands for may still be on its way into the memory.
+        self._exports.synchronize()
+        super().set_generation(generation)
+
+    def ticket_fields(self) -> dict[str, object]:
+        return {**super().ticket_fields(), "gpus": self._exports.uuids}
+
+    def end(self, grant: GrantState) -> None:
+        """Ask the reader to let go, in place of cutting it off: it may be copying."""
+        grant.revoked = True
+        self.changed(grant)
+        for stream in grant.streams:
+            stream.notify(wire.ENDED)
+
+    def released(self) -> None:
+        self._exports.close()
+        self._offered.clear()
+
+    # --- one reader's connection
+
+    def serve(self, stream: SocketStream, grant: GrantState) -> None:
+        self._greet(stream, grant)
+        busy, held, said = False, False, memoryview(bytearray(1))
+        let_go_by = 0.0
+        try:
+            while True:
+                try:
+                    stream.fill(said)
+                except TimeoutError:
+                    if not grant.revoked or held:
+                        continue
+                    # A reader that does not listen has until now to end what it had begun.
+                    let_go_by = let_go_by or time.monotonic() + self.stall_timeout_s
+                    if time.monotonic() >= let_go_by:
+                        return
+                    continue
+                # Who holds the memory beyond its session may be reading it at any time.
+                held = held or said == wire.HELD
+                if busy != (held or said == wire.BUSY):
+                    busy = not busy
+                    self.count_reads(grant, 1 if busy else -1)
+        finally:
+            if busy:
+                self.count_reads(grant, -1)
+
+    def _greet(self, stream: SocketStream, grant: GrantState) -> None:
+        allocations = self._exports.allocations
+        if not self.send_control(
+            stream, grant, wire.GREETING.pack(len(allocations), len(self._regions))
+        ):
+            return
+        for first in range(0, len(allocations), BATCH):
+            batch = allocations[first : first + BATCH]
+            descriptors: list[int] = []
+            try:
+                for found in batch:
+                    if found.export is Export.FD:
+                        descriptors.append(self._exports.descriptor(found))
+                stream.send_descriptors(b"".join(found.pack() for found in batch), descriptors)
+            except CudaError as error:
+                raise ConnectionAbortedError(str(error)) from error
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        for first in range(0, len(self._regions), BATCH):
+            regions = self._regions[first : first + BATCH]
+            stream.send_descriptors(
+                b"".join(region.pack() for region in regions),
+                [region.descriptor for region in regions if region.where is Where.MEMFD],
+            )
+
+
+def _described(region: ExposedRegion) -> RemoteRegion:
+    nbytes = len(region.view)
+    if isinstance(region.view, DeviceView):
+        return RemoteRegion(region.index, region.view.address, nbytes, Where.DEVICE)
+    # A descriptor of memory that can still be written is not handed out.
+    if region.memfd is not None and kernel.fully_sealed(region.memfd):
+        return RemoteRegion(region.index, region.address, nbytes, Where.MEMFD, region.memfd)
+    return RemoteRegion(region.index, region.address, nbytes, Where.PROCESS)

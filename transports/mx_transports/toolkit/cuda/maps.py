@@ -1,0 +1,140 @@
+"""Another process's GPU memory at addresses of this one."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mx.cuda.device import Device, IpcMemory
+from mx.cuda.vmm import VmmMemory
+from mx.errors import PeerProtocolError
+from mx_transports.toolkit.cuda.wire import Allocation, Export
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Source addresses [base, base + nbytes) are at `address` here. `device` may reach them."""
+
+    base: int
+    nbytes: int
+    address: int
+    uuid: str
+    device: Device
+
+
+#: The device that is to map and copy memory of the GPU with this UUID.
+DeviceFor = Callable[[str], Device]
+
+
+class Maps:
+    """Runs by source address. Adjacent allocations of VMM become one run, as they are at the
+    source; an allocation of cuMemAlloc is one by itself (its handle opens at its base)."""
+
+    def __init__(self, peer: str, device_for: DeviceFor) -> None:
+        self._peer = peer
+        self._device_for = device_for
+        self._runs: list[Run] = []
+        self._bases: list[int] = []
+        self._memories: list[IpcMemory | VmmMemory] = []
+
+    def map(
+        self, allocations: Sequence[Allocation], descriptors: Sequence[int], *, own: bool
+    ) -> None:
+        """Open all of them; `descriptors` are those of the exported ones in order. `own`: the
+        source is this process, where CUDA opens no legacy handle of it, and its addresses are
+        good as they are. Raises CudaError, PeerProtocolError; then `close` undoes what it did."""
+        left = list(descriptors)
+        pairs = [(a, left.pop(0) if a.export is Export.FD else -1) for a in allocations]
+        pairs.sort(key=lambda pair: pair[0].base)
+        for before, after in itertools.pairwise(pairs):
+            if before[0].end > after[0].base:
+                raise PeerProtocolError(
+                    f"{self._peer}: its list of allocations is malformed", peer=self._peer
+                )
+        for group in _groups(pairs):
+            self._open([a for a, _ in group], [descriptor for _, descriptor in group], own)
+        self._bases = [run.base for run in self._runs]
+
+    def _open(self, group: list[Allocation], descriptors: list[int], own: bool) -> None:
+        first = group[0]
+        device = self._device_for(first.uuid)
+        nbytes = group[-1].end - first.base
+        if first.export is Export.FD:
+            vmm = VmmMemory.from_fds(device, descriptors, [a.nbytes for a in group])
+            self._memories.append(vmm)
+            address = vmm.address
+        elif own:
+            address = first.base
+            if device.uuid != first.uuid:
+                self._reach(device, first.uuid)
+        else:
+            memory = IpcMemory(device, first.handle)
+            self._memories.append(memory)
+            address = memory.address
+        self._check(first, device, address, nbytes)
+        self._runs.append(Run(first.base, nbytes, address, first.uuid, device))
+
+    def _reach(self, device: Device, uuid: str) -> None:
+        with Device.open(device.driver, uuid) as other, device.current():
+            device.driver.enable_peer_access(other.context)
+
+    def _check(self, first: Allocation, device: Device, address: int, nbytes: int) -> None:
+        """What was mapped is what the source said: an access beyond its end would break this
+        process's context for good."""
+        with device.current():
+            info = device.driver.pointer(address)
+        if first.export is Export.IPC and (info.base != address or info.nbytes < nbytes):
+            raise PeerProtocolError(
+                f"{self._peer}: its allocation has {info.nbytes} bytes, not {nbytes}",
+                peer=self._peer,
+            )
+        if device.uuid == first.uuid and info.ordinal != device.ordinal:
+            raise PeerProtocolError(
+                f"{self._peer}: its memory is not on {first.uuid}, as it said", peer=self._peer
+            )
+
+    def check(self, address: int, nbytes: int) -> None:
+        """Raises PeerProtocolError if not all of these source addresses are mapped."""
+        if sum(n for _, _, n in self.pieces(address, nbytes)) != nbytes:
+            raise PeerProtocolError(
+                f"{self._peer}: a region lies outside of its allocations", peer=self._peer
+            )
+
+    def pieces(self, address: int, nbytes: int) -> Iterator[tuple[Run, int, int]]:
+        """(run, address here, nbytes) of source addresses, until the first that is not mapped."""
+        end = address + nbytes
+        while address < end:
+            index = bisect_right(self._bases, address) - 1
+            if index < 0:
+                return
+            run = self._runs[index]
+            take = min(end, run.base + run.nbytes) - address
+            if take <= 0:
+                return
+            yield run, run.address + address - run.base, take
+            address += take
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent. Raises CudaError."""
+        memories, self._memories = self._memories, []
+        self._runs.clear()
+        self._bases.clear()
+        for memory in memories:
+            memory.close()
+
+
+def _groups(pairs: Sequence[tuple[Allocation, int]]) -> Iterator[list[tuple[Allocation, int]]]:
+    """What can be mapped at once: neighbours of VMM on one GPU."""
+    group: list[tuple[Allocation, int]] = []
+    for found, descriptor in pairs:
+        if group:
+            last = group[-1][0]
+            joined = last.export is found.export is Export.FD and last.uuid == found.uuid
+            if not joined or last.end != found.base:
+                yield group
+                group = []
+        group.append((found, descriptor))
+    if group:
+        yield group

@@ -1,0 +1,97 @@
+"""What both GPU transports do to open a grant: find devices, connect, map memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from mx.core.topology import Place
+from mx.cuda import driver as cuda
+from mx.cuda.device import Device
+from mx.cuda.errors import CudaError
+from mx.errors import ConfigError, PathError
+from mx.transport import Grant
+from mx_transports.toolkit.cuda.maps import Maps
+from mx_transports.toolkit.cuda.remote import GpuTicket, RemoteMemory, translated
+from mx_transports.toolkit.cuda.session import GpuSession
+from mx_transports.toolkit.local import same_user
+
+CPU = "cpu"
+
+
+def may_share(here: Place, there: Place) -> bool:
+    """Return True if two processes can pass each other descriptors and handles: those of one user
+    on one kernel, in one IPC namespace too (legacy handles name their exporter by pid)."""
+    return same_user(here, there) and here.ipc_namespace == there.ipc_namespace
+
+
+class Devices:
+    """The GPUs of one session, each opened once."""
+
+    def __init__(self, path: str, peer: str) -> None:
+        self.path, self.peer = path, peer
+        with translated(path, peer):
+            self.driver = cuda.load()
+        self._opened: dict[str, Device] = {}
+
+    def open(self, name: str) -> Device:
+        """Open a GPU by "cuda:UUID" or UUID. Raises PathError if this process does not see it."""
+        uuid = name.removeprefix("cuda:")
+        if uuid not in self._opened:
+            try:
+                with translated(self.path, self.peer):
+                    self._opened[uuid] = Device.open(self.driver, uuid)
+            except ConfigError as error:
+                raise PathError(
+                    f"{self.peer} by {self.path}: this process does not see the GPU {uuid}",
+                    peer=self.peer,
+                    hint="CUDA_VISIBLE_DEVICES may leave it out",
+                ) from error
+        return self._opened[uuid]
+
+    def all(self) -> list[Device]:
+        return list(self._opened.values())
+
+    def close(self) -> None:
+        for device in self.all():
+            with contextlib.suppress(CudaError):
+                device.close()
+
+
+#: (devices, target, the source's GPU) -> which device maps and copies that GPU's memory. Raises
+#: PathError where the path can't.
+Choose = Callable[[Devices, Device | None, str], Device]
+
+
+def open_session(
+    path: str, magic: bytes, grant: Grant, choose: Choose, step_nbytes: Callable[[bool], int]
+) -> GpuSession:
+    """Open a session of a GPU transport.
+
+    Args:
+        path: The transport's name.
+        magic: The transport and its version.
+        grant: What is opened.
+        choose: Which device maps and copies a GPU's memory.
+        step_nbytes: The size of a step in bytes, from whether all goes straight to the target.
+
+    Raises:
+        SourceError: The source can't be reached, or its memory can't be mapped.
+    """
+    ticket = GpuTicket(grant.ticket, grant.peer)
+    devices = Devices(path, grant.peer)
+    remote = RemoteMemory(path, magic, grant.peer, ticket)
+    try:
+        target = None if grant.place.device == CPU else devices.open(grant.place.device)
+        mappers = {uuid: choose(devices, target, uuid) for uuid in sorted(ticket.gpus)}
+        if not devices.all():
+            raise PathError(f"{grant.peer} by {path}: neither side is on a GPU", peer=grant.peer)
+        remote.connect(grant.stall_timeout_s)
+        remote.map(Maps(grant.peer, lambda uuid: mappers[uuid]))
+        direct = bool(mappers) and all(device is target for device in mappers.values())
+        with translated(path, grant.peer):
+            return GpuSession(grant, remote, target, devices.all(), step_nbytes(direct))
+    except BaseException:
+        remote.drop()
+        devices.close()
+        raise

@@ -1,0 +1,123 @@
+"""What a reader holds of a source of the GPU transports: connection, control page, mapped memory.
+
+A `RemoteMemory` is counted: the session and each view attached through it hold it, and the last to
+let go unmaps everything and then closes the connection, by which the source knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+from mx.cuda.errors import CudaError
+from mx.errors import PathError, PeerProtocolError
+from mx_transports.toolkit.cuda import wire
+from mx_transports.toolkit.cuda.maps import Maps
+from mx_transports.toolkit.cuda.wire import Allocation, RemoteRegion, Where
+from mx_transports.toolkit.local import BATCH, LocalSource, LocalTicket
+
+
+def path_error(error: CudaError, path: str, peer: str) -> PathError:
+    """Return CUDA's error as one of the path to `peer`, which others may do without."""
+    return PathError(f"{peer} by {path}: {error.message}", peer=peer, hint=error.hint)
+
+
+@contextlib.contextmanager
+def translated(path: str, peer: str) -> Iterator[None]:
+    """Raise a CudaError from inside as `path_error` makes it."""
+    try:
+        yield
+    except CudaError as error:
+        raise path_error(error, path, peer) from error
+
+
+class GpuTicket(LocalTicket):
+    """A ticket of a GpuExposure. Raises PeerProtocolError where it is malformed."""
+
+    def __init__(self, data: bytes, peer: str) -> None:
+        super().__init__(data, peer)
+        gpus = self.fields.get("gpus")
+        if not isinstance(gpus, list) or not all(isinstance(uuid, str) for uuid in gpus):
+            raise PeerProtocolError(f"{peer} handed out a ticket that can't be read", peer=peer)
+        self.gpus = frozenset(gpus)
+
+
+class RemoteMemory(LocalSource):
+    """Made by `connect`, which raises SourceError; then `map` what it brought."""
+
+    def __init__(self, path: str, magic: bytes, peer: str, ticket: GpuTicket) -> None:
+        super().__init__(path, magic, peer, ticket)
+        self._gpus = ticket.gpus
+        self._lock = threading.Lock()
+        self._holders = 1
+        self._exported: list[int] = []
+        self.allocations: list[Allocation] = []
+        self.regions: dict[int, RemoteRegion] = {}
+        self.maps: Maps | None = None
+
+    def receive_greeting(self) -> None:
+        allocations, regions = self.receive_control(wire.GREETING)
+        if max(allocations, regions) > wire.MAX_ENTRIES:
+            raise self.wrong("its greeting is malformed")
+        for first in range(0, allocations, BATCH):
+            batch = min(BATCH, allocations - first)
+            data, descriptors = self.receive(wire.ALLOCATION.size * batch, batch)
+            self._exported += descriptors
+            found = [Allocation.unpack(item) for item in wire.ALLOCATION.iter_unpack(data)]
+            self.allocations += found
+        if len(self._exported) != sum(a.export is wire.Export.FD for a in self.allocations):
+            raise self.wrong("descriptors of its memory are missing")
+        if not {found.uuid for found in self.allocations} <= self._gpus:
+            raise self.wrong("its memory is on other GPUs than its ticket says")
+        for first in range(0, regions, BATCH):
+            batch = min(BATCH, regions - first)
+            data, descriptors = self.receive(wire.REGION.size * batch, batch)
+            for index, address, nbytes, where in wire.REGION.iter_unpack(data):
+                if index in self.regions or (where == Where.MEMFD and not descriptors):
+                    raise self.wrong("its list of regions is malformed")
+                descriptor = descriptors.pop(0) if where == Where.MEMFD else -1
+                self.regions[index] = RemoteRegion(index, address, nbytes, Where(where), descriptor)
+
+    def map(self, maps: Maps) -> None:
+        """Map all allocations.
+
+        Args:
+            maps: Where they are mapped; this object's from here on.
+
+        Raises:
+            PathError: CUDA can't.
+            PeerProtocolError: The source's memory is not what it said.
+        """
+        self.maps = maps
+        with translated(self.path, self.peer):
+            maps.map(self.allocations, self._exported, own=self.ticket.is_own)
+        for region in self.regions.values():
+            if region.where is Where.DEVICE and region.nbytes:
+                maps.check(region.address, region.nbytes)
+        # The maps keep the memory; the descriptors did their duty.
+        exported, self._exported = self._exported, []
+        self.descriptors = [each for each in self.descriptors if each not in exported]
+        for descriptor in exported:
+            os.close(descriptor)
+
+    def hold(self) -> None:
+        """Count another holder, who calls `drop`."""
+        with self._lock:
+            self._holders += 1
+
+    def drop(self) -> None:
+        """Let go. The last holder unmaps everything and closes the connection."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+        # Unmapped first: the connection's end says that it is.
+        try:
+            if self.maps is not None:
+                # Where CUDA has broken there is nothing left to unmap.
+                with contextlib.suppress(CudaError):
+                    self.maps.close()
+        finally:
+            self.close()

@@ -1,0 +1,328 @@
+"""The target side of the GPU transports: threads that keep several copies on their way each.
+
+A thread takes reads, cuts them into steps, and queues the copies of the next steps while it waits
+for the oldest: the sinks hear of bytes only when the event behind their copies has happened, and
+the source, its grant and its generation were looked at after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from mx.cuda.device import Device
+from mx.cuda.errors import CudaError
+from mx.errors import ClosedError, LocalError, MxError, NotAllowedError, PeerLostError, SourceError
+from mx.transport import DeviceView, Grant, Read, Span
+from mx_transports.toolkit.cuda import wire
+from mx_transports.toolkit.cuda.copier import STAGES, Copier
+from mx_transports.toolkit.cuda.remote import RemoteMemory, path_error, translated
+from mx_transports.toolkit.cuda.wire import Where
+from mx_transports.toolkit.session import ThreadedSession
+from mx_transports.toolkit.slicing import Slice, steps
+
+
+class _Job:
+    """A read that a thread has taken and not completed."""
+
+    def __init__(self, read: Read, step_nbytes: int) -> None:
+        self.read = read
+        self.steps: Iterator[tuple[list[Slice[Span]], int]] = steps(
+            read, step_nbytes, lambda span: span
+        )
+
+
+class _Flight(NamedTuple):
+    """A step that was started: its number, and how much of its read it completes."""
+
+    number: int
+    job: _Job
+    landed: int
+
+
+class _Work:
+    """What one thread has on its hands, oldest first."""
+
+    def __init__(self) -> None:
+        self.jobs: list[_Job] = []
+        self.flights: deque[_Flight] = deque()
+        #: The job whose steps are being started: the last one, or None.
+        self.current: _Job | None = None
+        self.started = 0
+
+
+class Attachment:
+    """Keeps what was attached mapped, and its source's memory in place; ends with the last view."""
+
+    def __init__(self, remote: RemoteMemory) -> None:
+        self._finalizer = weakref.finalize(self, remote.drop)
+        # The process's end does it all at once.
+        self._finalizer.atexit = False
+
+
+class GpuSession(ThreadedSession):
+    """`link` is connected and mapped, and the session's from here on, as are `devices`, of which
+    there is at least one."""
+
+    def __init__(
+        self,
+        grant: Grant,
+        remote: RemoteMemory,
+        target: Device | None,
+        devices: Sequence[Device],
+        step_nbytes: int,
+    ) -> None:
+        workers = max(1, grant.streams)
+        super().__init__(f"mx-{remote.path}", grant, workers)
+        self.depth = STAGES * workers
+        self._remote = remote
+        self._target = target
+        self._devices = devices
+        self._step_nbytes = step_nbytes
+        self.sizes = {index: region.nbytes for index, region in remote.regions.items()}
+        home = target or devices[0]
+        self._copiers = [Copier(remote, target, home, step_nbytes) for _ in range(workers)]
+        self._busy = 0
+        self._detached: MxError | None = None
+        #: Held while the source's memory is used by a thread that carries no reads.
+        self._remote_lock = threading.Lock()
+        self._closing = os.eventfd(0, os.EFD_CLOEXEC)
+        self._workers = list(self.threads)
+        self.threads.append(
+            threading.Thread(target=self._watch, name=f"mx-{remote.path}-watch", daemon=True)
+        )
+        self.start()
+
+    def attach(self, region: int) -> DeviceView:
+        """The region on this session's GPU, in place. Raises NotAllowedError where it is on
+        another one, in the host, or not in one piece here."""
+        with self.lock:
+            if self.closed:
+                raise ClosedError(f"the session with {self.peer} is closed")
+        with self._remote_lock:
+            if self._detached is not None:
+                raise _again(self._detached)
+            address = self._place_of(region)
+            self._remote.hold()
+        owner = Attachment(self._remote)
+        # From when the source hears this it waits for the view's end, should the grant have ended
+        # by now or not; what must not be is that it never hears of it.
+        self._remote.say(wire.HELD)
+        poll = select.poll()
+        self._remote.register(poll)
+        self._remote.check(poll, self.grant.generation)
+        assert self._target is not None
+        return DeviceView(self._target.key, address, self.sizes[region], owner)
+
+    def _place_of(self, region: int) -> int:
+        found = self._remote.regions.get(region)
+        if self._target is not None and found is not None and found.where is Where.DEVICE:
+            assert self._remote.maps is not None
+            pieces = list(self._remote.maps.pieces(found.address, found.nbytes))
+            if len(pieces) == 1 and pieces[0][0].uuid == self._target.uuid:
+                return pieces[0][1]
+        raise NotAllowedError(
+            f"{self.peer}: region {region} is not in one piece on this GPU: it can be copied, "
+            "not attached"
+        )
+
+    # --- the end
+
+    def abort(self) -> None:
+        os.eventfd_write(self._closing, 1)
+
+    def release(self) -> None:
+        pass  # The watcher's, which comes after the other threads.
+
+    def _watch(self) -> None:
+        """Let go of the source's memory as soon as the source or this session ends."""
+        poll = select.poll()
+        poll.register(self._closing, select.POLLIN)
+        self._remote.register(poll)
+        poll.poll()
+        self._detach()
+        os.eventfd_read(self._closing)
+        for worker in self._workers:
+            worker.join()
+        for device in self._devices:
+            with contextlib.suppress(CudaError):
+                device.close()
+        os.close(self._closing)
+
+    def _detach(self) -> None:
+        for copier in self._copiers:
+            # Where CUDA has broken, nothing runs any more.
+            with contextlib.suppress(CudaError):
+                copier.end()
+        poll = select.poll()
+        self._remote.register(poll)
+        why: MxError = PeerLostError("closed", peer=self.peer)
+        try:
+            self._remote.check(poll, self.grant.generation)
+        except SourceError as error:
+            why = error.with_traceback(None)
+        with self._remote_lock:
+            self._detached = why
+        self._remote.drop()
+
+    # --- the threads that carry reads
+
+    def carry(self, worker: int) -> None:
+        copier = self._copiers[worker]
+        with translated(self._remote.path, self.peer), copier.home.current():
+            self._carry_on(copier)
+
+    def _carry_on(self, copier: Copier) -> None:
+        work, busy = _Work(), False
+        try:
+            while True:
+                busy = self._start_steps(copier, work, busy)
+                if work.flights:
+                    self._land(copier, work)
+                    continue
+                # The source is told at the end of a run of reads, not between them.
+                busy = self._say_busy(busy, False)
+                if not self._next(work, wait=True):
+                    return
+        finally:
+            # By an error of the path, or of a sink: what was taken is completed all the same.
+            self._synchronize(copier)
+            for job in work.jobs:
+                self.fail(job.read, PeerLostError(f"{self.peer}: abandoned", peer=self.peer))
+            self._say_busy(busy, False)
+            with contextlib.suppress(CudaError):
+                copier.close()
+
+    def _next(self, work: _Work, *, wait: bool) -> bool:
+        read = self.take(wait=wait)
+        if read is None:
+            return False
+        work.current = _Job(read, self._step_nbytes)
+        work.jobs.append(work.current)
+        return True
+
+    def _start_steps(self, copier: Copier, work: _Work, busy: bool) -> bool:
+        """Start what there are stages for. Returns whether the thread is busy now."""
+        while len(work.flights) < STAGES:
+            if work.current is None and not self._next(work, wait=False):
+                break
+            busy = self._say_busy(busy, True)
+            job = work.current
+            assert job is not None
+            try:
+                flight = self._start_step(copier, job, work.started)
+            except MxError as error:
+                work.current = None
+                self._give_up(copier, work, job, error)
+                if isinstance(error, PeerLostError):
+                    raise
+                continue
+            work.started += 1
+            work.flights.append(flight)
+            if flight.landed == job.read.nbytes:
+                work.current = None
+        return busy
+
+    def _start_step(self, copier: Copier, job: _Job, number: int) -> _Flight:
+        parts, landed = next(job.steps, ([], 0))
+        if landed <= self._step_nbytes:  # the first one
+            self.check_bounds(job.read)
+            self._check_target(job.read)
+        with copier.lock:
+            self._check_open(copier)
+            self._remote.check_grant(self.grant.generation)
+            try:
+                copier.start(number, parts)
+            except CudaError as error:
+                copier.discard(number)
+                raise path_error(error, self._remote.path, self.peer) from error
+            except MxError:
+                copier.discard(number)
+                raise
+        return _Flight(number, job, landed)
+
+    def _land(self, copier: Copier, work: _Work) -> None:
+        number, job, landed = work.flights.popleft()
+        try:
+            try:
+                copier.finish(number)
+            except CudaError as error:
+                raise path_error(error, self._remote.path, self.peer) from error
+            # After the bytes: what was read is good only if nothing had changed by then.
+            with copier.lock:
+                self._check_open(copier)
+                self._remote.check(copier.poll, self.grant.generation)
+        except MxError as error:
+            if work.current is job:
+                work.current = None
+            self._give_up(copier, work, job, error)
+            if isinstance(error, PeerLostError):
+                raise  # no other read can succeed
+            return
+        if landed:
+            job.read.sink.landed(landed)
+        if landed == job.read.nbytes:
+            work.jobs.remove(job)
+            job.read.sink.done()
+
+    def _give_up(self, copier: Copier, work: _Work, job: _Job, error: MxError) -> None:
+        """Fail a job once nothing of it runs any more."""
+        self._synchronize(copier)
+        kept = [flight for flight in work.flights if flight.job is not job]
+        for flight in work.flights:
+            if flight.job is job:
+                copier.discard(flight.number)
+        work.flights = deque(kept)
+        work.jobs.remove(job)
+        self.fail(job.read, error)
+
+    def _synchronize(self, copier: Copier) -> None:
+        # Where CUDA has broken, nothing runs any more.
+        with contextlib.suppress(CudaError):
+            copier.synchronize()
+
+    def _check_open(self, copier: Copier) -> None:
+        """Raises what must fail a read once this session has let go; the copier's lock is held."""
+        if self.closed:
+            raise PeerLostError("closed", peer=self.peer)
+        if copier.ended:
+            # Its own detaching is under way, or through.
+            with self._remote_lock:
+                found = self._detached
+            raise _again(found) if found is not None else self._ending()
+
+    def _ending(self) -> MxError:
+        return PeerLostError(f"{self.peer}: the source has ended", peer=self.peer)
+
+    def _check_target(self, read: Read) -> None:
+        """Raises LocalError for destinations that this session is not for."""
+        device = "the host" if self._target is None else self._target.key
+        for piece in read.pieces:
+            there = piece.view.device if isinstance(piece.view, DeviceView) else "the host"
+            if there != device:
+                raise LocalError(
+                    f"{self._remote.path}: the session is for {device}, not for {there}"
+                )
+
+    def _say_busy(self, before: bool, now: bool) -> bool:
+        """Change what this thread adds to the session's being busy; tells the source if it must."""
+        if before == now:
+            return now
+        with self._remote_lock:
+            self._busy += 1 if now else -1
+            # The first thread to begin, or the last to end.
+            if self._busy == now and self._detached is None:
+                self._remote.tell(wire.BUSY if now else wire.IDLE)
+        return now
+
+
+def _again(error: MxError) -> MxError:
+    """The same error to be raised on another thread."""
+    peer = getattr(error, "peer", "")
+    return type(error)(error.message, peer=peer, hint=error.hint)  # type: ignore[call-arg]

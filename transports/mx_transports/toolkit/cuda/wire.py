@@ -1,0 +1,81 @@
+"""What a source of the GPU transports tells a reader that it has let in, all of fixed size.
+
+After the HELLO: GREETING with one descriptor, the grant's control page; then each allocation
+(with a descriptor where it is exported as one), then each region (with a descriptor where it is a
+sealed memfd). The connection then stays open. The reader says on it when it is busy, when idle,
+and that it holds the memory beyond its session; the source says when the grant has ended, and then
+waits for the reader to let go: the end of the connection is the word for that.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from mx.cuda.driver import IPC_HANDLE_BYTES
+
+#: Numbers of allocations and of regions.
+GREETING = struct.Struct("!II")
+#: Kind, the GPU's UUID, base address at the source, nbytes, legacy IPC handle.
+ALLOCATION = struct.Struct(f"!B40sQQ{IPC_HANDLE_BYTES}s")
+#: Index, address at the source, nbytes, where.
+REGION = struct.Struct("!IQQB")
+MAX_ENTRIES = 1 << 16
+
+BUSY, IDLE, HELD = b"B", b"I", b"H"
+ENDED = b"E"
+
+
+class Export(enum.IntEnum):
+    """How another process gets at an allocation."""
+
+    IPC = 1  # cuMemAlloc's, by a legacy handle
+    FD = 2  # virtual memory management's, by a descriptor
+
+
+class Where(enum.IntEnum):
+    DEVICE = 0
+    MEMFD = 1
+    PROCESS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One piece of GPU memory as its source made it: what is exported, and mapped, as a whole."""
+
+    export: Export
+    uuid: str
+    base: int
+    nbytes: int
+    handle: bytes = b""
+
+    @property
+    def end(self) -> int:
+        return self.base + self.nbytes
+
+    def pack(self) -> bytes:
+        uuid = self.uuid.encode()
+        return ALLOCATION.pack(self.export, uuid, self.base, self.nbytes, self.handle)
+
+    @classmethod
+    def unpack(cls, fields: tuple[int, bytes, int, int, bytes]) -> Allocation:
+        """Raises ValueError for what no source of ours says."""
+        export, uuid, base, nbytes, handle = fields
+        if not nbytes or base + nbytes > 1 << 63:
+            raise ValueError("an allocation of impossible size")
+        return cls(Export(export), uuid.rstrip(b"\0").decode("ascii"), base, nbytes, handle)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """`address` is the source's. `descriptor` is a sealed memfd here, or -1."""
+
+    index: int
+    address: int
+    nbytes: int
+    where: Where
+    descriptor: int = -1
+
+    def pack(self) -> bytes:
+        return REGION.pack(self.index, self.address, self.nbytes, self.where)

@@ -1,0 +1,249 @@
+"""Connecting to a source: which addresses are its own, and being let in."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from collections.abc import Sequence
+
+from mx.core.locality import own_addresses
+from mx.core.topology import Place
+from mx.errors import (
+    PeerLostError,
+    PeerProtocolError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    SourceError,
+)
+from mx.transport import Grant
+from mx_transports.toolkit import framing, proof
+from mx_transports.toolkit.stream import SocketStream
+from mx_transports.toolkit.tls import tls_context
+
+
+def only_loopback(place: Place) -> bool:
+    """Return True if a place has no address that other machines reach."""
+    return all(is_loopback(address) for address in place.addresses)
+
+
+def is_loopback(address: str) -> bool:
+    """Return True for an IP address of loopback, and for its name."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def one_network(here: Place, there: Place) -> bool | None:
+    """Say how sockets get from one place to another.
+
+    Returns:
+        True within one network namespace of one machine, False over the network, None where they
+        don't: one of them has addresses of loopback only.
+    """
+    if (here.boot_id, here.net_namespace) == (there.boot_id, there.net_namespace):
+        return True
+    return None if only_loopback(here) or only_loopback(there) else False
+
+
+def addresses(ticket: framing.Ticket, grant: Grant) -> list[tuple[str, int]]:
+    """Return what to dial: what the ticket says, as far as it is the source's own.
+
+    Blocks where an address has to be proved, up to the grant's stall timeout.
+
+    Args:
+        ticket: One with a field `addresses`, pairs of host and port. A host of "" is that of the
+            source's control endpoint.
+        grant: What the ticket came with. With a rail, only its far end is dialled.
+
+    Raises:
+        PeerProtocolError: The ticket has no address, or none at the rail's far end.
+        PeerTimeoutError: None of them is proved to be the source's.
+    """
+    peer, found = grant.peer, []
+    listed = ticket.fields.get("addresses")
+    for entry in listed if isinstance(listed, list) else []:
+        try:
+            host, port = entry
+            at = [str(ipaddress.ip_address(host))] if host else grant.peer_addresses
+            if type(port) is int and 0 < port < 1 << 16:
+                found += [(each, port) for each in at]
+        except (ValueError, TypeError):
+            continue
+    if not found:
+        raise PeerProtocolError(f"{peer} handed out a ticket without any address", peer=peer)
+    if grant.rail is not None:
+        far = grant.rail.remote_address
+        found = [address for address in found if address[0] == far]
+        if not found:
+            raise PeerProtocolError(f"{peer} does not listen at {far}, as it had said", peer=peer)
+    return _own(found, ticket, grant)
+
+
+def _own(found: list[proof.Address], ticket: framing.Ticket, grant: Grant) -> list[proof.Address]:
+    """Those that are the source's own: at its control endpoint's address, or proved."""
+    known = [address for address in found if _is_known(address[0], grant)]
+    own = known or proof.proved(found, ticket, grant)
+    if not own:
+        hosts = ", ".join(dict.fromkeys(host for host, _ in found))
+        raise PeerTimeoutError(
+            f"{grant.peer} has not proved that {hosts} is its own address (nothing answers there "
+            "by UDP), and is not dialled there",
+            peer=grant.peer,
+            hint="let datagrams through to the source's data ports, as connections are",
+        )
+    return own
+
+
+def _is_known(host: str, grant: Grant) -> bool:
+    """Return True if the control connection goes to this host: to the same address or, where that
+    does not leave this machine, to any address of this machine."""
+    if host in grant.peer_addresses:
+        return True
+    mine = own_addresses(grant.place)
+    stays = any(is_loopback(each) or each in mine for each in grant.peer_addresses)
+    return stays and (is_loopback(host) or host in mine)
+
+
+def open_streams(magic: bytes, grant: Grant) -> list[SocketStream]:
+    """Connect as often as a grant says, to the addresses of its ticket in turn.
+
+    Args:
+        magic: What the source's exposure was made with.
+        grant: Its ticket is one of `framing`, with a field `addresses`.
+
+    Returns:
+        The connections, let in by the source. The caller closes them.
+
+    Raises:
+        SourceError: The source can't be reached, or does not let us in.
+        ConfigError: A TLS file can't be used.
+    """
+    ticket = framing.decode_ticket(grant.ticket, grant.peer)
+    found = addresses(ticket, grant)
+    tls = tls_context(grant.tls, server=False) if grant.tls else None
+    streams: list[SocketStream] = []
+    try:
+        for number in range(max(1, grant.streams)):
+            # Spread over the source's addresses, but any that answers will do.
+            first = number % len(found)
+            order = found[first:] + found[:first]
+            streams.append(connect_any(magic, order, found, ticket, grant, tls))
+        # Only now, so that the source admits all of them while the first is waited for.
+        for stream in streams:
+            greet(magic, stream, grant)
+    except BaseException:
+        for stream in streams:
+            stream.close()
+        raise
+    return streams
+
+
+def connect_any(
+    magic: bytes,
+    order: Sequence[tuple[str, int]],
+    known: list[tuple[str, int]],
+    ticket: framing.Ticket,
+    grant: Grant,
+    tls: ssl.SSLContext | None,
+) -> SocketStream:
+    """Connect to the first address that answers, and present the ticket's secret.
+
+    Args:
+        magic: What the source's exposure was made with.
+        order: The addresses to try.
+        known: All addresses; those that do not answer leave it, but for the last one.
+        ticket: The grant's ticket.
+        grant: What is opened.
+        tls: The context of a TLS connection; None for a plain one.
+
+    Returns:
+        A connection for `greet`. The caller closes it.
+
+    Raises:
+        SourceError: No address answers, or TLS fails.
+    """
+    failure: SourceError | None = None
+    for address in order:
+        try:
+            return _connect(magic, address, ticket, grant, tls)
+        except (PeerLostError, PeerTimeoutError) as error:
+            failure = error
+            if len(known) > 1:
+                known.remove(address)
+    assert failure is not None
+    raise failure
+
+
+def _connect(
+    magic: bytes,
+    address: tuple[str, int],
+    ticket: framing.Ticket,
+    grant: Grant,
+    tls: ssl.SSLContext | None,
+) -> SocketStream:
+    where = f"{grant.peer} (data at {address[0]}:{address[1]})"
+    sock: socket.socket | None = None
+    try:
+        near = None if grant.rail is None else (grant.rail.local_address, 0)
+        sock = socket.create_connection(address, grant.stall_timeout_s, source_address=near)
+        if tls is not None:
+            sock = tls.wrap_socket(sock)
+        stream = SocketStream(sock, grant.stall_timeout_s)
+        stream.send_all([framing.PREAMBLE.pack(magic, ticket.key, ticket.secret)])
+    except BaseException as error:
+        if sock is not None:
+            sock.close()
+        if isinstance(error, ssl.SSLError) and not isinstance(error, TimeoutError):
+            raise _tls_failed(error, where, grant.peer) from error
+        if isinstance(error, OSError):
+            raise translate(error, where, grant.peer) from error
+        raise
+    return stream
+
+
+def greet(magic: bytes, stream: SocketStream, grant: Grant) -> None:
+    """Read the source's answer to the preamble.
+
+    Raises:
+        SourceError: It does not let us in, or does not answer as the transport does.
+    """
+    where = f"{grant.peer} (its data endpoint)"
+    try:
+        spoken, status = framing.HELLO.unpack(stream.receive(framing.HELLO.size))
+    except ssl.SSLError as error:
+        raise _tls_failed(error, where, grant.peer) from error
+    except OSError as error:
+        raise translate(error, where, grant.peer) from error
+    if spoken != magic:
+        raise PeerProtocolError(f"{where} does not speak this transport", peer=grant.peer)
+    if status != framing.OK:
+        raise PeerRefusedError(
+            f"{where}: {framing.STATUS_TEXT.get(status, f'refused ({status})')}",
+            peer=grant.peer,
+        )
+
+
+def _tls_failed(error: ssl.SSLError, where: str, peer: str) -> PeerRefusedError:
+    return PeerRefusedError(
+        f"{where}: TLS failed: {error.reason or error}",
+        peer=peer,
+        hint="both sides need TLS, and certificates of the same CA",
+    )
+
+
+def translate(error: OSError, where: str, peer: str) -> SourceError:
+    """Return the error that a connection's OSError stands for.
+
+    Args:
+        error: What was raised.
+        where: What the message begins with.
+        peer: Whom the error names.
+
+    Returns:
+        A PeerTimeoutError where the peer is there and makes no progress, else a PeerLostError.
+    """
+    if isinstance(error, TimeoutError):
+        return PeerTimeoutError(f"{where} does not answer: {error}", peer=peer)
+    return PeerLostError(f"{where} is gone: {error.strerror or error}", peer=peer)

@@ -1,0 +1,500 @@
+"""Sources that readers connect to. Only a reader that presents a granted secret is let in.
+
+One thread holds all connections that have not proved themselves, without blocking on any: each
+has a short deadline, and there is a cap beyond which the oldest is dropped for the newest. What
+is let in gets a thread of its own, as it moves bytes; grants have a cap on those too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import resource
+import secrets
+import selectors
+import socket
+import ssl
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mx import forks
+from mx.errors import ClosedError, LocalError
+from mx.transport import ExposedRegion, ExposeOptions, host_view
+from mx_transports.toolkit import framing, limiting, proof
+from mx_transports.toolkit.listeners import ListeningSocket
+from mx_transports.toolkit.stream import SocketStream
+
+PREAMBLE_DEADLINE_S = 2.0
+MAX_UNPROVED = 64
+MAX_CONNECTIONS_PER_GRANT = 32
+#: All grants of an exposure together have connections for this part of the process's descriptors.
+_DESCRIPTORS_PART = 4
+_MOST_CONNECTIONS = 4096
+
+
+def _most_connections() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(max(descriptors // _DESCRIPTORS_PART, 1), _MOST_CONNECTIONS)
+
+
+@dataclass
+class GrantState:
+    """One grant as its source sees it. `busy` counts its running reads, `sent_nbytes` what was
+    sent on it; `connected` is True once a connection has shown its secret."""
+
+    grant_id: str
+    key: bytes
+    secret: bytes
+    streams: set[SocketStream] = field(default_factory=set)
+    busy: int = 0
+    revoked: bool = False
+    connected: bool = False
+    sent_nbytes: int = 0
+
+
+@dataclass
+class _Unproved:
+    """A connection that has not presented a secret yet."""
+
+    sock: socket.socket
+    deadline: float
+    handshaking: bool
+    received: bytearray = field(default_factory=bytearray)
+
+
+class SocketExposure(ABC):
+    """An exposure whose readers connect to sockets. See `mx.transport.Exposure`.
+
+    A subclass says what a ticket holds, and serves each connection on a thread of its own. Its
+    constructor ends with `start()`. It may read `generation`, `closed` and `grants`, under `lock`.
+
+    Args:
+        name: What its threads are called.
+        magic: The transport and its version, MAGIC_BYTES long.
+        listeners: Where readers connect. The exposure owns them from here on.
+        stall_timeout_s: After so many seconds without progress a connection is dropped.
+        tls: The context of TLS connections; None for plain ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        magic: bytes,
+        listeners: Sequence[ListeningSocket],
+        stall_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.name = name
+        self.stall_timeout_s = stall_timeout_s
+        self.lock = threading.Lock()
+        #: The standing grants by key.
+        self.grants: dict[bytes, GrantState] = {}
+        self.generation = 0
+        self.closed = False
+        self._magic = magic
+        self._listeners = [each.sock for each in listeners]
+        self._provers = [each.prover for each in listeners if each.prover is not None]
+        self._tls = tls
+        self._threads: set[threading.Thread] = set()
+        self._most_connections = _most_connections()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._unproved: dict[socket.socket, _Unproved] = {}
+        self._selector = selectors.DefaultSelector()
+        self._acceptor = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
+
+    def start(self) -> None:
+        """Let readers connect."""
+        forks.own(*self._listeners, *self._provers, self._wake_read, self._wake_write)
+        for sock in (*self._listeners, *self._provers, self._wake_read):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
+        self._acceptor.start()
+
+    # --- what subclasses fill in
+
+    @abstractmethod
+    def ticket_fields(self) -> dict[str, object]:
+        """Return what a reader needs beyond key and secret, as JSON has it."""
+
+    @abstractmethod
+    def serve(self, stream: SocketStream, grant: GrantState) -> None:
+        """Serve one connection until it ends; runs on its thread.
+
+        Args:
+            stream: The connection, HELLO said. It is closed when this returns or raises, and
+                aborted when the grant or the exposure ends.
+            grant: The grant whose secret was presented.
+
+        Raises:
+            OSError: The connection has ended.
+        """
+
+    def admits(self, sock: socket.socket) -> bool:
+        """Return True if a connection may present a secret at all."""
+        return True
+
+    def changed(self, grant: GrantState) -> None:
+        """Make known that the generation or a grant's state has changed; `lock` is held."""
+        del grant
+
+    @abstractmethod
+    def released(self) -> None:
+        """Free what else the exposure holds: it is closed, and the threads that served are gone."""
+
+    # --- mx.transport.Exposure and Witness
+
+    def grant(self, grant_id: str) -> bytes:
+        key = secrets.token_bytes(framing.KEY_BYTES)
+        grant = GrantState(grant_id, key, secrets.token_bytes(framing.SECRET_BYTES))
+        with self.lock:
+            if self.closed:
+                raise ClosedError("the exposure is closed; no more grants")
+            self.changed(grant)
+            self.grants[key] = grant
+        return framing.Ticket(key, grant.secret, self.ticket_fields()).encode()
+
+    def revoke(self, grant_id: str) -> None:
+        with self.lock:
+            for grant in [each for each in self.grants.values() if each.grant_id == grant_id]:
+                del self.grants[grant.key]
+                self.end(grant)
+
+    def set_generation(self, generation: int) -> None:
+        with self.lock:
+            self.generation = generation
+            for grant in self.grants.values():
+                self.changed(grant)
+
+    def used(self) -> dict[str, int]:
+        with self.lock:
+            standing = self.grants.values()
+            return {each.grant_id: each.sent_nbytes for each in standing if each.connected}
+
+    def active_readers(self) -> int:
+        with self.lock:
+            return sum(1 for grant in self.grants.values() if grant.busy)
+
+    def close(self) -> None:
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            for grant in self.grants.values():
+                self.end(grant)
+            self.grants.clear()
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"x")
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self.lock:
+                waiting = [t for t in (self._acceptor, *self._threads) if t.is_alive()]
+            if not waiting:
+                return True
+            waiting[0].join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if deadline is not None and time.monotonic() >= deadline and waiting[0].is_alive():
+                return False
+
+    # --- for subclasses
+
+    def end(self, grant: GrantState) -> None:
+        """Cut off a grant's connections; `lock` is held."""
+        grant.revoked = True
+        self.changed(grant)
+        for stream in grant.streams:
+            stream.abort()
+
+    def count_reads(self, grant: GrantState, change: int) -> None:
+        """Note that so many of a grant's reads have begun, or ended if `change` is negative."""
+        with self.lock:
+            grant.busy += change
+
+    def status(self, generation: int) -> int:
+        """Return the status of a read that names `generation`, as of now."""
+        return framing.OK if generation == self.generation else framing.STALE
+
+    def keep(self, thread: threading.Thread) -> None:
+        """Have `join` wait for a thread that was started; `lock` is held."""
+        self._threads.add(thread)
+
+    # --- the thread that accepts
+
+    def _run(self) -> None:
+        while not self.closed:
+            soonest = min((each.deadline for each in self._unproved.values()), default=None)
+            wait_s = None if soonest is None else max(0.0, soonest - time.monotonic())
+            for key, _ in self._selector.select(wait_s):
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                if sock in self._unproved:
+                    self._hear(self._unproved[sock])
+                elif sock in self._listeners:
+                    self._accept(sock)
+                elif sock in self._provers:
+                    proof.answer(sock, self._secret_of)
+            now = time.monotonic()
+            for unproved in [each for each in self._unproved.values() if each.deadline <= now]:
+                self._drop(unproved)
+        for unproved in list(self._unproved.values()):
+            self._drop(unproved)
+        self._selector.close()
+        for sock in (*self._listeners, *self._provers, self._wake_read, self._wake_write):
+            sock.close()
+        with self.lock:
+            serving = list(self._threads)
+        for thread in serving:
+            thread.join()
+        self.released()
+
+    def _secret_of(self, key: bytes) -> bytes | None:
+        with self.lock:
+            grant = self.grants.get(key)
+            return grant.secret if grant is not None else None
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:
+            # Out of descriptors: free one, and do not spin on a listener that stays ready.
+            if self._unproved:
+                self._drop(next(iter(self._unproved.values())))
+            time.sleep(0.02)
+            return
+        if not self.admits(sock):
+            sock.close()
+            return
+        sock.setblocking(False)
+        if self._tls is not None:
+            try:
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except OSError:
+                sock.close()
+                return
+        forks.own(sock)
+        if len(self._unproved) >= MAX_UNPROVED:
+            self._drop(next(iter(self._unproved.values())))
+        deadline = time.monotonic() + PREAMBLE_DEADLINE_S
+        self._unproved[sock] = _Unproved(sock, deadline, self._tls is not None)
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _drop(self, unproved: _Unproved) -> None:
+        del self._unproved[unproved.sock]
+        self._selector.unregister(unproved.sock)
+        unproved.sock.close()
+
+    def _hear(self, unproved: _Unproved) -> None:
+        """Take what has come of a preamble."""
+        try:
+            if unproved.handshaking:
+                assert isinstance(unproved.sock, ssl.SSLSocket)
+                unproved.sock.do_handshake()
+                unproved.handshaking = False
+            data = unproved.sock.recv(framing.PREAMBLE.size - len(unproved.received))
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self._selector.modify(unproved.sock, selectors.EVENT_READ)
+            return
+        except ssl.SSLWantWriteError:
+            self._selector.modify(unproved.sock, selectors.EVENT_WRITE)
+            return
+        except OSError:
+            data = b""
+        unproved.received += data
+        got = len(unproved.received)
+        if not data or not bytes(unproved.received).startswith(self._magic[:got]):
+            self._drop(unproved)
+        elif got == framing.PREAMBLE.size:
+            self._admit(unproved)
+
+    def _admit(self, unproved: _Unproved) -> None:
+        magic, key, secret = framing.PREAMBLE.unpack(unproved.received)
+        with self.lock:
+            # Threads that have ended are dropped here; `_run` joins the others at the end.
+            self._threads = {thread for thread in self._threads if thread.is_alive()}
+            grant = self.grants.get(key)
+            # An unknown key costs the same comparison as a wrong secret.
+            expected = grant.secret if grant else bytes(framing.SECRET_BYTES)
+            if not hmac.compare_digest(expected, secret) or grant is None:
+                status = framing.REFUSED
+            elif len(grant.streams) >= MAX_CONNECTIONS_PER_GRANT or not self._has_place(grant):
+                status = framing.FULL
+            elif self._start_serving(unproved, grant):
+                return
+            else:
+                status = framing.FULL
+        with contextlib.suppress(OSError):
+            unproved.sock.send(framing.HELLO.pack(magic, status))
+        self._drop(unproved)
+
+    def _has_place(self, grant: GrantState) -> bool:
+        """Return True if a grant may have another connection; `lock` is held.
+
+        Where there are as many connections as there may be, one of the grant that has most of them
+        is ended, if that has more than this one will have.
+        """
+        if sum(len(each.streams) for each in self.grants.values()) < self._most_connections:
+            return True
+        most = max(self.grants.values(), key=lambda each: len(each.streams))
+        # Those that were ended so are let go by their threads in a moment: not too many at once.
+        ending = len(self._threads) - self._most_connections
+        if len(most.streams) <= len(grant.streams) + 1 or ending > MAX_UNPROVED:
+            return False
+        stream = next(iter(most.streams))
+        most.streams.discard(stream)
+        stream.abort()
+        return True
+
+    def _start_serving(self, unproved: _Unproved, grant: GrantState) -> bool:
+        """Hand the connection to a thread of its own; `lock` is held. False if it can't be."""
+        try:
+            stream = SocketStream(unproved.sock, self.stall_timeout_s)
+        except OSError:  # Reset in the meantime.
+            return False
+        thread = threading.Thread(
+            target=self._serve, args=(stream, grant), name=self.name, daemon=True
+        )
+        self._selector.unregister(unproved.sock)
+        try:
+            thread.start()
+        except RuntimeError:  # No more threads to be had.
+            self._selector.register(unproved.sock, selectors.EVENT_READ)
+            return False
+        del self._unproved[unproved.sock]
+        grant.streams.add(stream)
+        grant.connected = True
+        self.keep(thread)
+        return True
+
+    def _serve(self, stream: SocketStream, grant: GrantState) -> None:
+        try:
+            stream.send_all([framing.HELLO.pack(self._magic, framing.OK)])
+            self.serve(stream, grant)
+        except OSError:
+            pass  # The reader is gone or hostile: either way it has lost its connection.
+        finally:
+            with self.lock:
+                grant.streams.discard(stream)
+                # Under the lock, so that `abort` never meets a descriptor that is another's.
+                stream.close()
+
+
+class SendingExposure(SocketExposure):
+    """An exposure that sends the bytes itself. See `mx.transport.Sending`.
+
+    Args:
+        regions: What is exposed; all of it is in the host's memory.
+        options: How to listen, and the limiter that `send` keeps to.
+        name: What its threads are called.
+        magic: The transport and its version, MAGIC_BYTES long.
+        listeners: Where readers connect. The exposure owns them from here on.
+        tls: The context of TLS connections; None for plain ones.
+
+    Raises:
+        LocalError: A region is on a device.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[ExposedRegion],
+        options: ExposeOptions,
+        *,
+        name: str,
+        magic: bytes,
+        listeners: Sequence[ListeningSocket],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        try:
+            self._views = {region.index: host_view(region.view) for region in regions}
+        except LocalError:
+            for listener in listeners:
+                listener.close()
+            raise
+        super().__init__(
+            name=name,
+            magic=magic,
+            listeners=listeners,
+            stall_timeout_s=options.stall_timeout_s,
+            tls=tls,
+        )
+        self._limiter = options.limiter
+        self._sent_bytes = 0
+
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    def sent_to(self, grant_id: str) -> int:
+        with self.lock:
+            standing = self.grants.values()
+            return sum(each.sent_nbytes for each in standing if each.grant_id == grant_id)
+
+    def released(self) -> None:
+        self._views.clear()
+
+    def view(self, region: int, offset: int, nbytes: int) -> memoryview | None:
+        """Return so many bytes of a region, or None where it has none there.
+
+        Whoever holds the view keeps the region's memory; `released` waits for no view but those
+        that `serve` has.
+        """
+        view = self._views.get(region)
+        if view is None or offset + nbytes > len(view):
+            return None
+        return view[offset : offset + nbytes]
+
+    @contextlib.contextmanager
+    def reading(self, grant: GrantState) -> Iterator[None]:
+        """Count a read of the grant as running inside."""
+        self.count_reads(grant, +1)
+        try:
+            yield
+        finally:
+            self.count_reads(grant, -1)
+
+    def send(
+        self, stream: SocketStream, grant: GrantState, head: bytes, views: Sequence[memoryview]
+    ) -> None:
+        """Send a read's bytes, counted and no faster than the limiter allows.
+
+        Args:
+            stream: The reader's connection.
+            grant: The reader's grant.
+            head: What goes before them, and is not counted.
+            views: The bytes, in their order.
+
+        Raises:
+            OSError: The connection has ended, or made no progress for `stall_timeout_s`.
+        """
+        if self._limiter is None:
+            left = len(head)
+
+            def on_sent(nbytes: int) -> None:
+                nonlocal left
+                payload, left = max(0, nbytes - left), max(0, left - nbytes)
+                self._count_sent(grant, payload)
+
+            stream.send_all([head, *views], on_sent)
+            return
+        stream.send_all([head])
+        for view in views:
+            for part in limiting.paced(
+                view,
+                self._limiter,
+                grant.grant_id,
+                lambda: len(grant.streams),
+                lambda: grant.revoked,
+            ):
+                stream.send_all([part])
+                self._count_sent(grant, len(part))
+
+    def _count_sent(self, grant: GrantState, nbytes: int) -> None:
+        with self.lock:
+            self._sent_bytes += nbytes
+            grant.sent_nbytes += nbytes

@@ -1,0 +1,84 @@
+"""How a connection for data begins, all fixed-size and big-endian; statuses; and tickets.
+
+A reader connects and says PREAMBLE: magic (which names transport and version), the key that names
+its grant, and the grant's secret. The source answers HELLO. What follows is the transport's own.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+
+from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
+from mx.errors import PeerProtocolError, PeerRefusedError, SourceError, StaleGenerationError
+
+MAGIC_BYTES = 8
+KEY_BYTES = 16
+SECRET_BYTES = 32
+PREAMBLE = struct.Struct("!8s16s32s")
+HELLO = struct.Struct("!8sI")
+MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
+
+#: Statuses, in HELLO and in what transports answer.
+OK = 0
+REFUSED = 1
+STALE = 2
+OUT_OF_RANGE = 3
+FULL = 4
+
+STATUS_TEXT = {
+    REFUSED: "the source does not know the ticket, or has withdrawn it",
+    STALE: "the source's memory has changed since the read was planned",
+    OUT_OF_RANGE: "the source says that the read lies outside of what it registered",
+    FULL: "the source has too many connections for this grant",
+}
+
+
+def refusal(status: int, peer: str) -> SourceError:
+    """Return the error that stands for a status other than OK.
+
+    Args:
+        status: One of the above, or whatever else the peer said.
+        peer: Whom the error names.
+    """
+    kind = StaleGenerationError if status == STALE else PeerRefusedError
+    return kind(f"{peer}: {STATUS_TEXT.get(status, f'refused ({status})')}", peer=peer)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a reader is given. `fields` are the transport's own; the secret is never logged."""
+
+    key: bytes
+    secret: bytes
+    fields: dict[str, object]
+
+    def encode(self) -> bytes:
+        """Return the ticket as `mx.transport.Exposure.grant` hands it out."""
+        document = {**self.fields, "key": self.key.hex(), "secret": self.secret.hex()}
+        return json.dumps(document).encode()
+
+    def __repr__(self) -> str:
+        return f"Ticket(key={self.key.hex()})"
+
+
+def decode_ticket(data: bytes, peer: str) -> Ticket:
+    """Read a ticket that came from `peer`.
+
+    Args:
+        data: What `Ticket.encode` returned, or anything else.
+        peer: Whom errors name.
+
+    Raises:
+        PeerProtocolError: The ticket is malformed. The types of its fields are not checked.
+    """
+    try:
+        check_json(data, most_bytes=MAX_TICKET_PARSED_BYTES)
+        document = json.loads(data)
+        key, secret = bytes.fromhex(document.pop("key")), bytes.fromhex(document.pop("secret"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        key, secret, document = b"", b"", {}
+    if len(key) != KEY_BYTES or len(secret) != SECRET_BYTES or not isinstance(document, dict):
+        raise PeerProtocolError(f"{peer} handed out a ticket that can't be read", peer=peer)
+    return Ticket(key, secret, document)

@@ -1,0 +1,47 @@
+"""Sending no faster than the limiter of an exposure's options allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from mx.transport import Limiter
+from mx.units import KIB
+
+#: Shorter slices cost more in calls than they gain in fairness.
+LEAST_SLICE = 16 * KIB
+#: How often a pause looks whether it is still of use.
+_LOOK_S = 0.1
+
+
+def pause(seconds: float, ended: Callable[[], bool]) -> None:
+    """Sleep so long, or a little beyond the moment when `ended` returns True."""
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0 and not ended():
+        time.sleep(min(left_s, _LOOK_S))
+
+
+def paced(
+    view: memoryview,
+    limiter: Limiter,
+    grant_id: str,
+    streams: Callable[[], int],
+    ended: Callable[[], bool],
+) -> Iterator[memoryview]:
+    """Yield a view slice by slice, each when it may be sent.
+
+    Args:
+        view: What is to be sent.
+        limiter: That of the exposure's options.
+        grant_id: Whom it is sent to.
+        streams: How many connections the grant has: they share its slice, so that a reader gains
+            nothing by having many.
+        ended: Whether pauses are of no use any more.
+    """
+    sent = 0
+    while sent < len(view):
+        size = max(LEAST_SLICE, limiter.slice_nbytes(grant_id) // max(1, streams()))
+        part = view[sent : sent + size]
+        pause(limiter.delay_s(len(part)), ended)
+        yield part
+        sent += len(part)

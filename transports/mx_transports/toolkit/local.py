@@ -1,0 +1,314 @@
+"""Sources and readers of one machine and one user, over abstract unix sockets.
+
+Over the connection go descriptors: of memory, and of the grant's control page, a memfd that the
+source writes and its reader maps. Whether the grant still stands, and the memory's generation,
+are known from it without asking. The connection then stays open: its end tells the reader that the
+source is gone, and the source that the reader is.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+
+from mx import forks
+from mx.core.topology import Place
+from mx.errors import LocalError, PeerLostError, PeerProtocolError, PeerTimeoutError
+from mx.transport import ExposeOptions
+from mx_transports.toolkit import framing, kernel
+from mx_transports.toolkit.exposure import GrantState, SocketExposure
+from mx_transports.toolkit.listeners import ListeningSocket
+from mx_transports.toolkit.stream import SocketStream
+
+#: Entries that are sent together; the kernel takes at most 253 descriptors at once.
+BATCH = 64
+#: The control page, in this machine's byte order: generation, whether the grant has ended.
+CONTROL = struct.Struct("=QQ")
+CONTROL_BYTES = mmap.PAGESIZE
+_CONTROL_NAME = "mx-control"
+forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_CONTROL_NAME}"))
+
+
+def same_user(here: Place, there: Place) -> bool:
+    """Return True if two processes can pass descriptors to each other, and the kernel vouches for
+    their user: one kernel, the same network, process and user namespaces, one uid."""
+    if not here.boot_id or here.uid < 0 or here.same_host_key != there.same_host_key:
+        return False
+    return (here.uid, here.user_namespace) == (there.uid, there.user_namespace)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Return (pid, uid, gid) of the process that connected to a unix socket, or listened on it."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", data)
+    return pid, uid, gid
+
+
+class _ControlPage:
+    """One grant's page, written here and read by its reader without a round trip."""
+
+    def __init__(self) -> None:
+        """Raises OSError where there are no descriptors or no memory left."""
+        self.descriptor = os.memfd_create(_CONTROL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, CONTROL_BYTES)
+            self._page = mmap.mmap(self.descriptor, CONTROL_BYTES)
+            # The mapping above stays writable; no other process gets another such.
+            kernel.add_seals(
+                self.descriptor,
+                kernel.F_SEAL_SHRINK
+                | kernel.F_SEAL_GROW
+                | kernel.F_SEAL_FUTURE_WRITE
+                | kernel.F_SEAL_SEAL,
+            )
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def write(self, generation: int, ended: bool) -> None:
+        CONTROL.pack_into(self._page, 0, generation, ended)
+
+    def close(self) -> None:
+        self._page.close()
+        os.close(self.descriptor)
+
+
+class LocalExposure(SocketExposure):
+    """An exposure to processes of this machine and this user, each grant with a control page.
+
+    Args:
+        name: What its threads are called, and its socket.
+        magic: The transport and its version.
+        options: Of these only the stall timeout matters.
+
+    Raises:
+        LocalError: There is no socket to be had.
+    """
+
+    def __init__(self, *, name: str, magic: bytes, options: ExposeOptions) -> None:
+        self._socket_name = f"{name}-{secrets.token_hex(16)}"
+        #: The pages by the grant's key, each made when its reader connects; under `lock`.
+        self._pages: dict[bytes, _ControlPage] = {}
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(b"\0" + self._socket_name.encode())
+            listener.listen(256)
+            super().__init__(
+                name=name,
+                magic=magic,
+                listeners=[ListeningSocket(listener)],
+                stall_timeout_s=options.stall_timeout_s,
+            )
+        except OSError as error:
+            listener.close()
+            raise LocalError(f"{name}: no socket for readers: {error.strerror}") from error
+
+    def admits(self, sock: socket.socket) -> bool:
+        return peer_credentials(sock)[1] == os.geteuid()
+
+    def ticket_fields(self) -> dict[str, object]:
+        pid = os.getpid()
+        return {"socket": self._socket_name, "pid": pid, "start_ticks": kernel.start_ticks(pid)}
+
+    def changed(self, grant: GrantState) -> None:
+        page = self._pages.get(grant.key)
+        if page is not None:
+            page.write(self.generation, grant.revoked)
+            if grant.revoked:
+                self._pages.pop(grant.key).close()
+
+    def send_control(self, stream: SocketStream, grant: GrantState, data: bytes) -> bool:
+        """Send a reader the descriptor of its control page, and a few bytes with it.
+
+        Returns:
+            False where nothing was sent, since the grant has ended.
+
+        Raises:
+            OSError: The connection has ended, or no page could be made.
+        """
+        with self.lock:
+            if grant.revoked:
+                return False
+            page = self._pages.get(grant.key)
+            if page is None:
+                page = self._pages[grant.key] = _ControlPage()
+                page.write(self.generation, False)
+            control = os.dup(page.descriptor)
+        try:
+            stream.send_descriptors(data, [control])
+        finally:
+            os.close(control)
+        return True
+
+
+class LocalTicket:
+    """A ticket of a LocalExposure.
+
+    Raises:
+        PeerProtocolError: It is malformed.
+    """
+
+    def __init__(self, data: bytes, peer: str) -> None:
+        decoded = framing.decode_ticket(data, peer)
+        self.key, self.secret, self.fields = decoded.key, decoded.secret, decoded.fields
+        name, pid = self.fields.get("socket"), self.fields.get("pid")
+        if (
+            not isinstance(name, str)
+            or not 0 < len(name) <= 100
+            or type(pid) is not int
+            or not 0 < pid < 1 << 31
+        ):
+            raise PeerProtocolError(f"{peer} handed out a ticket that can't be read", peer=peer)
+        self.name, self.pid = name, pid
+        self.start_ticks = self.fields.get("start_ticks")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the source is this very process."""
+        return self.pid == os.getpid() and self.start_ticks == kernel.start_ticks(self.pid)
+
+
+class LocalSource:
+    """What a reader holds of a LocalExposure: connection, control page, descriptors, pidfd.
+
+    Args:
+        path: The transport's name, for errors.
+        magic: What the exposure was made with.
+        peer: Whom errors name.
+        ticket: The grant's ticket.
+    """
+
+    def __init__(self, path: str, magic: bytes, peer: str, ticket: LocalTicket) -> None:
+        self.path, self.peer, self.ticket = path, peer, ticket
+        #: What came of descriptors. Closed with the source, unless taken out of the list.
+        self.descriptors: list[int] = []
+        self._magic = magic
+        self._stream: SocketStream | None = None
+        self._pidfd = -1
+        self._control: mmap.mmap | None = None
+
+    def connect(self, timeout_s: float) -> None:
+        """Connect, present the secret, and take what the source hands out.
+
+        Raises:
+            SourceError: That fails. The caller closes the source all the same.
+        """
+        peer = self.peer
+        try:
+            self._greet(timeout_s)
+        except TimeoutError as error:
+            raise PeerTimeoutError(f"{peer} does not answer: {error}", peer=peer) from error
+        except OSError as error:
+            raise PeerLostError(
+                f"{peer} can't be reached by {self.path}: {error.strerror or error}", peer=peer
+            ) from error
+        except ValueError as error:
+            raise self.wrong(f"its greeting is malformed: {error}") from error
+
+    def receive_greeting(self) -> None:
+        """Take what the source sends first; a subclass does, beginning with `receive_control`."""
+        raise NotImplementedError
+
+    def _greet(self, timeout_s: float) -> None:
+        # Opened before the connection proves who listens: whatever is read by pid later comes
+        # from this very process, as long as the pidfd says that it lives.
+        self._pidfd = os.pidfd_open(self.ticket.pid)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(b"\0" + self.ticket.name.encode())
+            self._stream = stream = SocketStream(sock, timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+        pid, uid, _ = peer_credentials(sock)
+        if (pid, uid) != (self.ticket.pid, os.geteuid()):
+            raise self.wrong(f"process {pid} of uid {uid} listens in its place")
+        stream.send_all([framing.PREAMBLE.pack(self._magic, self.ticket.key, self.ticket.secret)])
+        magic, status = framing.HELLO.unpack(stream.receive(framing.HELLO.size))
+        if magic != self._magic:
+            raise self.wrong(f"it does not speak mx's {self.path}")
+        if status != framing.OK:
+            raise framing.refusal(status, self.peer)
+        self.receive_greeting()
+        if kernel.start_ticks(self.ticket.pid) != self.ticket.start_ticks:
+            raise self.gone()
+
+    def receive_control(self, head: struct.Struct) -> tuple[int, ...]:
+        """Receive what `send_control` sent, map the page, and return the fields of `head`."""
+        data, control = self.receive(head.size, 1)
+        if len(control) != 1:
+            raise self.wrong("its greeting is malformed")
+        if (
+            not kernel.seals(control[0]) & kernel.F_SEAL_SHRINK
+            or os.fstat(control[0]).st_size != CONTROL_BYTES
+        ):
+            raise self.wrong("its control page is not sealed")
+        self._control = mmap.mmap(control[0], CONTROL_BYTES, prot=mmap.PROT_READ)
+        return head.unpack(data)
+
+    def receive(self, nbytes: int, at_most: int) -> tuple[bytearray, list[int]]:
+        """Receive so many bytes and up to `at_most` descriptors, which this source closes."""
+        assert self._stream is not None
+        data = bytearray(nbytes)
+        found = self._stream.fill_descriptors(memoryview(data), at_most)
+        self.descriptors += found
+        return data, found
+
+    # --- while it is open
+
+    def register(self, poll: select.poll) -> None:
+        """Have `poll` tell of the source's end, and of what it says on the connection."""
+        assert self._stream is not None
+        poll.register(self._stream.fileno(), select.POLLIN | select.POLLRDHUP)
+        poll.register(self._pidfd, select.POLLIN)
+
+    def check(self, poll: select.poll, generation: int) -> None:
+        """Raise SourceError where what was read just now must not be believed."""
+        self.check_grant(generation)
+        if poll.poll(0):
+            raise self.gone()
+
+    def check_grant(self, generation: int) -> None:
+        """Raise SourceError where the grant has ended or the memory has changed."""
+        assert self._control is not None
+        now, ended = CONTROL.unpack_from(self._control)
+        if ended:
+            raise framing.refusal(framing.REFUSED, self.peer)
+        if now != generation:
+            raise framing.refusal(framing.STALE, self.peer)
+
+    def tell(self, byte: bytes) -> None:
+        """Tell the source, unless it does not listen."""
+        assert self._stream is not None
+        self._stream.notify(byte)
+
+    def say(self, byte: bytes) -> None:
+        """Tell the source for certain. Raises PeerLostError where it is gone."""
+        assert self._stream is not None
+        try:
+            self._stream.send_all([byte])
+        except OSError as error:
+            raise self.gone() from error
+
+    def close(self) -> None:
+        """Close everything, the connection last: its end tells the source that the rest is."""
+        if self._control is not None:
+            self._control.close()
+        for descriptor in (*self.descriptors, self._pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        if self._stream is not None:
+            self._stream.close()
+
+    def wrong(self, what: str) -> PeerProtocolError:
+        """Return the error for what the source should not have said."""
+        return PeerProtocolError(f"{self.peer}: {what}", peer=self.peer)
+
+    def gone(self) -> PeerLostError:
+        """Return the error for a source whose process has ended."""
+        return PeerLostError(f"{self.peer}: the source's process is gone", peer=self.peer)

@@ -1,0 +1,62 @@
+"""Reads cut into steps, so that a sink is told of bytes while they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from mx.transport import Read, Span, host_view
+
+View = TypeVar("View", memoryview, Span)
+
+
+class Slice(NamedTuple, Generic[View]):
+    """`len(view)` bytes from `offset` of the source's region `region`, to be put into `view`."""
+
+    region: int
+    offset: int
+    view: View
+
+
+def steps(
+    read: Read, step_nbytes: int, as_view: Callable[[Span], View]
+) -> Iterator[tuple[list[Slice[View]], int]]:
+    """Cut a read into steps of `step_nbytes` bytes, the last one shorter.
+
+    A step should be small enough for the sink's hash to find the bytes in the cache, and large
+    enough that what a step costs in Python does not show.
+
+    Args:
+        read: The read, whose pieces may be empty.
+        step_nbytes: The size of a step in bytes, at least 1.
+        as_view: What a piece's destination becomes in a slice; raises LocalError for one that the
+            transport cannot write to.
+
+    Yields:
+        For each step its slices, none of them empty, and the bytes of the read that are in place
+        once this step and all before it are. An empty read has no steps.
+    """
+    slices: list[Slice[View]] = []
+    left, landed = step_nbytes, 0
+    for piece in read.pieces:
+        view, done = as_view(piece.view), 0
+        while done < len(view):
+            take = min(left, len(view) - done)
+            slices.append(Slice(piece.region, piece.region_offset + done, view[done : done + take]))
+            done += take
+            left -= take
+            if not left:
+                landed += step_nbytes
+                yield slices, landed
+                slices, left = [], step_nbytes
+    if slices:
+        yield slices, landed + step_nbytes - left
+
+
+def host_steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Slice[memoryview]], int]]:
+    """`steps` of a read whose destinations are in host memory.
+
+    Raises:
+        LocalError: A destination is on a device. Some of the steps may have been yielded.
+    """
+    return steps(read, step_nbytes, host_view)

@@ -1,0 +1,296 @@
+"""A connected socket, plain or TLS, that fills and sends whole buffers under a stall deadline.
+
+The deadline is about progress, not about totals: `TimeoutError` means that not one byte moved
+for `stall_timeout_s`, however long the buffer is.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from mx import forks
+
+#: How often a blocked call looks at the clock, as a fraction of the stall timeout.
+_TICKS = 4
+#: Buffers per sendmsg or recvmsg_into; the kernel's limit is 1024.
+_MAX_BUFFERS = 256
+#: What TLS sends in one call, which returns once all of it is on its way.
+_TLS_SLICE = 256 << 10
+
+
+class StreamClosed(OSError):
+    """The other side ended the stream."""
+
+
+class SocketStream:
+    """Owns `sock`. One thread may fill and send; any thread may `abort`.
+
+    Args:
+        sock: A connected socket: TCP or unix, or an SSLSocket.
+        stall_timeout_s: How long a call waits without progress, in seconds.
+    """
+
+    def __init__(self, sock: socket.socket, stall_timeout_s: float) -> None:
+        forks.own(sock)
+        self._sock = sock
+        self._stall_timeout_s = stall_timeout_s
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        # Never 0: to the kernel that would mean for ever.
+        tick_s = max(stall_timeout_s / _TICKS, 0.001)
+        if self._tls:
+            sock.settimeout(tick_s)
+        else:
+            # Kernel timeouts on a blocking socket: one system call then moves a whole MiB,
+            # where Python's own timeout would poll and come back for every segment.
+            sock.settimeout(None)
+            timeval = struct.pack("ll", int(tick_s), int(tick_s % 1 * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Notices a host that vanished while there is nothing to read.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(stall_timeout_s)))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+    def wait(self, view: memoryview) -> int:
+        """Receive the first bytes of something, however long they take to come.
+
+        Returns:
+            How many bytes, at least one, are at the start of `view`.
+
+        Raises:
+            StreamClosed: The stream has ended.
+            OSError: The connection is lost.
+        """
+        while True:
+            try:
+                got = self._receive(view, 0)
+            except (TimeoutError, BlockingIOError):
+                continue
+            if not got:
+                raise StreamClosed("the connection was closed")
+            return got
+
+    def poll(self, view: memoryview) -> int:
+        """Receive what is there, without waiting for it.
+
+        Returns:
+            How many bytes are at the start of `view`, 0 if none have come.
+
+        Raises:
+            StreamClosed: The stream has ended.
+            OSError: The connection is lost.
+        """
+        try:
+            if self._tls:
+                tick_s = self._sock.gettimeout()
+                self._sock.settimeout(0)
+                try:
+                    got = self._sock.recv_into(view)
+                finally:
+                    self._sock.settimeout(tick_s)
+            else:
+                got = self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return 0
+        except ssl.SSLEOFError:
+            got = 0
+        if not got:
+            raise StreamClosed("the connection was closed")
+        return got
+
+    def next_message(self, view: memoryview) -> None:
+        """Receive exactly `len(view)` bytes, however long the first of them takes to come.
+
+        Raises:
+            StreamClosed: The stream has ended.
+            TimeoutError: The rest makes no progress for the stall timeout.
+            OSError: The connection is lost.
+        """
+        self.fill(view[self.wait(view) :])
+
+    def receive(self, nbytes: int) -> bytearray:
+        """Receive so many bytes. Raises as `fill` does."""
+        data = bytearray(nbytes)
+        self.fill(memoryview(data))
+        return data
+
+    def fill(self, view: memoryview) -> None:
+        """Receive exactly `len(view)` bytes.
+
+        Raises:
+            StreamClosed: The stream has ended.
+            TimeoutError: Not one byte has come for the stall timeout.
+            OSError: The connection is lost.
+        """
+        done, deadline = 0, 0.0
+        while done < len(view):
+            try:
+                got = self._receive(view[done:], socket.MSG_WAITALL)
+            except (TimeoutError, BlockingIOError):
+                deadline = self._check(deadline)
+                continue
+            if not got:
+                raise StreamClosed("the connection was closed")
+            done += got
+            deadline = 0.0
+
+    def fill_all(self, views: Sequence[memoryview]) -> None:
+        """Fill several buffers one after the other, with few system calls. Raises as `fill`."""
+        if self._tls or len(views) == 1:
+            for view in views:
+                self.fill(view)
+            return
+        for first in range(0, len(views), _MAX_BUFFERS):
+            rest, deadline = list(views[first : first + _MAX_BUFFERS]), 0.0
+            while rest:
+                try:
+                    got = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
+                except BlockingIOError:
+                    deadline = self._check(deadline)
+                    continue
+                if not got:
+                    raise StreamClosed("the connection was closed")
+                rest, deadline = _after(rest, got), 0.0
+
+    def send_all(
+        self,
+        buffers: Sequence[memoryview | bytes],
+        on_sent: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Send buffers one after the other.
+
+        Args:
+            buffers: What to send.
+            on_sent: Called with the number of bytes that were sent since its last call, several
+                times a second while any are.
+
+        Raises:
+            TimeoutError: Not one byte was taken for the stall timeout.
+            OSError: The connection is lost.
+        """
+        views = [memoryview(view) for view in buffers if len(view)]
+        for first in range(0, len(views), _MAX_BUFFERS):
+            rest, deadline = views[first : first + _MAX_BUFFERS], 0.0
+            while rest:
+                try:
+                    if self._tls:
+                        sent = self._sock.send(rest[0][:_TLS_SLICE])
+                    else:
+                        sent = self._sock.sendmsg(rest)
+                except (TimeoutError, BlockingIOError, ssl.SSLWantWriteError):
+                    deadline = self._check(deadline)
+                    continue
+                rest, deadline = _after(rest, sent), 0.0
+                on_sent(sent)
+
+    def send_descriptors(self, data: bytes, descriptors: Sequence[int]) -> None:
+        """Send a few bytes and duplicates of descriptors with them (unix sockets only)."""
+        sent = socket.send_fds(self._sock, [data], descriptors) if descriptors else 0
+        self.send_all([data[sent:]])
+
+    def fill_descriptors(self, view: memoryview, at_most: int) -> list[int]:
+        """Receive `len(view)` bytes and the descriptors that come with them (unix sockets only).
+
+        Args:
+            view: Where the bytes go.
+            at_most: How many descriptors may come.
+
+        Returns:
+            The descriptors, which the caller closes, and which do not survive an exec.
+
+        Raises:
+            OSError: As `fill` does; what had come of the descriptors is closed.
+        """
+        found: list[int] = []
+        done, deadline = 0, 0.0
+        space = socket.CMSG_SPACE(at_most * 4)
+        try:
+            while done < len(view):
+                try:
+                    got, control, flags, _ = self._sock.recvmsg_into(
+                        [view[done:]], space, socket.MSG_CMSG_CLOEXEC
+                    )
+                except BlockingIOError:
+                    deadline = self._check(deadline)
+                    continue
+                for level, kind, data in control:
+                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                        found.extend(array.array("i", data[: len(data) // 4 * 4]))
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "descriptors were lost on the way")
+                if not got:
+                    raise StreamClosed("the connection was closed")
+                done += got
+        except BaseException:
+            for descriptor in found:
+                os.close(descriptor)
+            raise
+        return found
+
+    def notify(self, byte: bytes) -> None:
+        """Send one byte, unless the socket's buffer is full or the peer is gone."""
+        with contextlib.suppress(OSError):
+            self._sock.send(byte, socket.MSG_DONTWAIT)
+
+    @property
+    def local_host(self) -> str:
+        """The IP address of this end."""
+        host: str = self._sock.getsockname()[0]
+        return host
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def abort(self) -> None:
+        """Make a call that blocks on the stream return. The owner still has to `close`."""
+        with contextlib.suppress(OSError):
+            # On a TLS socket too this is the plain shutdown: no goodbye that could block.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _receive(self, view: memoryview, flags: int) -> int:
+        if self._tls:
+            try:
+                return self._sock.recv_into(view)
+            except ssl.SSLWantReadError:
+                raise TimeoutError from None
+            except ssl.SSLEOFError:
+                return 0
+        return self._sock.recv_into(view, 0, flags)
+
+    def _check(self, deadline: float) -> float:
+        """Return the deadline, set at the first tick without progress. Called at each such tick.
+
+        Raises TimeoutError once it has passed.
+        """
+        now = time.monotonic()
+        if not deadline:
+            return now + self._stall_timeout_s * (1 - 1 / _TICKS)
+        if now >= deadline - 1e-3:
+            raise TimeoutError(f"no progress for {self._stall_timeout_s:g} s")
+        return deadline
+
+
+def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """Return what is left of `views` without their first `nbytes` bytes."""
+    index = 0
+    while index < len(views) and nbytes >= len(views[index]):
+        nbytes -= len(views[index])
+        index += 1
+    rest = views[index:]
+    if nbytes:
+        rest[0] = rest[0][nbytes:]
+    return rest

@@ -1,0 +1,226 @@
+"""The source side of ucx: sockets for control connections, and an agent's process per NIC.
+
+What is enforced, and what is not. Opening is: without a standing grant's secret no reader is
+told an agent's metadata. The source's process is out of reach: the agents live in processes of
+their own. Its bytes are: these map sealed memfds, read-only. But UCX in software knows no grants: a
+process that has had the metadata, or guesses at it, can read the exposed regions for as long as
+that agent's process lives, and can end it. So it ends when a grant is withdrawn from a connected
+reader with no other there, some time after the last reader has left, and with the exposure; what
+honest readers read is void the moment that the grant or the generation is.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Sequence
+
+from mx import config
+from mx.errors import LocalError, NotAllowedError
+from mx.transport import DeviceView, ExposedRegion, ExposeOptions
+from mx_transports.toolkit import kernel
+from mx_transports.toolkit.dial import is_loopback
+from mx_transports.toolkit.exposure import GrantState, SocketExposure
+from mx_transports.toolkit.listeners import listen
+from mx_transports.toolkit.stream import SocketStream
+from mx_transports.ucx import nixl
+from mx_transports.ucx.agent_process import AgentProcess
+from mx_transports.ucx.wire import (
+    BEGIN,
+    END,
+    FAILED,
+    INFO,
+    MAGIC,
+    READY,
+    REQUEST,
+    RESPONSE,
+    STARTING,
+    AgentInfo,
+    AgentRegion,
+    devices_at,
+)
+
+#: How long an agent outlives its last reader, so that the next one does not wait for another.
+LINGER_S = 30.0
+#: An agent that dies is replaced for the next reader, but not more often than this.
+MAX_DEATHS, DEATHS_WITHIN_S = 5, 60.0
+MAX_REGIONS = 256
+#: Reads that one connection may have begun and not ended; an honest reader begins a few.
+MAX_RUNNING = 64
+#: Sent so often while an agent starts, well within a reader's deadline.
+STARTING_EVERY_S = 0.5
+
+
+class UcxExposure(SocketExposure):
+    """Sealed memfds behind listening sockets, one for each host of the options."""
+
+    def __init__(
+        self,
+        regions: Sequence[ExposedRegion],
+        options: ExposeOptions,
+        tls: ssl.SSLContext | None,
+        bindings: str,
+    ) -> None:
+        beyond = [host for host in options.hosts if not is_loopback(host)]
+        if beyond and not options.trusted_fabric:
+            raise NotAllowedError(
+                f"ucx enforces no bounds, and {beyond[0]} can be reached from other machines",
+                hint="say `trusted_fabric`, if everybody who reaches that network is trusted",
+            )
+        if len(regions) > MAX_REGIONS:
+            raise LocalError(f"ucx exposes at most {MAX_REGIONS} regions, not {len(regions)}")
+        self._regions = [(region.index, *_sealed(region)) for region in regions]
+        self._bindings = bindings
+        self._place = options.place
+        self._agents: dict[str, AgentProcess] = {}
+        self._deaths: list[float] = []
+        listeners = listen(options.hosts)
+        self._addresses = [listener.address for listener in listeners]
+        super().__init__(
+            name="mx-ucx-source",
+            magic=MAGIC,
+            listeners=listeners,
+            stall_timeout_s=options.stall_timeout_s,
+            tls=tls,
+        )
+        self.start()
+
+    def grant(self, grant_id: str) -> bytes:
+        ticket = super().grant(grant_id)
+        if len(self._addresses) == 1:
+            # The reader will be here in a moment; which NIC it chooses is no question.
+            self._agent_at(str(self._addresses[0][0]))
+        return ticket
+
+    def close(self) -> None:
+        super().close()
+        with self.lock:
+            agents = list(self._agents.values())
+        for agent in agents:
+            agent.stop()
+
+    # --- mx_transports.toolkit.exposure
+
+    def ticket_fields(self) -> dict[str, object]:
+        return {"addresses": self._addresses}
+
+    def released(self) -> None:
+        self._regions.clear()
+
+    def serve(self, stream: SocketStream, grant: GrantState) -> None:
+        host = stream.local_host
+        agent = self._agent_at(host)
+        while agent is not None and not agent.enter(stream):
+            agent = self._agent_at(host)
+        if agent is None:
+            _tell(stream, FAILED, b"it has no agent: the last ones have died, or can't be started")
+            return
+        try:
+            while not agent.settled.wait(STARTING_EVERY_S):
+                _tell(stream, STARTING)
+            if agent.ended:
+                _tell(stream, FAILED, f"its agent: {agent.error or 'ended'}".encode())
+                return
+            _tell(stream, READY, self._info(agent, host).encode())
+            self._answer_reads(stream, grant, agent)
+        finally:
+            agent.leave(stream)
+            if grant.revoked and not agent.used:
+                # The reader was cut off, and knows how to read on.
+                agent.stop()
+
+    # --- agents
+
+    def _agent_at(self, host: str) -> AgentProcess | None:
+        """Return the agent of the NIC with this address, started if there is none; None if that is
+        not to be tried again so soon, or at all."""
+        with self.lock:
+            if self.closed:
+                return None
+            agent = self._agents.get(host)
+            if agent is not None and not agent.stopping:
+                return agent
+            now_s = time.monotonic()
+            self._deaths = [then_s for then_s in self._deaths if now_s - then_s < DEATHS_WITHIN_S]
+            if len(self._deaths) >= MAX_DEATHS:
+                return None
+            agent = AgentProcess(
+                self._bindings,
+                [(descriptor, nbytes) for _, nbytes, descriptor in self._regions if nbytes],
+                _environment(devices_at(self._place, host)),
+                LINGER_S,
+                self._agent_ended,
+            )
+            try:
+                agent.thread.start()
+            except RuntimeError:  # No more threads to be had.
+                return None
+            self._agents[host] = agent
+            self.keep(agent.thread)
+            return agent
+
+    def _agent_ended(self, agent: AgentProcess) -> None:
+        with self.lock:
+            if agent.error:
+                self._deaths.append(time.monotonic())
+            for host in [host for host, known in self._agents.items() if known is agent]:
+                del self._agents[host]
+
+    def _info(self, agent: AgentProcess, host: str) -> AgentInfo:
+        addresses = iter(agent.addresses)
+        regions = {
+            index: AgentRegion(next(addresses) if nbytes else 0, nbytes)
+            for index, nbytes, _ in self._regions
+        }
+        return AgentInfo(agent.metadata, regions, devices_at(self._place, host))
+
+    # --- reads
+
+    def _answer_reads(self, stream: SocketStream, grant: GrantState, agent: AgentProcess) -> None:
+        request = memoryview(bytearray(REQUEST.size))
+        running: set[int] = set()
+        try:
+            while True:
+                stream.next_message(request)
+                kind, number, generation = REQUEST.unpack(request)
+                if kind == BEGIN and number not in running and len(running) < MAX_RUNNING:
+                    running.add(number)
+                    agent.count_reads(+1)
+                    self.count_reads(grant, +1)
+                elif kind == END and number in running:
+                    running.remove(number)
+                    agent.count_reads(-1)
+                    self.count_reads(grant, -1)
+                else:
+                    return  # Not one of ours; what follows can't be made sense of.
+                stream.send_all([RESPONSE.pack(number, self.status(generation))])
+        finally:
+            agent.count_reads(-len(running))
+            self.count_reads(grant, -len(running))
+
+
+def _sealed(region: ExposedRegion) -> tuple[int, int]:
+    """Return a region's (nbytes, descriptor). Raises LocalError if it is not in a sealed memfd."""
+    if isinstance(region.view, DeviceView):
+        raise LocalError(f"ucx does not expose the memory of {region.device}")
+    if region.memfd is None or not kernel.fully_sealed(region.memfd):
+        raise LocalError(
+            f"ucx exposes sealed memfds only, and region {region.index} is in other memory: an "
+            "agent that shared it could write to it"
+        )
+    return len(region.view), region.memfd
+
+
+def _environment(devices: Sequence[str]) -> dict[str, str]:
+    """Return all that an agent's process gets of an environment: UCX's settings."""
+    ours = {f"UCX_{name}": value for name, value in nixl.UCX_SETTINGS.items()}
+    if devices:
+        ours["UCX_NET_DEVICES"] = ",".join(devices)
+    # A GPU's driver has no part in host memory.
+    ours["CUDA_VISIBLE_DEVICES"] = ""
+    theirs = config.inherited("UCX_", "NIXL_", "LD_LIBRARY_PATH")
+    return {**nixl.LIBRARY_SETTINGS, **ours, **theirs}
+
+
+def _tell(stream: SocketStream, kind: int, data: bytes = b"") -> None:
+    stream.send_all([INFO.pack(kind, len(data)), data])

@@ -1,0 +1,250 @@
+"""NIXL as the target side uses it: found, loaded once, and its exceptions made errors of ours.
+
+This is the only edge: what comes out of here is an MxError or nothing. The extension module is
+used directly; NIXL's Python on top of it adds conveniences that are not needed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import resource
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from mx import config
+from mx.errors import PathError, PeerLostError, SourceError
+from mx_transports.ucx import agent as agent_program
+
+#: Distribution by package. The first that is there is used, but one that the process has loaded
+#: already comes before it: types of two copies would collide.
+PACKAGES = {"nixl_cu12": "nixl-cu12", "nixl_cu13": "nixl-cu13"}
+
+#: What UCX and NIXL take from the environment alone, at the moment they are loaded: they log to
+#: standard output otherwise, catch SIGSEGV in place of faulthandler, and start a thread for a
+#: virtual file system.
+LIBRARY_SETTINGS = {
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_VFS_ENABLE": "n",
+    "NIXL_LOG_LEVEL": "FATAL",
+}
+#: Everything but shared memory: CMA would work only where the `shm` transport does, which checks
+#: whom it reads from; and it takes processes of two network namespaces for neighbours.
+#: 256 KiB segments: five times the bandwidth of UCX's own 8 KiB over tcp (0.5
+#: against 0.1 of memcpy).
+UCX_SETTINGS = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+
+#: Between two looks at everything else: one of UCX's own turns is done in about 50 us.
+POLL_S = 1e-3
+
+_load_lock = threading.Lock()
+_loaded = False
+
+
+class Installed(NamedTuple):
+    package: str
+    version: str
+    bindings: str  # the path of the extension module
+
+
+@functools.cache
+def find() -> Installed | None:
+    """Return the copy of NIXL to use, None if there is none, without importing any of it."""
+    loaded = [package for package in PACKAGES if package in sys.modules]
+    for package in (*loaded, *PACKAGES):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+                path = Path(folder, f"_bindings{suffix}")
+                if path.is_file():
+                    return Installed(package, _version(package), str(path))
+    return None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(PACKAGES[package])
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _bindings(peer: str) -> ModuleType:
+    found = find()
+    if found is None:
+        raise PathError(f"{peer} can't be reached by ucx: NIXL is not installed", peer=peer)
+    try:
+        return importlib.import_module(f"{found.package}._bindings")
+    except (ImportError, OSError) as error:
+        raise PathError(
+            f"{peer} can't be reached by ucx: {found.package} does not load: {error}", peer=peer
+        ) from error
+
+
+def engine_config(device: str) -> str:
+    """Return UCX's settings as NIXL takes them. Values can't hold commas, so `device` is one at
+    most ("" for all there are)."""
+    settings = UCX_SETTINGS | ({"NET_DEVICES": device} if device else {})
+    return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def memlock_hint() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    return f"RDMA locks memory and the limit is {soft} bytes: try `ulimit -l unlimited`"
+
+
+@contextlib.contextmanager
+def _library_loaded() -> Iterator[None]:
+    """The process's first agent loads UCX, with its settings; later ones leave them alone."""
+    global _loaded
+    with _load_lock:
+        if not _loaded:
+            with config.library_environment(LIBRARY_SETTINGS):
+                yield
+            _loaded = True
+            return
+    yield
+
+
+def load(peer: str) -> None:
+    """Have UCX loaded. Raises PathError.
+
+    It takes 0.4 s the first time where UCX has to measure the clock, as on CPUs that do not tell
+    their frequency.
+    """
+    if not _loaded:
+        TargetAgent(peer, "").close()
+
+
+class AddressRange(NamedTuple):
+    """Bytes at an address of this process or of the peer's."""
+
+    address: int
+    nbytes: int
+
+
+class Pin:
+    """A writable view's address; the buffer stays where it is while this lives."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._hold = ctypes.c_char.from_buffer(view)
+        self.range = AddressRange(ctypes.addressof(self._hold), len(view))
+
+
+class TargetAgent:
+    """An agent that reads from one peer. Not thread-safe; not in need of any other thread.
+
+    Every method raises PathError or PeerLostError, `peer` named. Once `close` has returned True
+    nothing is written to registered memory any more, whatever was in flight.
+
+    NIXL has no call that ends an agent: it ends with the last reference to it. So there is one
+    reference, here. Methods take it for the length of one call and keep neither the agent nor
+    one of its methods in a variable: a traceback would keep that, and with it the agent.
+    """
+
+    def __init__(self, peer: str, device: str) -> None:
+        self._peer = peer
+        self._remote = ""
+        self.worked = False
+        nixl: Any = _bindings(peer)
+        self._nixl = nixl
+        self._success = nixl.NIXL_SUCCESS
+        self._failures = agent_program.failures(nixl)
+        self._agent: Any = None
+        self._alive: Callable[[], object | None] = lambda: None
+        with self._edge(f"a UCX agent on {device or 'any device'}"), _library_loaded():
+            self._agent, self._backends = agent_program.new_agent(nixl, engine_config(device))
+        self._alive = weakref.ref(self._agent)
+
+    @contextlib.contextmanager
+    def _edge(self, what: str, hint: str = "") -> Iterator[None]:
+        try:
+            yield
+        except self._failures as error:
+            raise self._translate(error, what, hint) from error
+
+    def _translate(self, error: Exception, what: str, hint: str = "") -> SourceError:
+        text = f"{self._peer} by ucx: {what}: {str(error) or type(error).__name__}"
+        gone = (self._nixl.nixlRemoteDisconnectError, self._nixl.nixlCancelledError)
+        if isinstance(error, gone):
+            return PeerLostError(text, peer=self._peer)
+        return PathError(text, peer=self._peer, hint=hint)
+
+    def connect(self, metadata: bytes) -> None:
+        """Take metadata as that of the peer. It is NIXL that parses it."""
+        with self._edge("its metadata is refused"):
+            self._remote = self._agent.loadRemoteMD(metadata).decode()
+
+    def register(self, memory: AddressRange) -> Any:
+        """Allow reads into a range of this process's memory; the answer is for `deregister`."""
+        with self._edge(f"registering {memory.nbytes} bytes", memlock_hint()):
+            descs = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(*memory, 0, "")])
+            self._agent.registerMem(descs, self._backends)
+            return descs
+
+    def deregister(self, descs: Any) -> None:
+        with self._edge("deregistering"):
+            self._agent.deregisterMem(descs, self._backends)
+
+    def post(self, local: Sequence[AddressRange], remote: Sequence[AddressRange]) -> int:
+        """Begin to read remote ranges into local ones of the same sizes; returns a handle."""
+        with self._edge("a read"):
+            handle: int = self._agent.createXferReq(
+                self._nixl.NIXL_READ, self._list(local), self._list(remote), self._remote
+            )
+            self._agent.postXferReq(handle)
+            return handle
+
+    def _list(self, ranges: Sequence[AddressRange]) -> Any:
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(*each, 0) for each in ranges])
+
+    def poll(self, handle: int) -> bool:
+        """Let UCX work while there is anything to do, for POLL_S at most.
+
+        Returns:
+            True once the read has ended; its handle is invalid then. `worked` says whether there
+            was anything to do.
+        """
+        success, clock = self._success, time.perf_counter
+        began_s = before_s = clock()
+        try:
+            polls = 0
+            while self._agent.getXferStatus(handle) != success:
+                polls += 1
+                if polls % agent_program.POLLS:
+                    continue
+                now_s = clock()
+                if now_s - before_s < agent_program.POLLS * agent_program.NOTHING_S:
+                    self.worked = before_s > began_s
+                    return False
+                if now_s - began_s > POLL_S:
+                    self.worked = True
+                    return False
+                before_s = now_s
+            self._agent.releaseXferReq(handle)
+            return True
+        except self._failures as error:
+            raise self._translate(error, "a read failed") from error
+
+    def close(self) -> bool:
+        """Destroy the agent: connections, registrations, and transfers in flight.
+
+        Returns:
+            True once it is destroyed. False while something else still refers to it, and it may
+            write to memory: to be called again.
+        """
+        self._agent = None
+        return self._alive() is None

@@ -1,0 +1,107 @@
+"""What reader and source of `ucx` say to each other, and what each calls its devices.
+
+The bytes are read one-sidedly and the fabric checks nothing, so the rest goes over a connection to
+the source's socket, TLS if there is any: after the HELLO come INFO frames, a kind and a length,
+with what the reader needs of the source's agent. Then, for each read, the reader says BEGIN and
+waits for the answer, reads, says END and waits again: only with that second answer does it know
+that the grant and the generation still stood when its bytes had arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
+from mx.core.topology import Nic, Place
+from mx.errors import PeerProtocolError
+from mx_transports.toolkit.dial import is_loopback
+
+MAGIC = b"mxucx\0\0\1"
+
+#: Kind and number of bytes that follow.
+INFO = struct.Struct("!BI")
+STARTING, READY, FAILED = 0, 1, 2
+MAX_INFO_BYTES = 1 << 20
+#: BEGIN or END, a number of the reader's own, the generation that it planned on.
+REQUEST = struct.Struct("!BIQ")
+BEGIN, END = 1, 2
+#: The number, and a status of `framing`.
+RESPONSE = struct.Struct("!II")
+
+LOOPBACK_DEVICE = "lo"
+
+
+@dataclass(frozen=True)
+class AgentRegion:
+    """`address` is in the agent's process."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class AgentInfo:
+    """An agent as its readers see it. `devices` are UCX's names of what it listens on."""
+
+    metadata: bytes
+    regions: dict[int, AgentRegion]
+    devices: tuple[str, ...]
+
+    def encode(self) -> bytes:
+        document = {
+            "metadata": self.metadata.hex(),
+            "regions": [[index, r.address, r.nbytes] for index, r in self.regions.items()],
+            "devices": self.devices,
+        }
+        return json.dumps(document).encode()
+
+
+def decode_info(data: bytes, peer: str) -> AgentInfo:
+    """Read what `AgentInfo.encode` returned. Raises PeerProtocolError for anything malformed."""
+    try:
+        check_json(data, most_bytes=MAX_TICKET_PARSED_BYTES)
+        document = json.loads(data)
+        regions = {}
+        for index, address, nbytes in document["regions"]:
+            if not all(type(n) is int and n >= 0 for n in (index, address, nbytes)):
+                raise ValueError("not a number")
+            if address + nbytes > 1 << 64:
+                raise ValueError("beyond all memory")
+            regions[index] = AgentRegion(address, nbytes)
+        devices = tuple(str(name) for name in document["devices"])
+        return AgentInfo(bytes.fromhex(document["metadata"]), regions, devices)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PeerProtocolError(
+            f"{peer}: what it says of its UCX agent can't be read", peer=peer
+        ) from error
+
+
+def nic_of(place: Place, host: str) -> Nic | None:
+    """Return the interface with an address, None if the place has none such."""
+    for nic in place.nics:
+        if any(address.partition("/")[0] == host for address in nic.addresses):
+            return nic
+    return None
+
+
+def rdma_name(nic: Nic) -> str:
+    """Return UCX's name of the interface's RDMA port, "" if it has none."""
+    return f"{nic.rdma_device}:{nic.rdma_port or 1}" if nic.rdma_device else ""
+
+
+def devices_at(place: Place, host: str) -> tuple[str, ...]:
+    """Return the devices that an agent reachable at `host` uses; none where that can't be told."""
+    if is_loopback(host):
+        return (LOOPBACK_DEVICE,)
+    nic = nic_of(place, host)
+    return () if nic is None else tuple(filter(None, (nic.name, rdma_name(nic))))
+
+
+def reader_device(place: Place, host: str, theirs: Sequence[str]) -> str:
+    """Return the device that a reader at `host` uses: its RDMA port if both sides have one."""
+    mine = devices_at(place, host)
+    both_rdma = len(mine) > 1 and any(":" in name for name in theirs)
+    return "" if not mine else mine[-1 if both_rdma else 0]
