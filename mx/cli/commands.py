@@ -1,4 +1,4 @@
-"""Typer's commands, with a help text that says no more than it has to: a flag has no type."""
+"""Typer's commands, with a help text that shows no type for a flag."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Command(TyperCommand):
     """A verb."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters, the help option included."""
+        """Return the parameters, the help option included."""
         return _without_flag_types(super().get_params(ctx))
 
 

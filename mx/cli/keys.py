@@ -14,8 +14,10 @@ from typing import Any
 
 
 class Keys:
-    """A context in which standard input, if it is a terminal, gives keys as they are pressed and
-    echoes none. Ctrl-C interrupts as ever. What was set before is set again at the end."""
+    """A context in which a terminal on standard input gives keys as they are pressed.
+
+    They are not echoed, and Ctrl-C interrupts as ever. Leaving it restores the terminal's settings.
+    """
 
     def __init__(self) -> None:
         self._descriptor = -1

@@ -125,7 +125,7 @@ def sources(
 
 
 def source_object(status: SourceStatus) -> dict[str, object]:
-    """A source as `--json` prints it."""
+    """Return a source as `--json` prints it."""
     record = status.record
     return {
         "model": record.model.name,

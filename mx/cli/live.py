@@ -31,7 +31,7 @@ PLAIN_INTERVAL_S = 1.0
 
 @contextmanager
 def reading(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how far a checkpoint was read; yields what to tell (bytes done, bytes in all)."""
+    """Show how far a checkpoint is read; yield what to call with (bytes done, bytes in all)."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -44,7 +44,7 @@ def reading(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def follow(pull: Pull) -> PullReport:
-    """Waits for a pull's end and shows it by layer. Raises what the pull failed with."""
+    """Wait for a pull's end and show it by layer. Raises what the pull fails with."""
     if not shows_progress():
         return _follow_plainly(pull)
     start = time.monotonic()
@@ -70,7 +70,10 @@ def _follow_plainly(pull: Pull) -> PullReport:
 
 
 def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int, int, int, int]]:
-    """At most `rows` groups of neighbouring layers: (label, done bytes, bytes, ready, layers)."""
+    """Return at most `rows` groups of neighbouring layers.
+
+    Each is (label, bytes done, bytes, layers ready, layers).
+    """
     rows = max(1, min(rows, MAX_ROWS, len(layers)))
     size = max(1, -(-len(layers) // rows))
     groups = []
@@ -90,7 +93,7 @@ def groups_of(layers: Sequence[LayerProgress], rows: int) -> list[tuple[str, int
 
 
 def render(progress: Progress, elapsed_s: float, *, rows: int) -> Group:
-    """One frame: a bar per group of layers, and the total with its rate."""
+    """Return one frame: a bar for each group of layers, and the total with its rate."""
     table = Table.grid(padding=(0, 1), expand=False)
     table.add_column(max_width=44, no_wrap=True, overflow="ellipsis")
     table.add_column(width=32)

@@ -68,7 +68,7 @@ TrustedFabric = Annotated[
     bool | None,
     typer.Option(
         "--trusted-fabric",
-        help="Use ucx beyond this machine: everybody who reaches that network is trusted.",
+        help="Use ucx beyond this machine, and trust every host that reaches that network.",
         rich_help_panel=_CONNECTION,
     ),
 ]
@@ -206,11 +206,16 @@ Version = Annotated[
 
 
 def settings_of(context: typer.Context, *, runs_long: bool = False, level: str = "") -> Settings:
-    """The settings for a verb: its options first, then environment, file and defaults.
+    """Return the settings for a verb, and set up logging on standard error.
 
-    Also sets up logging on standard error, by default at `level`, or the settings' default. Of a
-    verb that `runs_long` all further lines there are JSON with `--json`, unless a format was
-    chosen; with `--log-format json` in any case. Raises ConfigError.
+    Args:
+        context: The verb's; its options come before the environment, the file and the defaults.
+        runs_long: With `--json`, write all further lines on standard error as JSON, unless a log
+            format is chosen. `--log-format json` does that for every verb.
+        level: The log level where none is set; "" for the settings' default.
+
+    Raises:
+        ConfigError: A setting is wrong.
     """
     known = set(config.setting_names())
     given: dict[str, Any] = {n: v for n, v in context.params.items() if n in known}
@@ -232,7 +237,11 @@ def settings_of(context: typer.Context, *, runs_long: bool = False, level: str =
 
 
 def tracing(settings: Settings) -> AbstractContextManager[None]:
-    """Writes the trace while it is entered, if one was asked for. Raises ConfigError."""
+    """Return a context that writes the trace where the settings name a file for it.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     if not settings.trace:
         return nullcontext()
     try:
@@ -245,14 +254,14 @@ def tracing(settings: Settings) -> AbstractContextManager[None]:
 
 
 def tls_of(settings: Settings) -> TlsFiles | None:
-    """The TLS files, or None; `mx.config` has seen to it that there are three or none."""
+    """Return the TLS files, or None. `mx.config` has checked that there are three or none."""
     if not settings.tls_cert:
         return None
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
 
 
 class Where(TypedDict, total=False):
-    """Where to pull from, as arguments of `pull`."""
+    """The arguments of `pull` that say where to pull from."""
 
     peer: str
     path: str
@@ -279,5 +288,5 @@ def where_from(text: str, model: str) -> Where:
 
 
 def coordinator_of(settings: Settings) -> str | None:
-    """The coordinator's address if somebody chose one, else None."""
+    """Return the coordinator's address if the user chose one, else None."""
     return settings.coordinator if settings.is_set("coordinator") else None

@@ -44,18 +44,22 @@ class Interrupted(Exception):
 
 
 def use_json_lines(wanted: bool) -> None:
-    """From now on write JSON, a line each, to standard error, in place of text for people."""
+    """Choose what standard error gets from now on.
+
+    Args:
+        wanted: True for JSON, one object a line; False for text.
+    """
     global _as_lines
     _as_lines = wanted
 
 
 def shows_progress() -> bool:
-    """Return True where standard error is a terminal that somebody looks at."""
+    """Return True where standard error is a terminal and gets text."""
     return notes.is_terminal and not _as_lines
 
 
 def say(text: str) -> None:
-    """A line for people on standard error, as it is: no markup, no wrapping."""
+    """Write a line to standard error as it is: no markup, no wrapping."""
     with contextlib.suppress(OSError):  # the terminal was closed, and a server goes on
         if _as_lines:
             _write("info", "message", {"text": text})
@@ -64,7 +68,11 @@ def say(text: str) -> None:
 
 
 def ignore_hangup() -> Any:
-    """Go on when the terminal is closed (SIGHUP), as servers do. Returns the handler before."""
+    """Ignore SIGHUP, so that a server goes on when its terminal is closed.
+
+    Returns:
+        The handler that was set before.
+    """
     return signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
@@ -73,18 +81,18 @@ def _write(level: str, event: str, fields: Mapping[str, object]) -> None:
 
 
 def emit(result: Mapping[str, object]) -> None:
-    """The one object of `--json`, on a line of its own."""
+    """Write the one object of `--json` to standard output, on a line of its own."""
     # DEL is the one control character that JSON leaves as it is.
     print(json.dumps(result).replace("\x7f", "\\u007f"), flush=True)
 
 
 def write(text: str) -> None:
-    """A result for people on standard output, as it is."""
+    """Write a result to standard output as it is."""
     print(plain_lines(text), flush=True)
 
 
 def show(table: Table) -> None:
-    """Tables go to pipes in full, and to terminals as wide as those are."""
+    """Write a table to standard output: to a terminal in its width, to a pipe in full."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=250)
@@ -93,7 +101,13 @@ def show(table: Table) -> None:
 
 
 def run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> NoReturn:
-    """Run a command line and exit with what the design says; errors are rendered, not traced."""
+    """Run a command line and exit; an error is printed without a traceback.
+
+    Args:
+        app: The command.
+        name: What usage errors call it.
+        arguments: Those after the name; None for the process's own.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     sys.excepthook = _Unexpected(as_json=as_json, debug="--debug" in given)
@@ -130,7 +144,18 @@ def _interrupted(hint: str, *, as_json: bool) -> int:
 
 
 def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -> int:
-    """Say what went wrong, for people and (with `--json`) for programs. Returns `exit_code`."""
+    """Report an error on standard error and, with `--json`, on standard output.
+
+    Args:
+        exit_code: What the command ends with.
+        kind: The error's type.
+        message: What went wrong. Arguments in backquotes become flags, here and in `hint`.
+        hint: What the user can do; "" for nothing.
+        as_json: True also writes the error as the one object of `--json`.
+
+    Returns:
+        `exit_code`.
+    """
     message, hint = in_flags(message), in_flags(hint)
     error = {"type": kind, "message": message, "hint": hint, "exit_code": exit_code}
     if as_json:
@@ -146,12 +171,12 @@ def fail(exit_code: int, kind: str, message: str, hint: str, *, as_json: bool) -
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    # An exception, so that what was begun is cleaned up on the way out.
+    # An exception, so that the command cleans up on the way out.
     sys.exit(128 + number)
 
 
 class _Unexpected:
-    """The last resort: a fault of ours, not the user's. Python exits with 1 after it."""
+    """The `sys.excepthook`: reports a fault of mx. Python exits with 1 after it."""
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:
         self._as_json = as_json

@@ -1,4 +1,4 @@
-"""What is printed and logged, without what steers a terminal."""
+"""Printing tables without the control characters that steer a terminal."""
 
 from __future__ import annotations
 

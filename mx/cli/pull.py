@@ -110,7 +110,7 @@ def pull(
     debug: options.Debug = False,
     trace: options.Trace = None,
 ) -> None:
-    """Get a model from whoever holds it, layer by layer, each verified.
+    """Get a model from the processes that hold it, layer by layer, each verified.
 
     Without `--out` or `--hold` nothing is kept: then it only shows how fast it
     comes.

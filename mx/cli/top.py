@@ -96,7 +96,7 @@ def _watch(observer: Observer, model: str, address: str, console: Console) -> No
 
 
 def render(overview: Overview, *, ascii_only: bool = False) -> Group:
-    """Both tables."""
+    """Return both tables."""
     pulls = Table("pull of", "by", "layers", box=None, pad_edge=False)
     for name in ("ready", "bytes", "rate", "time", "sources", "retries"):
         pulls.add_column(name, justify="right")
@@ -138,7 +138,7 @@ def render(overview: Overview, *, ascii_only: bool = False) -> Group:
 
 
 def marks(pull: PullStatus, *, ascii_only: bool = False) -> str:
-    """A sign for each layer, or for each group of neighbouring ones: ready, in part, not yet."""
+    """Return a sign for each layer, or each group of neighbours: ready, in part, not yet."""
     full, some, none = _ASCII_SIGNS if ascii_only else _SIGNS
     size = max(1, -(-pull.layers // MARKS))
     signs = []

@@ -153,7 +153,10 @@ def _gpus(found: Topology) -> None:
 
 
 def _pairs(gpus: tuple[Gpu, ...], place: Place) -> Iterator[tuple[str, str, GpuPeer]]:
-    """What GPUs are to each other: each to those that are alike to it, or all if all are."""
+    """Yield (GPU, the GPUs that it is joined to in the same manner, how).
+
+    Where all pairs are alike, that is one row of "each" and "each".
+    """
     found: dict[tuple[str, tuple[object, ...]], tuple[list[str], GpuPeer]] = {}
     for gpu in gpus:
         for peer in gpu.peers:
@@ -200,7 +203,7 @@ def _matrix(report: TopologyReport) -> None:
 
 
 def _cell(entry: Reach, letters: dict[str, str]) -> str:
-    """All paths, a line each; the best one alone, and shorter, where letters stand for names."""
+    """Return all paths, a line each; with `letters` for names the best one alone, and shorter."""
     if letters:
         return _brief(entry.paths[0], letters) if entry.paths else "-"
     return "\n".join(map(_in_words, entry.paths)) or "-"
@@ -234,7 +237,7 @@ def _sources(report: TopologyReport) -> None:
 def _by_target(
     source: SourceReach, place: Place
 ) -> Iterator[tuple[str, tuple[tuple[str, str, str], ...]]]:
-    """(devices, the ways there), devices with the same ways together."""
+    """Yield (devices, the paths to them); devices with the same paths come together."""
     groups: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for device, plan in source.plans.items():
         groups.setdefault(_paths(plan), []).append(_name(device, place))
@@ -243,7 +246,7 @@ def _by_target(
 
 
 def _paths(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """What a pull would use; where there is nothing, why each transport can't."""
+    """Return the paths that a pull would use; without any, why each transport can't."""
     if not plan.chosen:
         reasons: dict[str, list[str]] = {}
         for rejected in plan.rejected:

@@ -1,4 +1,4 @@
-"""What a conformance rule works with: sources, sessions, destinations and sinks on one bench.
+"""The bench of a conformance rule: sources, sessions, destinations and sinks.
 
 Everything made on a bench is taken down with it, whatever state the rule left it in.
 """
@@ -50,7 +50,7 @@ def require(condition: bool, message: str) -> None:
 
 
 class RemoteSource(Protocol):
-    """A source that can be killed or stopped as a process can."""
+    """A source that can be killed or stopped, as a process can."""
 
     @property
     def ticket(self) -> bytes: ...
@@ -62,7 +62,7 @@ class RemoteSource(Protocol):
 
 @dataclass
 class Harness:
-    """How to get at the transport under test. Subclass it where the defaults do not fit.
+    """How a rule makes the transport under test. Subclass it where the defaults do not fit.
 
     `target` is "module:callable" without arguments, importable in a child process too.
     `big_nbytes` must be more than the transport and the kernel buffer between the two sides.
@@ -83,7 +83,7 @@ class Harness:
         return load_transport(self.target)
 
     def remote(self, transport: Transport, sizes: Sequence[int], seed: int) -> RemoteSource:
-        """A source in another process, with memory as `Memory(size, seed + index)`."""
+        """Start a source in another process, with memory as `Memory(size, seed + index)`."""
         return ChildSource(
             self.target,
             sizes,
@@ -95,7 +95,7 @@ class Harness:
         )
 
     def tamper(self, ticket: bytes) -> bytes:
-        """The same ticket with another secret. Override where tickets are not JSON."""
+        """Return the same ticket with another secret. Override where tickets are not JSON."""
         document = json.loads(ticket)
         secret = document["secret"]
         document["secret"] = ("1" if secret[0] == "0" else "0") + secret[1:]
@@ -103,8 +103,8 @@ class Harness:
 
 
 class Recorder:
-    """A sink that remembers. With `hold`, the first `landed` waits until `release` is called:
-    a read that is certainly in the middle."""
+    """A sink that records its calls. With `hold` the first `landed` waits for `release`, so that
+    the read is certainly in its middle."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Bench:
         return source
 
     def remote(self, *sizes: int) -> tuple[RemoteSource, Session]:
-        """A source that can be killed, and a session with it."""
+        """Start a source that can be killed, and open a session with it."""
         self._seed += 10
         self.last_seed = self._seed
         remote = self.harness.remote(self.transport, sizes, self._seed)
@@ -269,7 +269,7 @@ class Bench:
         return session
 
     def refuses(self, grant_id: str, ticket: bytes, sizes: Sequence[int]) -> str:
-        """ "" if opening raises a SourceError that names the peer, else what happened instead."""
+        """Return "" if opening raises a SourceError that names the peer, else what happened."""
         try:
             self.open_ticket(grant_id, ticket, sizes, tls=self.harness.tls)
         except SourceError as error:
@@ -277,11 +277,11 @@ class Bench:
         return "it was let in"
 
     def room(self, nbytes: int) -> Span:
-        """A destination on the reader's device, full of anything."""
+        """Return a destination on the reader's device, of any content."""
         return spans.room(nbytes, self.harness.here.device)
 
     def peek(self, span: Span) -> bytes:
-        """What is in a span."""
+        """Return the bytes of a span."""
         return spans.peek(span)
 
     def poke(self, span: Span, data: bytes) -> None:
@@ -309,7 +309,7 @@ class Bench:
         return sink
 
     def held_read(self, session: Session, view: Span, tag: str = "held") -> Recorder:
-        """A read of region 0 from its start that waits at its first `landed`."""
+        """Start a read of region 0 from its start, which waits at its first `landed`."""
         sink = self.read(session, 0, 0, view, tag=tag, sink=self.sink(hold=True))
         self.wait(sink.held, "a read's first bytes did not land")
         return sink
@@ -318,7 +318,7 @@ class Bench:
         require(event.wait(self.harness.deadline_s), message)
 
     def finish(self, *sinks: Recorder) -> None:
-        """Wait until each has ended one way or the other."""
+        """Wait until each read is done or has failed."""
         for sink in sinks:
             self.wait(sink.ended, "a read was neither done nor failed in time")
 
@@ -328,7 +328,7 @@ class Bench:
             require(not sink.failures, f"a read failed: {sink.failures}")
 
     def failure(self, sink: Recorder, kind: type[MxError], tag: str) -> MxError:
-        """Wait for a failure and check that it is of a kind, and names peer and read."""
+        """Wait for a read to fail; return the error if it is a `kind` and names peer and read."""
         self.finish(sink)
         require(bool(sink.failures), f"{tag} was done where it should have failed")
         error = sink.failures[0]

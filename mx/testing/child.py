@@ -1,4 +1,4 @@
-"""A source in a process of its own, to be killed, stopped, and told what to do over its stdin.
+"""A source in a process of its own, which a test can kill and stop.
 
 The child speaks one JSON object a line: at the start {"ticket": hex}, then an answer to each
 command. It ends when its stdin does, so that it never outlives the test.
@@ -25,7 +25,11 @@ GRANT_ID = "the-grant"
 
 
 def load_transport(target: str) -> Transport:
-    """Make the transport that "module:callable" names."""
+    """Return the transport that "module:callable" makes.
+
+    Raises:
+        TypeError: It makes something else.
+    """
     module, _, attribute = target.partition(":")
     made = getattr(importlib.import_module(module), attribute)()
     if not isinstance(made, Transport):
@@ -34,7 +38,7 @@ def load_transport(target: str) -> Transport:
 
 
 class ChildSource:
-    """The parent's handle. `ticket` is for a grant called GRANT_ID at `generation`."""
+    """The parent's side. `ticket` is for a grant called GRANT_ID at `generation`."""
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class ChildSource:
         self.ticket = bytes.fromhex(self._listen()["ticket"])
 
     def kill(self) -> None:
-        """SIGKILL; returns when the process is gone."""
+        """Kill the process (SIGKILL) and wait until it is gone."""
         self._process.kill()
         self._process.wait()
 
@@ -76,7 +80,7 @@ class ChildSource:
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it in whatever state it is. Idempotent."""
+        """End the process, whatever state it is in. Idempotent."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -93,7 +97,7 @@ class ChildSource:
 
 
 def main() -> None:
-    """The child's side."""
+    """Run the child's side: serve until standard input ends."""
     arguments = json.loads(sys.argv[2])
     transport = load_transport(arguments["target"])
     memories = [

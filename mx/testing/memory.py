@@ -24,7 +24,7 @@ _SEALS = 0x2 | 0x4 | 0x8  # SHRINK, GROW, WRITE
 
 
 class Kind(Enum):
-    """Where a region lies: that decides which ways of reading it a transport has."""
+    """Where a region lies, which decides how a transport can read it."""
 
     SEALED = "sealed"
     UNSEALED = "unsealed"
@@ -38,7 +38,7 @@ class Kind(Enum):
 
 
 def pattern(nbytes: int, seed: int) -> bytes:
-    """Bytes that differ at any two offsets a power of two apart, and between seeds."""
+    """Return bytes that differ at any two offsets a power of two apart, and between seeds."""
     period = random.Random(seed).randbytes(min(nbytes, MIB + 1))
     return (period * (nbytes // len(period) + 1))[:nbytes] if nbytes else b""
 
@@ -70,7 +70,7 @@ class Memory:
             self._map = mmap.mmap(self.memfd, max(nbytes, 1), prot=mmap.PROT_READ)
 
     def region(self, index: int) -> ExposedRegion:
-        """The memory as a source exposes it. The view in it must be let go before `close`."""
+        """Return the memory as a source exposes it. Release its view before `close`."""
         if self._gpu is not None:
             on_gpu = self._gpu.view()
             return ExposedRegion(index, on_gpu, on_gpu.address, on_gpu.device)
@@ -84,7 +84,7 @@ class Memory:
         return self._map[: self.nbytes] == self.expected
 
     def close(self) -> None:
-        """Raises BufferError while somebody still holds a view."""
+        """Free the memory. Raises BufferError while a view of it exists."""
         if self._gpu is not None:
             self._gpu.close()
             return
@@ -120,5 +120,5 @@ class _GpuMemory:
             if left() is not None:
                 gc.collect()  # a view in a reference cycle, such as a traceback's frame
             if left() is not None:
-                raise BufferError("somebody holds a view of the memory")
+                raise BufferError("a view of the memory exists")
         self._memory.close()

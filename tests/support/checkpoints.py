@@ -21,7 +21,7 @@ from mx.storage.writer import CheckpointWriter
 
 
 def tiny(kind: str) -> Any:
-    """A randomly initialised model of the named architecture, small enough for any test."""
+    """Return a randomly initialised model of the named architecture, small enough for any test."""
     # Its configurations are typed field by field; these are put together from parts.
     t: Any = importlib.import_module("transformers")
     t.utils.logging.disable_progress_bar()  # it would leave a thread behind
@@ -70,14 +70,14 @@ def _build(t: Any, kind: str, wide: dict[str, int], text: dict[str, int]) -> Any
 
 
 def raw_file(header: Mapping[str, object] | bytes, data: bytes = b"", *, pad: int = 0) -> bytes:
-    """The bytes of a safetensors file with exactly this header (JSON, or bytes as they are)."""
+    """Return a safetensors file's bytes, with exactly this header (JSON, or bytes as they are)."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     text += b" " * pad
     return len(text).to_bytes(8, "little") + text + data
 
 
 def entry(dtype: str, shape: list[int], begin: int) -> dict[str, object]:
-    """A tensor's entry in a header."""
+    """Return a tensor's entry in a header."""
     end = begin + kind_nbytes((dtype, tuple(shape)))
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
@@ -88,7 +88,7 @@ def crafted(
     *,
     pad: int = 0,
 ) -> bytes:
-    """A safetensors file with these (name, dtype, shape, bytes), in this order."""
+    """Return a safetensors file with these (name, dtype, shape, bytes), in this order."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     data = b""
     for name, dtype, shape, content in tensors:
@@ -98,7 +98,7 @@ def crafted(
 
 
 def make_arena(layout: Layout) -> memoryview:
-    """Page-aligned memory for a layout, filled with a pattern so that missing bytes show."""
+    """Return page-aligned memory for a layout, filled with a pattern so that missing bytes show."""
     nbytes = layout.arena_nbytes
     view = memoryview(mmap.mmap(-1, max(nbytes, 1)))
     view[:nbytes] = b"\xa5" * nbytes
@@ -118,7 +118,7 @@ def loaded(path: Path, *, threads: int = 2) -> tuple[Checkpoint, Layout, memoryv
 
 
 def manifest_of(path: Path) -> tuple[Manifest, memoryview]:
-    """A checkpoint's manifest, made as a source makes it, and its arena."""
+    """Return a checkpoint's manifest, made as a source makes it, and its arena."""
     checkpoint, layout, arena, filled = loaded(path)
     chunking = Chunking(BLOCK_BYTES, filled.chunk_digests)
     manifest = encode(
@@ -128,12 +128,12 @@ def manifest_of(path: Path) -> tuple[Manifest, memoryview]:
 
 
 def specs_of(model: nn.Module) -> list[TensorSpec]:
-    """What a module's state dict holds, as float32 whatever it is."""
+    """Return what a module's state dict holds, each tensor as float32."""
     return [TensorSpec(name, "F32", tuple(t.shape)) for name, t in model.state_dict().items()]
 
 
 def content(arena: memoryview, layout: Layout) -> dict[str, bytes]:
-    """Each tensor's bytes."""
+    """Return each tensor's bytes."""
     found = {}
     for tensor in layout.tensors:
         start = layout.layers[tensor.layer].arena_offset + tensor.offset
@@ -142,6 +142,6 @@ def content(arena: memoryview, layout: Layout) -> dict[str, bytes]:
 
 
 def write_side_file(writer: CheckpointWriter, path: str, data: bytes) -> None:
-    """As a pull does, but in one piece."""
+    """Write a side file as a pull does, but in one piece."""
     writer.write_side_page(path, 0, data)
     writer.finish_side_file(path)

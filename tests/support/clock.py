@@ -13,7 +13,7 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> float:
-        """Move on and return the new time. Raises ValueError for a step back."""
+        """Move the time forward and return it. Raises ValueError for a step back."""
         if seconds < 0:
             raise ValueError(f"a monotonic clock does not go back ({seconds:g} s)")
         self._now_s += seconds

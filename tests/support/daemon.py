@@ -1,4 +1,4 @@
-"""A real coordinator process for tests, and a real process that registers and stays."""
+"""Real child processes for tests: Python code, and a coordinator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.exit(run(options))
 
 
 def python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """A child that runs `code` with this repository on its path; its stderr is piped."""
+    """Start a child that runs `code` with this repository on its path; its stderr is piped."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stderr=subprocess.PIPE,
@@ -35,7 +35,7 @@ def python(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """The child, killed and reaped afterwards whatever it does."""
+    """Yield the child; kill and reap it afterwards."""
     try:
         yield process
     finally:
@@ -49,7 +49,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
 def daemon(
     listen: str = "127.0.0.1:0", *, lease_s: float = 1.0, tls: tuple[str, ...] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A coordinator daemon and the address that it says it listens on."""
+    """Yield a coordinator daemon and the address that it says it listens on."""
     with ended(python(_DAEMON, listen, str(lease_s), *tls)) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -58,6 +58,6 @@ def daemon(
 
 
 def terminate(process: subprocess.Popen[str]) -> int:
-    """SIGTERM, and the exit code."""
+    """Send SIGTERM and return the exit code."""
     process.send_signal(signal.SIGTERM)
     return process.wait(10)

@@ -2,7 +2,7 @@
 
 It has several GPUs with fixed UUIDs, whose memory is memfds, so that descriptors and IPC handles
 work between real processes of one user. It is strict where CUDA is undefined or merely slow:
-work is done no earlier than somebody waits for it (see `tests.support.fake_cuda_streams`), fresh
+work is done only when a thread waits for it (see `tests.support.fake_cuda_streams`), fresh
 memory is garbage, and addresses that a device may not touch break the context for good, as an
 illegal address does. `live()` names whatever was not given back, `fail()` makes calls fail.
 
@@ -119,7 +119,7 @@ class FakeDriver(FakeAllocator):
         self._queue("cuMemcpyDtoHAsync", stream, step, now=not self._pinned(host, nbytes))
 
     def _pinned(self, host: int, nbytes: int) -> bool:
-        """Pageable memory is copied before the call returns, as the driver does."""
+        """Copy from pageable memory before the call returns, as the driver does."""
         spans = self._ranges.spans(host, nbytes)
         return bool(spans) and all(found.ordinal < 0 for found in spans)
 
@@ -141,7 +141,7 @@ class FakeDriver(FakeAllocator):
         self._queue("cuMemsetD8Async", stream, step)
 
     def break_device(self, stream: int, code: str = "CUDA_ERROR_LAUNCH_FAILED") -> None:
-        """What is queued now will end in a fault, after which nothing works any more."""
+        """Queue a fault, after which nothing works any more."""
         if code not in FATAL_CODES:
             raise ValueError(f"{code} does not break a context")
 

@@ -1,4 +1,4 @@
-"""What a fake CUDA driver is made of: its state, failures on request, devices, contexts."""
+"""The base of the fake CUDA driver: its state, failures on request, devices, contexts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def fake_uuid(index: int) -> str:
 def driver_call(
     method: Callable[Concatenate[S, P], T],
 ) -> Callable[Concatenate[S, P], T]:
-    """A call of the driver: counted, failing on request, and for ever once the device broke."""
+    """Make a method a call of the driver: counted, failing on request, and always once the device
+    is broken."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,7 +53,7 @@ def driver_call(
 
 
 class FakeBase:
-    """State and devices; `tests.support.fake_cuda.FakeDriver` says what the arguments are."""
+    """State and devices; `tests.support.fake_cuda.FakeDriver` describes the arguments."""
 
     def __init__(
         self,
@@ -87,11 +88,11 @@ class FakeBase:
     # -- for tests ---------------------------------------------------------------------------------
 
     def fail(self, call: str, code: str, *, after: int = 0) -> None:
-        """The next `call` (a method's name) but `after` fails with CUDA's `code`, once."""
+        """Make `call` (a method's name) fail once with CUDA's `code`, after `after` more calls."""
         self._failures[call] = [code, after]
 
     def live(self) -> list[str]:
-        """What is held: "2 streams", "1 alloc"; [] if everything was given back."""
+        """Return what is held, like "2 streams", "1 alloc"; [] if everything was given back."""
         with self._lock:
             counts = Counter(found.kind for found in self._ranges)
             counts["context"] = sum(self._contexts)
@@ -118,7 +119,7 @@ class FakeBase:
             self._broken = "CUDA_ERROR_DEINITIALIZED"
 
     def used_nbytes(self, ordinal: int = 0) -> int:
-        """Device memory that is allocated."""
+        """Return how much device memory is allocated."""
         return self._used[ordinal]
 
     # -- inside ------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class FakeBase:
             time.sleep(0.0005)
 
     def _touches(self, ordinal: int, address: int, nbytes: int) -> bool:
-        """May the device touch these addresses? Breaks the context if it may not."""
+        """Return True where the device may touch these addresses; else break the context."""
         spans = self._ranges.spans(address, nbytes)
         if spans and all(
             ordinal in found.readers
@@ -187,7 +188,7 @@ class FakeBase:
         return False
 
     def _copy(self, ordinal: int, target: int, source: int, nbytes: int, *sides: int) -> Step:
-        """A step that copies; `sides` are the addresses that the device itself touches."""
+        """Return a step that copies; `sides` are the addresses that the device itself touches."""
 
         def step() -> bool:
             if not self._broken and all(self._touches(ordinal, side, nbytes) for side in sides):

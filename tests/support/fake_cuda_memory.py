@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 PAGE_BYTES = 4096
-#: What fresh memory is full of: not zero, so that bytes nobody wrote are not taken for padding.
+#: What fresh memory is full of: not zero, so that bytes that were never written are not taken for
+#: padding.
 GARBAGE = 0xA5
 
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 16, 32, 0x4000
@@ -45,7 +46,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def reserve(nbytes: int, alignment: int) -> int:
-    """A range of addresses that nothing is behind, aligned."""
+    """Return an aligned range of addresses with nothing behind it."""
     found = _mmap(
         0, nbytes + alignment, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1
     )
@@ -57,13 +58,13 @@ def reserve(nbytes: int, alignment: int) -> int:
 
 
 def unback(address: int, nbytes: int) -> None:
-    """Back to nothing, still reserved."""
+    """Take the memory away from addresses, which stay reserved."""
     flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     _mmap(address, nbytes, _PROT_NONE, flags, -1)
 
 
 def new_memfd(uuid: str, nbytes: int) -> int:
-    """Memory of the GPU `uuid`, full of garbage."""
+    """Return memory of the GPU `uuid`, full of garbage."""
     fd = os.memfd_create(f"{_NAME}:{uuid}", os.MFD_CLOEXEC)
     size = max(nbytes, PAGE_BYTES)
     os.ftruncate(fd, size)
@@ -73,7 +74,7 @@ def new_memfd(uuid: str, nbytes: int) -> int:
 
 
 def uuid_of(fd: int) -> str | None:
-    """The GPU whose memory a descriptor is, or None if it is something else."""
+    """Return the GPU whose memory a descriptor is, None if it is something else."""
     try:
         _, found, rest = os.readlink(f"/proc/self/fd/{fd}").partition(f"/memfd:{_NAME}:")
     except OSError:
@@ -82,7 +83,7 @@ def uuid_of(fd: int) -> str | None:
 
 
 def back(fd: int, nbytes: int, address: int = 0) -> int:
-    """Map a memfd, at `address` if given. Returns where."""
+    """Map a memfd, at `address` if given, and return the address."""
     return _mmap(address, nbytes, _PROT_ALL, _MAP_SHARED | (_MAP_FIXED if address else 0), fd)
 
 
@@ -124,7 +125,7 @@ class Ranges:
         return found
 
     def at(self, address: int) -> Range | None:
-        """The range that `address` is in."""
+        """Return the range that `address` is in, None if there is none."""
         index = bisect_right(self._sorted, address) - 1
         found = self._by_address[self._sorted[index]] if index >= 0 else None
         return found if found is not None and found.holds(address, 1) else None
@@ -133,7 +134,7 @@ class Ranges:
         return [r for r in self if r.address < address + nbytes and address < r.address + r.nbytes]
 
     def spans(self, address: int, nbytes: int) -> list[Range]:
-        """The ranges that cover [address, address + nbytes) without a hole; [] if some is."""
+        """Return the ranges that cover [address, address + nbytes); [] where there is a hole."""
         found: list[Range] = []
         end = address + nbytes
         while address < end:

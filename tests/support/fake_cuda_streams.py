@@ -1,4 +1,4 @@
-"""The streams of fake GPUs: queues whose work is done when somebody waits for it, not before.
+"""The streams of fake GPUs: queues whose work is done when a thread waits for it, not before.
 
 A real stream runs while the host goes on. This one runs as late as it may, so that code which
 does not wait where it must reads, or sends, wrong bytes every time and not once in a thousand.
@@ -36,7 +36,7 @@ class FakeStream:
     busy: bool = False
 
     def advance(self) -> bool:
-        """Do one thing. False if there is none, or it can't be done yet."""
+        """Do one step. Return False if there is none, or it can't be done yet."""
         if self.busy or not self.steps:
             return False
         self.busy = True
@@ -49,13 +49,13 @@ class FakeStream:
         return done
 
     def run(self) -> bool:
-        """Do all that can be done now. True if nothing is left."""
+        """Do all steps that can be done now. Return True if none is left."""
         while self.advance():
             pass
         return not self.steps
 
     def run_one(self) -> bool:
-        """Do one thing, if it can be done. True if nothing is left."""
+        """Do one step, if it can be done. Return True if none is left."""
         self.advance()
         return not self.steps
 

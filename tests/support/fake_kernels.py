@@ -92,5 +92,5 @@ KERNELS: dict[str, Callable[[tuple[int, int], Sequence[int]], None]] = {
 
 
 def images(capability: int) -> Xxh3Kernels:
-    """In the place of `mx.cuda.xxh3.compiled`: images that only a fake driver can load."""
+    """Return images that only a fake driver can load, in place of `mx.cuda.xxh3.compiled`."""
     return Xxh3Kernels(Kernel("unit_sums", b"fake", 128, 0, 6), Kernel("finish", b"fake", 32, 0, 7))

@@ -33,7 +33,7 @@ class Card:
 
 
 def nvswitch_host(count: int = 8, lanes: int = 18) -> list[Card]:
-    """All GPUs behind switches."""
+    """Return a host whose GPUs are all behind switches."""
     others = [{j for j in range(count) if j != i} for i in range(count)]
     return [
         Card(
@@ -91,7 +91,7 @@ class FakeNvml:
         return card
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The getters of one device that give back what the card says."""
+        """Return the getters of one device, which return what the card says."""
         getters: dict[str, Callable[[Card], Any]] = {
             "UUID": lambda card: card.uuid,
             "Name": lambda card: card.name,

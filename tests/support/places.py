@@ -10,7 +10,8 @@ def uuid(index: int, host: int = 0) -> str:
 
 
 def nvlink_host(gpus: int = 8, nics: int = 8, host: int = 0, addresses: int = 2) -> Place:
-    """GPUs all behind NVLink switches, an RDMA interface for each of `nics`, two NUMA nodes."""
+    """Return a host with all GPUs behind NVLink switches, `nics` RDMA interfaces and two NUMA
+    nodes."""
     return Place(
         boot_id=f"{host:08x}-5f8b-48d4-aa99-42badce7bd6b",
         hostname=f"gpu-node-{host}.cluster.example.com",

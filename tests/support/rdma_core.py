@@ -1,4 +1,4 @@
-"""The system's rdma-core, which changes what UCX loads: is it here, and how it is without it."""
+"""The system's rdma-core, which changes what UCX loads: whether it is here, and how to hide it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def can_hide() -> bool:
 def hidden_from(command: Sequence[str]) -> list[str]:
     """Return the command that runs `command` as on a machine without rdma-core.
 
-    The libraries are hidden in a mount namespace of that process's own; nobody else sees it.
+    The libraries are hidden in a mount namespace of that process's own, so that no other process
+    is changed.
     """
     hide = ["unshare", "--mount", "sh", "-c", _HIDE, "sh"]
     return [*hide, *map(str, found()), "--", *command]

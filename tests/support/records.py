@@ -19,7 +19,7 @@ from mx.core.types import (
 
 
 def make_documents(weights: str, *, layout: str = "layout", nbytes: int = 64) -> list[bytes]:
-    """The four documents of a manifest, in order; the first differs by `weights`."""
+    """Return the four documents of a manifest, in order; the first differs by `weights`."""
     texts = (f"identity {weights}", layout, f"chunking {weights}", "packaging")
     return [text.encode().ljust(nbytes, b".") for text in texts]
 
@@ -54,7 +54,8 @@ def make_record(
     state: SourceState = SourceState.SERVING,
     endpoint: str = "127.0.0.1:7700",
 ) -> SourceRecord:
-    """A contiguous source of four layers in 1 MiB, or a scattered one in 16 TiB where `rows`."""
+    """Return a contiguous source of four layers in 1 MiB, or with `rows` a scattered one in
+    16 TiB."""
     ref = make_ref(documents)
     region = (
         Region(0, "cpu", 0x7F0000000000, 1 << 44)
@@ -76,7 +77,7 @@ def make_record(
 
 
 def scattered_rows(count: int) -> tuple[TableRow, ...]:
-    """As a live engine has them: a tensor each, a few per layer, all over a region."""
+    """Return rows as a live engine has them: one a tensor, a few a layer, all over a region."""
     return tuple(
         TableRow(i // 8, (i % 8) << 24, (1 << 20) + i, 0, (i * 7919 % count) << 24)
         for i in range(count)

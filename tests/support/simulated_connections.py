@@ -1,9 +1,9 @@
-"""Lanes without a network: a discrete-event simulation around the pull machine.
+"""Connections without a network: a discrete-event simulation around the transfer machine.
 
-A lane carries its parts in order, `streams` at a time, which share its speed. Speeds change at
-given times; a lane may die, and is given up when it stalls. Time is the simulation's own, so that
-a pull of minutes takes milliseconds. The machine's commands are carried out and checked as they
-come.
+A connection carries its parts in order, `streams` at a time, which share its speed. Speeds change
+at given times; a connection may die, and is given up when it stalls. Time is the simulation's own,
+so that a pull of minutes takes milliseconds. The machine's commands are carried out and checked as
+they come.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mx.errors import ClosedError, MxError, PeerLostError
 from mx.units import MIB, align_up
 
 TICK_S = 0.25
-#: A transport gives a lane up from which nothing has come for so long.
+#: A transport gives a connection up from which nothing has come for so long.
 STALL_S = 4.0
 #: What is less than this is rounding.
 _EPSILON_NBYTES = 1e-3
 
 
 def grid_of(layer_mib: Sequence[int], chunk_mib: int = 16) -> ChunkGrid:
-    """Layers of so many MiB each."""
+    """Return the chunks of layers of so many MiB each."""
     layers, base = [], 0
     for index, mib in enumerate(layer_mib):
         nbytes = mib * MIB
@@ -73,7 +73,7 @@ class SimulatedConnection:
         return self.queue[: self.streams]
 
     def next_event_s(self, now_s: float) -> float:
-        """When a part will be complete or the speed changes."""
+        """Return when a part will be complete or the speed changes."""
         found = [since_s for since_s, _ in self.speeds if since_s > now_s]
         found += [self.dies_at_s] if not self.gone else []
         speed, parts = self.speed(now_s), self.under_way()
@@ -92,7 +92,7 @@ class SimulatedConnection:
 
 
 class Simulation:
-    """One pull of `grid` over `lanes`. `run` it; then look at it and at the lanes."""
+    """One pull of `grid` over `connections`. `run` it; then look at it and at them."""
 
     def __init__(self, grid: ChunkGrid, connections: Sequence[SimulatedConnection]) -> None:
         self.grid = grid
@@ -106,7 +106,7 @@ class Simulation:
         self.ready_s: dict[int, float] = {}
         self.dropped: dict[int, float] = {}
         self.failure: Fail | None = None
-        self._blocks: dict[int, set[int]] = {}  # chunk -> blocks asked for or landed
+        self._blocks: dict[int, set[int]] = {}  # chunk -> blocks requested or landed
         self._closing: list[tuple[int, MxError]] = []
 
     @property
@@ -182,7 +182,7 @@ class Simulation:
             self._do(self.machine.landed(number, part, blocks, nbytes, self.now_s))
 
     def _end_connection(self, number: int, error: MxError) -> None:
-        """Its session is closed: every read that it had fails."""
+        """Close a connection's session: every read that it has fails."""
         connection = self.connections[number]
         connection.gone = True
         while connection.queue:
@@ -195,7 +195,7 @@ class Simulation:
         for command in commands:
             match command:
                 case Assign(number, parts):
-                    assert not self.connections[number].gone, "asked of a lane that is lost"
+                    assert not self.connections[number].gone, "requested over a lost connection"
                     for part in parts:
                         self._ask(self.connections[number], part)
                 case LayerReady(layer):
@@ -210,8 +210,8 @@ class Simulation:
     def _ask(self, connection: SimulatedConnection, part: Part) -> None:
         blocks = set(range(part.begin, part.end))
         asked = self._blocks.setdefault(part.chunk, set())
-        assert blocks, "nothing was asked for"
-        assert not blocks & asked, "asked for twice"
+        assert blocks, "a read of nothing"
+        assert not blocks & asked, "requested twice"
         assert len(connection.queue) < connection.depth
         asked |= blocks
         connection.queue.append(part)

@@ -24,14 +24,14 @@ class Host:
         return self.base.hostname
 
     def place(self, gpu: int | None = None, pid: int = 1) -> Place:
-        """A process there, as it registers itself: with the GPU that it uses, if any."""
+        """Return a process there, as it registers itself: with the GPU that it uses, if any."""
         if gpu is None:
             return replace(self.base, pid=pid)
         chosen = self.gpus[gpu]
         return replace(self.base, pid=pid, device=f"cuda:{chosen.uuid}", gpus=(chosen,))
 
     def places(self) -> list[Place]:
-        """One in the host's memory, and one on each GPU."""
+        """Return a place in the host's memory, and one on each GPU."""
         return [self.place(pid=10), *(self.place(i, pid=11 + i) for i in range(len(self.gpus)))]
 
 
@@ -54,7 +54,7 @@ def host(name: str, nics: Sequence[Nic] = (), gpus: Sequence[Gpu] = ()) -> Host:
 
 
 def nvlink_gpus(name: str, count: int = 8) -> list[Gpu]:
-    """Behind NVLink switches: 18 lanes from each to each, of 25 GB/s; PCIe 5 x16."""
+    """Return GPUs behind NVLink switches: 18 lanes from each to each, of 25 GB/s; PCIe 5 x16."""
     uuids = [f"GPU-{name}-{i}" for i in range(count)]
     return [
         _gpu(i, uuid, 5, [GpuPeer(u, 18, True, True, "nvlink") for u in uuids if u != uuid], 18)
@@ -63,7 +63,7 @@ def nvlink_gpus(name: str, count: int = 8) -> list[Gpu]:
 
 
 def pcie_gpus(name: str, switches: int = 2, each: int = 4) -> list[Gpu]:
-    """PCIe 4 x16 behind switches, peer access within one of them only."""
+    """Return GPUs with PCIe 4 x16 behind switches, and peer access within one switch only."""
     uuids = [f"GPU-{name}-{i}" for i in range(switches * each)]
 
     def peer(mine: int, other: int) -> GpuPeer:
@@ -96,8 +96,8 @@ def _gpu(index: int, uuid: str, generation: int, peers: Sequence[GpuPeer], nvlin
 def rail_nics(
     index: int, count: int, *, flat: bool = False, gbit: int = 400, layer: str = "InfiniBand"
 ) -> list[Nic]:
-    """The `count` interfaces of host number `index`: each in the subnet of its rail, or all in one
-    (`flat`). With an RDMA port each, if `layer` is not ""."""
+    """Return the `count` interfaces of host number `index`: each in the subnet of its rail, or
+    all in one (`flat`). With an RDMA port each, if `layer` is not ""."""
     found = []
     for rail in range(count):
         address = f"10.99.{rail}.{index + 1}/16" if flat else f"10.{rail}.0.{index + 1}/16"
@@ -109,7 +109,7 @@ def rail_nics(
 
 
 def cluster(*, flat: bool = False, layer: str = "InfiniBand") -> list[Host]:
-    """An NVLink host and a PCIe host; a rack of hosts of 4 interfaces and one of 8."""
+    """Return an NVLink host and a PCIe host; a rack of hosts of 4 interfaces and one of 8."""
     four = [rail_nics(i, 4, flat=flat, gbit=200, layer=layer) for i in range(3)]
     eight = [rail_nics(10 + i, 8, flat=flat, layer=layer) for i in range(3)]
     return [
@@ -123,7 +123,7 @@ def cluster(*, flat: bool = False, layer: str = "InfiniBand") -> list[Host]:
 
 
 def source(place: Place) -> SourceRecord:
-    """A source there, offering whatever can serve such memory."""
+    """Return a source there, which offers each transport that can serve such memory."""
     offers = ("shm", "tcp", "ucx", "pcie_p2p") if place.device == CPU else ("cuda_ipc", "pcie_p2p")
     name = f"{place.hostname}/{place.device}/{place.pid}"
     return SourceRecord(
