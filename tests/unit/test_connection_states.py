@@ -78,12 +78,12 @@ def test_slow_paths_and_busy_sources_come_back_when_nothing_else_is_left() -> No
     (slow,) = live(connections, TCP0)
     connections.lost(slow, PathSlowError("slow"), 0.0, lease_runs=True)
     (other,) = live(connections, OTHER)
-    assert not connections.idle
+    slow_rests = connections.idle
     busy = PeerBusyError("busy", peer="b", retry_after_s=5.0)
     connections.lost(other, busy, 0.0, lease_runs=True)
     (slow,) = live(connections, TCP0)
     connections.lost(slow, PeerTimeoutError("stopped"), 0.0, lease_runs=True)
-    assert connections.idle and connections.waits(0.0)
+    assert (slow_rests, connections.idle, connections.waits(0.0)) == (False, True, True)
     assert connections.assign(4.0) == []
     assert [entry.path for entry in connections.assign(5.0)] == [OTHER]
 
@@ -94,9 +94,8 @@ def test_patience_with_busy_sources_ends_and_begins_anew_with_a_connection() -> 
     (entry,) = connections.assign(0.0)
     busy = PeerBusyError("busy", peer="b", retry_after_s=1.0)
     connections.failed(entry, busy, 0.0)
-    assert connections.waits(0.0) and connections.waits(9.0) and not connections.waits(10.0)
-    connections = Connections(patience_s=10.0)
-    assert not connections.waits(0.0)  # for nothing
+    assert [connections.waits(now_s) for now_s in (0.0, 9.0, 10.0)] == [True, True, False]
+    assert not Connections(patience_s=10.0).waits(0.0)  # for nothing
 
 
 @pytest.mark.parametrize("error", [DigestError("wrong"), StaleGenerationError("changed")])
