@@ -168,7 +168,7 @@ class Seeder:
         return self._hand_out(now_s)
 
     def _take_up(self, chunk: int) -> bool:
-        """Make a chunk unsent again, and return True, unless a reader has it or was suggested it."""
+        """Make a chunk unsent again, and return True, unless it is with a reader or suggested."""
         for state in self._readers.values():
             if (state.have | state.sent) >> chunk & 1 or chunk in state.suggestions:
                 return False
