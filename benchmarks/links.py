@@ -58,11 +58,11 @@ class _Rig:
                 raise RuntimeError("the source did not register")
 
         command = [*hosts.prefix(FAR), sys.executable, "-c", TARGET, f"{at}:7600"]
-        self._job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._target = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def pull(self, connector: int) -> float:
         """Return the report's seconds: from the call in a running process to the last layer."""
-        to, back = self._job.stdin, self._job.stdout
+        to, back = self._target.stdin, self._target.stdout
         assert to is not None
         assert back is not None
         nics = ",".join(link.device(FAR) for link in self._links[:connector])
@@ -78,8 +78,8 @@ class _Rig:
 
     def close(self) -> None:
         """End the process that pulls; the hosts end all others."""
-        self._job.kill()
-        self._job.communicate()
+        self._target.kill()
+        self._target.communicate()
 
     def _nics(self, host: str, connector: Sequence[Link]) -> tuple[str, str]:
         return ("--nics", ",".join(link.device(host) for link in connector))

@@ -15,7 +15,7 @@ from mx.errors import ConfigError
 from mx.memory.arena import Arena
 from mx.source.endpoint import dialled_host
 from mx.source.relay import Relay
-from mx.swarm.node import MakeHost
+from mx.swarm.sharing import MakeHost
 from mx.target.options import PullOptions
 from mx.wire.address import is_local
 

@@ -13,11 +13,11 @@ from mx.core.planner import Plan
 from mx.core.topology import Place
 from mx.core.types import ManifestRef, ModelKey
 from mx.runtime import in_thread
-from mx.target.locator import Locator
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.transport import Transport
 from mx.units import count, format_bytes
+from mx.wire.locate import Locator
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from mx.core.reuse import Held
 from mx.core.types import Manifest
 from mx.errors import ConfigError
-from mx.target.prefill import Held
 
 
 class Holder(Protocol):

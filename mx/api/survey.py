@@ -15,6 +15,7 @@ from mx.core.types import SourceRecord
 from mx.hardware import Topology
 from mx.target.paths import path_between, path_or_reason
 from mx.transport import Path, Transport, Unavailable
+from mx.units import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,16 @@ class TopologyReport:
     devices: tuple[str, ...]
     matrix: tuple[Reach, ...]
     sources: tuple[SourceReach, ...] = ()
+
+    def __repr__(self) -> str:
+        """Return one line: what the machine has, the transports that work, the sources."""
+        place, states = self.topology.place, self.topology.transports
+        working = [name for name in sorted(states) if not isinstance(states[name], Unavailable)]
+        return (
+            f"<TopologyReport: {count(len(place.nics), 'interface')}, "
+            f"{count(len(place.gpus), 'GPU')}, {', '.join(working) or 'no transport'}, "
+            f"{count(len(self.sources), 'source')}>"
+        )
 
 
 def topology(

@@ -330,7 +330,7 @@ class Pull(Closable):
         if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
             raise ConfigError("only a pull made with hold=True can become a source")
         node = self._job.node
-        host = None if node is None else node.host
+        host = None if node is None else node.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena):
             return self._settle(host, arena)
         self._loop.run(self._job.leave())

@@ -95,6 +95,8 @@ class Entry:
     def step(self, event: Event) -> None:
         """Raises KeyError for an event that its state does not know."""
         self.state = TRANSITIONS[self.state, event]
+        if self.state is not State.RESTING:
+            self.rest = None
 
 
 class Connections:
@@ -272,7 +274,6 @@ class Connections:
                 busy = entry.rest is Rest.BUSY and due and entry.retry_at_s <= now_s
                 if entry.state is State.RESTING and (entry.rest is Rest.SLOW or busy):
                     entry.step(Event.RETRY)
-                    entry.rest = None
         opening: list[Entry] = []
         in_use = [entry.path for entry in self.in_use]
         for entry in self._entries:

@@ -14,6 +14,6 @@ def torch_missing(error: ModuleNotFoundError) -> ConfigError:
     if error.name != "torch":
         raise error
     return ConfigError(
-        "tensors need torch, which is not installed",
+        "tensors need torch, and torch is not installed",
         hint="pip install torch, or mx with its extra: from a clone, pip install '.[torch]'",
     )

@@ -28,7 +28,7 @@ ADVERTISE_S = 1.0
 
 
 class Relay:
-    """`mx.swarm.node.Host`: a source of its own in the pull's process."""
+    """`mx.swarm.sharing.Host`: a source of its own in the pull's process."""
 
     def __init__(
         self,

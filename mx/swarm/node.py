@@ -25,18 +25,16 @@ from mx.core.swarm.free import free_after_s
 from mx.core.swarm.receiver import Receiver
 from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
 from mx.core.swarm.standing import Reader, Standing
-from mx.core.types import Manifest, ModelKey, SourceRecord
-from mx.errors import MxError, PeerProtocolError
-from mx.memory.arena import Arena
+from mx.core.types import SourceRecord
+from mx.errors import PeerProtocolError
 from mx.swarm.peers import Peers
+from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
-#: A pull that takes at least this long is worth telling others of.
-LONG_S = 2.0
 #: Chunks asked for at a time: one is read while the next is asked for.
 WIDTH = 2
 #: Who has had nobody to ask for so long reads without asking.
@@ -71,33 +69,6 @@ class Reads(Protocol):
         """The chunk is to come from another source."""
 
 
-class Host(Protocol):
-    """Lets others read what a pull has received so far: `mx.source.relay.Relay`. On the loop."""
-
-    async def start(self, node: Node) -> None:
-        """Listen, and offer the pull's memory. Raises MxError."""
-
-    def record(self) -> SourceRecord | None:
-        """Return how others find it; None before it listens."""
-
-    async def keep_listed(
-        self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
-    ) -> None:
-        """Tell the coordinator, if there is one, which layers are held, until all are.
-
-        Args:
-            holdings: The chunks that are verified.
-            sources: Gives the known sources, from which to take what else readers may want.
-        """
-
-    async def close(self) -> None:
-        """End all reading here. Idempotent."""
-
-
-#: Makes the host of a pull: (its source id, model, manifest, arena that fills).
-MakeHost = Callable[[str, ModelKey, Manifest, Arena], Host]
-
-
 @dataclass
 class _Peer:
     record: SourceRecord
@@ -120,13 +91,10 @@ class Node:
         chunk_count: int,
         chunk_nbytes: int,
         reads: Reads,
-        host: Host | None,
+        sharing: Sharing,
         reaches: Callable[[SourceRecord], bool],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
         changed: Callable[[], None],
-        *,
-        expected_s: float = 0.0,
-        alone_because: str = "",
     ) -> None:
         """
         Args:
@@ -134,27 +102,20 @@ class Node:
             chunk_count: Of the model.
             chunk_nbytes: Of one chunk.
             reads: The pull's transfer.
-            host: Lets others read here; None: the pull takes no part in swarms.
+            sharing: Lets others find this pull.
             reaches: Says whether there is any path to a source.
             dial: Opens a stream to a peer.
             changed: Called when `coordinated` or `reading_from` change.
-            expected_s: How long the pull should take.
-            alone_because: Why there is no host, where that may surprise.
         """
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
-        self.peers = Peers(own_id, self, self._record, dial)
+        self.sharing = sharing
+        self.peers = Peers(own_id, self, sharing.record, dial)
         self._own_id = own_id
         self._chunk_count = chunk_count
         self._reads: Reads | None = reads
-        self._host = host
         self._reaches = reaches
         self._changed = changed
-        self._alone_because = alone_because
-        self._sources: Sequence[SourceRecord] = ()  # that were found last
-        self._sharing: asyncio.Task[None] | None = None
-        self._share_timer: asyncio.TimerHandle | None = None
-        self._share_at_s = time.monotonic() + (0.0 if expected_s > LONG_S else LONG_S / 2)
         self._loop = asyncio.get_running_loop()
         self.holdings = reads.holdings
         reads.subscribe(self)  # before the receiver looks at what is held
@@ -176,64 +137,25 @@ class Node:
         self._lost: set[str] = set()  # sources that were, since anything came
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
-    # -- being found ------------------------------------------------------------------------------
-
-    @property
-    def host(self) -> Host | None:
-        """What lets others read here; None before it listens."""
-        return None if self._record() is None else self._host
-
-    @property
-    def shares(self) -> bool:
-        """Can others find this pull, or are they about to?"""
-        return self._sharing is not None and self._host is not None
-
     def met(self, sources: Sequence[SourceRecord]) -> None:
         """These hold the model now, or parts of it."""
-        self._sources = sources
-        if self._sharing is not None:
+        self.sharing.sources = sources
+        if self.sharing.begun:
             self.peers.met(sources)
 
     def reading_began(self) -> None:
-        """A connection is open. A pull that takes long is worth telling others of."""
-        if self._share_timer is None:
-            delay_s = max(0.0, self._share_at_s - time.monotonic())
-            self._share_timer = self._loop.call_later(delay_s, self._share_if_possible)
-
-    def _share_if_possible(self) -> None:
-        if self._host is not None:
-            self._share()
-        elif self._alone_because:
-            log.warning("%s", self._alone_because)
-
-    def _share(self) -> None:
-        if self._sharing is None:
-            self._sharing = asyncio.create_task(self._be_found(), name="mx-swarm")
-
-    async def _be_found(self) -> None:
-        assert self._host is not None
-        try:
-            await self._host.start(self)
-        except MxError as error:
-            log.warning("others can't read here: %s", str(error))
-            self._host = None
-            self.read_freely()
-            return
-        self.peers.met(self._sources)
-        await self._host.keep_listed(self.holdings, lambda: self._sources)
-
-    def _record(self) -> SourceRecord | None:
-        return None if self._host is None else self._host.record()
+        """A connection is open."""
+        self.sharing.plan(self)
 
     # -- how it reads -----------------------------------------------------------------------------
 
     def coordinate(self) -> None:
         """Others pull from the same origin: from now on request chunks before reading them."""
-        if self.coordinated or self._host is None or self._reads is None:
+        if self.coordinated or not self.sharing.possible or self._reads is None:
             return
         self.coordinated = True
         self._alone_since_s = None
-        self._share()
+        self.sharing.begin(self)
         self._reads.coordinate()
         self.reading_from.clear()
         self._receiver.width = WIDTH
@@ -254,15 +176,14 @@ class Node:
 
     def no_whole_source(self) -> None:
         """No source that holds everything is left: read from those that hold parts, if any."""
-        others = [each for each in self._sources if each.source_id != self._own_id]
+        others = [each for each in self.sharing.sources if each.source_id != self._own_id]
         if any(not each.whole for each in others):
             self.coordinate()
 
     def reading_ended(self) -> None:
         """The pull's transfer is about to end: from now on the node only gives."""
         self._reads = None
-        if self._share_timer is not None:
-            self._share_timer.cancel()
+        self.sharing.reading_ended()
 
     @property
     def complete(self) -> bool:
@@ -544,13 +465,10 @@ class Node:
     async def close(self) -> None:
         """Leave the swarm, and end all reading here. Idempotent."""
         self.reading_ended()
-        if self._sharing is not None:
-            self._sharing.cancel()
-            await asyncio.gather(self._sharing, return_exceptions=True)
+        await self.sharing.stop()
         if self._announcing is not None:
             self._announcing.cancel()
         await self.peers.close()
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
-        if self._host is not None:
-            await self._host.close()
+        await self.sharing.close()

@@ -25,6 +25,7 @@ from mx.errors import (
 from mx.memory.arena import Arena, BorrowedArena
 from mx.runtime import in_thread, uncut
 from mx.swarm.node import Node
+from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
 from mx.target import disk
 from mx.target.arena import new_arena
@@ -32,7 +33,6 @@ from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.events import EventLog, Outcome
-from mx.target.locator import Located, Locator
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.target.prefill import prefilling
@@ -51,6 +51,7 @@ from mx.target.report import (
 from mx.target.resolver import Found, Resolver, SideFiles, find, patiently, write_side_files
 from mx.target.transfer import Transfer
 from mx.transport import Span, Transport
+from mx.wire.locate import Located, Locator
 
 
 class _Listener:
@@ -293,24 +294,23 @@ class Job:
         if options.host is not None and self.reader_id:
             host = options.host(self.reader_id, self.key, manifest, arena)
         rate = found.paths.gb_per_s * 1e9
+        expected_s = manifest.layout.payload_nbytes / rate if rate else 0.0
         node = Node(
             self.reader_id,
             len(manifest.grid),
             manifest.grid.chunk_nbytes,
             transfer,
-            host,
+            Sharing(host, expected_s=expected_s, alone_because=options.alone_because),
             lambda source: bool(self._plan([source]).paths),
             self._streams.dial,
             outcome.changed.set,
-            expected_s=manifest.layout.payload_nbytes / rate if rate else 0.0,
-            alone_because=options.alone_because,
         )
         node.met(found.located.sources)
         return node
 
     async def _end_reading(self, node: Node) -> None:
         node.reading_ended()
-        if not node.shares:
+        if not node.sharing.begun:
             await self.leave()
 
     async def _end_transfer(self, transfer: Transfer) -> None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx.core.bindings import MAIN
+from mx.core.reuse import Held
 from mx.core.types import CHUNK_BYTES, ModelKey
-from mx.swarm.node import MakeHost
-from mx.target.prefill import Held
+from mx.swarm.sharing import MakeHost
 from mx.transport import TlsFiles
 
 

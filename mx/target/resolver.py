@@ -24,9 +24,9 @@ from mx.errors import (
 )
 from mx.runtime import in_thread
 from mx.target.events import EventLog, Outcome
-from mx.target.locator import Located, Locator
 from mx.units import format_seconds
 from mx.wire.documents import WritePage
+from mx.wire.locate import Located, Locator
 
 T = TypeVar("T")
 

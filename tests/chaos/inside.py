@@ -8,7 +8,17 @@ import reprlib
 import signal
 import sys
 
-_MACHINES = ("Member", "Receiver", "Gate", "Seeder", "Seeding", "PullMachine", "Crew", "_Peer")
+#: Classes whose objects are printed.
+_MACHINES = (
+    "ConnectionPool",
+    "Node",
+    "Origin",
+    "Receiver",
+    "Seeder",
+    "Slots",
+    "TransferMachine",
+    "_Peer",
+)
 _DEEP = reprlib.Repr()
 _DEEP.maxdict = _DEEP.maxlist = _DEEP.maxset = _DEEP.maxdeque = 20
 _DEEP.maxstring = _DEEP.maxother = 400

@@ -25,10 +25,10 @@ from mx.errors import (
     PeerProtocolError,
     PeerTimeoutError,
 )
-from mx.target.locator import Locator
 from mx.target.options import PullOptions
 from mx.wire.channel import dial
 from mx.wire.lease import Lease
+from mx.wire.locate import Locator
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.integration.conftest import Run, error_of, free_port, serve

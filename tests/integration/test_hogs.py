@@ -20,9 +20,9 @@ from mx import plugins
 from mx.core.grants import MOST_PER_CONNECTION
 from mx.errors import EXIT_OK, PeerBusyError
 from mx.target.connector import Connector
-from mx.target.locator import Locator
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
+from mx.wire.locate import Locator
 from mx.wire.v1 import peer_pb2
 from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer

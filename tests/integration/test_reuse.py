@@ -11,11 +11,11 @@ import torch
 
 from mx import api, config
 from mx.api.reuse import held_by
+from mx.core import reuse
 from mx.core.types import Chunking, ModelKey
 from mx.errors import ConfigError
 from mx.memory.torch_source import describe
 from mx.source.model import HeldModel, hold_tensors
-from mx.target import prefill
 from mx.transport import host_view
 from mx.units import MIB
 from tests.integration.conftest import error_of
@@ -166,14 +166,14 @@ def test_layers_are_the_same_however_they_are_cut_and_named(small_chunks: config
     large, small = (_held(w, n) for w, n in ((base, 16 * MIB), (renamed, MIB)))
     try:
         view = host_view(large.arena.view)
-        copies = prefill.same_chunks(small.manifest, [prefill.Held(large.manifest, view)])
+        copies = reuse.same_chunks(small.manifest, [reuse.Held(large.manifest, view)])
         assert copies.keys() == set(range(len(small.manifest.grid)))
         none = replace(
             large.manifest,
             tensor_digests=dict.fromkeys(large.manifest.tensor_digests, bytes(32)),
             chunking=Chunking(16 * MIB, bytes(len(large.manifest.chunking.digests))),
         )
-        assert prefill.same_chunks(small.manifest, [prefill.Held(none, view)]) == {}
+        assert reuse.same_chunks(small.manifest, [reuse.Held(none, view)]) == {}
     finally:
         large.arena.release()
         small.arena.release()

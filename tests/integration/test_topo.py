@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,9 @@ def test_sources_are_shown_with_the_way_to_them(
     report = mx.topology(sources=True, coordinator=coordinator, settings=settings)
     assert report.sources[0].record.endpoint == endpoint
     assert report.sources[0].plans["cpu"].chosen[0].attach
+    text = repr(report)
+    assert re.fullmatch(r"<TopologyReport: \d+ interfaces?, \d+ GPUs?, .*, 1 source>", text), text
+    assert len(text) < 200
 
 
 def test_a_coordinator_that_is_not_there_is_an_error_only_if_it_was_asked_for(run: Run) -> None:

@@ -276,7 +276,7 @@ def test_only_the_owner_updates(
             other.update(changed)
         assert str(other.model) == "m"
         assert len(api.list_sources("m", coordinator=coordinator)) == 2
-        with pytest.raises(BindingError, match="another's"):
+        with pytest.raises(BindingError, match="belongs to another source"):
             api.serve(changed, model="m", revision="main.2", coordinator=coordinator)
         with api.pull("m", peer=other.endpoint, coordinator=coordinator) as pull:
             assert pull.wait(30).manifest == other.identity_hex

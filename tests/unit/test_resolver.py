@@ -25,8 +25,8 @@ from mx.errors import (
 )
 from mx.target import resolver
 from mx.target.events import EventLog, Outcome
-from mx.target.locator import Located, Locator
 from mx.target.resolver import Resolver, patiently
+from mx.wire.locate import Located, Locator
 from tests.unit.test_planner import source
 
 A, B = source("a"), source("b")

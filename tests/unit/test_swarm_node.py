@@ -11,6 +11,7 @@ from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.swarm.neighbours import MOST
 from mx.core.types import ChunkGrid, Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
+from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, to_bytes
 from mx.units import MIB
 from mx.wire.v1 import peer_pb2
@@ -88,7 +89,9 @@ def node_of(
     dial: Callable[[SourceRecord], Awaitable[PeerStream]],
     record: SourceRecord | None = None,
 ) -> Node:
-    return Node("own", CHUNKS, MIB, reads, FakeHost(record), reads.reaches, dial, lambda: None)
+    return Node(
+        "own", CHUNKS, MIB, reads, Sharing(FakeHost(record)), reads.reaches, dial, lambda: None
+    )
 
 
 async def _never(record: SourceRecord) -> PeerStream:

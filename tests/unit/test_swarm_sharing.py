@@ -20,6 +20,7 @@ from mx.core.types import (
     SourceRole,
 )
 from mx.swarm.node import Node
+from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, StreamDialer
 from mx.target.transfer import Transfer
 from mx.units import MIB
@@ -79,7 +80,9 @@ def test_what_came_before_is_given_and_nothing_is_listed_that_is_not(coordinated
         transfer.add_connection(connection_of(session))
         session.land()
         host = FakeHost()
-        node = Node("own", LAYERS, MIB, transfer, host, lambda _: True, never, lambda: None)
+        node = Node(
+            "own", LAYERS, MIB, transfer, Sharing(host), lambda _: True, never, lambda: None
+        )
         try:
             if coordinated:
                 node.coordinate()
@@ -107,7 +110,9 @@ def test_what_came_before_is_given_and_nothing_is_listed_that_is_not(coordinated
 def test_a_pull_does_not_take_itself_for_a_peer_that_gives() -> None:
     async def main() -> None:
         transfer = transfer_of_three_layers()
-        node = Node("own", LAYERS, MIB, transfer, FakeHost(), lambda _: True, never, lambda: None)
+        node = Node(
+            "own", LAYERS, MIB, transfer, Sharing(FakeHost()), lambda _: True, never, lambda: None
+        )
         documents = make_documents("w")
         try:
             own = make_record(documents, source_id="own", held=(), role=SourceRole.RELAY)
@@ -130,10 +135,10 @@ def test_without_a_host_a_pull_reads_freely() -> None:
 
     async def main() -> None:
         transfer = transfer_of_three_layers()
-        node = Node("", LAYERS, MIB, transfer, None, lambda _: True, never, lambda: None)
+        node = Node("", LAYERS, MIB, transfer, Sharing(None), lambda _: True, never, lambda: None)
         try:
             node.coordinate()
-            assert not node.coordinated and not node.shares
+            assert not node.coordinated and not node.sharing.begun
         finally:
             await node.close()
 
@@ -183,7 +188,7 @@ def test_peers_that_are_not_talked_to_leave_no_connection_behind() -> None:
             LAYERS,
             MIB,
             transfer_of_three_layers(),
-            known,
+            Sharing(known),
             lambda _: True,
             streams.dial,
             lambda: None,

@@ -168,7 +168,7 @@ class Seeder:
         return self._hand_out(now_s)
 
     def _take_up(self, chunk: int) -> bool:
-        """Return True if the chunk is to be suggested again, since no reader has it."""
+        """Make a chunk unsent again, and return True, unless it is with a reader or suggested."""
         for state in self._readers.values():
             if (state.have | state.sent) >> chunk & 1 or chunk in state.suggestions:
                 return False

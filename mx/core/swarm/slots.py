@@ -86,7 +86,8 @@ class Slots:
         Args:
             reader: The reader.
             chunk: The chunk.
-            suggested: The source has suggested the chunk, and so does not reject the request.
+            suggested: The source has suggested the chunk: the request waits for a slot, and is not
+                rejected, unless the reader comes last.
         """
         self._unchoked.pop(reader, None)
         request = reader, chunk

@@ -1,0 +1,63 @@
+"""Coordinated reading within one machine from the first chunk, as a setting demands: three pulls of
+one model share out what each reads from the origin, over any transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks.checkpoints import write_checkpoint
+from mx.errors import EXIT_OK
+from tests.integration.conftest import Run, environment, serve
+from tests.integration.test_main_job import same
+
+pytestmark = pytest.mark.integration
+
+LAYERS = 12
+MODEL_NBYTES = LAYERS * 2 * 1024 * 1024
+TARGETS = 3
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{n}.mlp.up_proj.weight": (1024, 1024) for n in range(LAYERS)
+    }
+    write_checkpoint(path, shapes)
+    return path
+
+
+def pull_all(run: Run, tmp_path: Path, coordinator: str, *more: str) -> list[Any]:
+    """The reports of three pulls that begin together."""
+    env = environment(MX_PEER_COORDINATED_READING="always")
+    options = ("--coordinator", coordinator, "--no-attach", "--json", *more)
+    commands = [
+        run("pull", "m", "--out", str(tmp_path / str(number)), *options, env=env)
+        for number in range(TARGETS)
+    ]
+    reports = [command.json() for command in commands]
+    assert [command.wait() for command in commands] == [EXIT_OK] * TARGETS
+    return reports
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.timeout(180)
+def test_pulls_of_one_machine_give_to_each_other_where_that_is_asked_for(
+    run: Run, coordinator: str, weights: Path, tmp_path: Path, transport: str
+) -> None:
+    origin = serve(
+        run, weights, "m", coordinator, "--max-bandwidth", "3MB/s", "--chunk-bytes", "1MiB"
+    ).json()["endpoint"]
+    reports = pull_all(run, tmp_path, coordinator, "--transport", transport)
+    from_origin = 0
+    for number, report in enumerate(reports):
+        assert same(load_file(tmp_path / str(number) / "model.safetensors"), load_file(weights))
+        assert sum(path["bytes"] for path in report["paths"]) == MODEL_NBYTES
+        assert {path["source"] for path in report["paths"]} > {origin}
+        from_origin += sum(p["bytes"] for p in report["paths"] if p["source"] == origin)
+    assert from_origin < (TARGETS - 0.5) * MODEL_NBYTES
+    assert all(report["verified"] == "digest" for report in reports)
