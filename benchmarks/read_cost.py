@@ -85,7 +85,7 @@ class _Listener:
         self.layers = 0
         self.error: Sequence[MxError] = ()
 
-    def layer_ready(self, layer: int) -> None:
+    def layer_ready(self, layer: int, arena: Span) -> None:
         self.layers += 1
 
     def connection_lost(self, connection: int, error: MxError) -> None: ...

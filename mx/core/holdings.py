@@ -29,14 +29,6 @@ def members(chunks: int) -> Iterator[int]:
         chunks ^= low
 
 
-def bit_set(chunks: Iterable[int]) -> int:
-    """Return these chunks as a bit set."""
-    found = 0
-    for chunk in chunks:
-        found |= 1 << chunk
-    return found
-
-
 class Holdings:
     """The verified chunks of one model in one process, as a bit set (bit c: chunk c).
 
@@ -44,7 +36,7 @@ class Holdings:
     so that a listener hears of each chunk that is not in its snapshot, exactly once.
     """
 
-    def __init__(self, grid: ChunkGrid, *, whole: bool = False) -> None:
+    def __init__(self, grid: ChunkGrid) -> None:
         self._grid = grid
         self._all = (1 << len(grid)) - 1
         self._layers = [
@@ -52,7 +44,7 @@ class Holdings:
             for chunks in map(grid.of_layer, range(len(grid.layout.layers)))
         ]
         self._listeners: list[HoldingsListener] = []
-        self.bits = self._all if whole else 0
+        self.bits = 0
 
     @property
     def whole(self) -> bool:

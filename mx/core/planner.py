@@ -53,9 +53,15 @@ class Spare:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
+    """A transport that does not lead to a source. `unasked`: another one was asked for."""
+
     source: SourceRecord
     transport: str
     reason: str
+    unasked: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source.endpoint}: skipped {self.transport}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +96,11 @@ class Plan:
     def explain(self) -> list[str]:
         lines = [f"{_way(path)}: chosen" for path in self.chosen]
         lines += [f"{_way(spare.path)}: {spare.reason}" for spare in self.spare]
-        return lines + [
-            f"{r.source.endpoint} not by {r.transport}: {r.reason}" for r in self.rejected
-        ]
+        return [*lines, *map(str, self.rejected)]
+
+    def why_none(self) -> str:
+        """Return why no path works, without transports that were not asked for."""
+        return "; ".join(str(each) for each in self.rejected if not each.unasked)
 
 
 def _way(path: SourcePath) -> str:
@@ -127,7 +135,10 @@ def plan(
     rejected: list[Rejected] = []
     for source in sources:
         for name in transports:
-            answer = _ask(source, name, reach, forced)
+            if forced is not None and name != forced:
+                rejected.append(Rejected(source, name, f"you asked for {forced}", unasked=True))
+                continue
+            answer = _ask(source, name, reach)
             if isinstance(answer, str):
                 rejected.append(Rejected(source, name, answer))
             else:
@@ -144,9 +155,7 @@ def plan(
     return Plan(tuple(chosen), tuple(spare), tuple(rejected))
 
 
-def _ask(source: SourceRecord, name: str, reach: Reach, forced: str | None) -> Path | str:
-    if forced is not None and name != forced:
-        return f"{forced} was asked for"
+def _ask(source: SourceRecord, name: str, reach: Reach) -> Path | str:
     if name not in source.transports:
         return "the source does not offer it"
     return reach(name, source.place)

@@ -21,8 +21,8 @@ CHECKS = 2
 
 
 class Delivery:
-    """One pull's. Layers come on any thread. `outcome` is told when every layer was announced, and
-    what goes wrong.
+    """One pull's; a transfer's listener, on any thread. `outcome` is told when every layer was
+    announced, and what goes wrong.
 
     With `out`, raises what `CheckpointWriter` raises, and wants `finish` or `abort`; `keep` is
     that writer's. With `strong` each layer's tensors are compared with the identity before its
@@ -42,6 +42,9 @@ class Delivery:
         self._manifest = manifest
         self._log = log
         self._outcome = outcome
+        self.connection_lost = outcome.connection_lost
+        self.failed = outcome.failed
+        self.broken = outcome.broken
         self._strong = strong
         self._tensors = tensors_of_layers(manifest) if strong else []
         self._reader = HostReader() if strong else None
@@ -64,7 +67,7 @@ class Delivery:
             chunks = self._output.read_back(layer, self._place(transfer.arena, layer))
             transfer.prefill("resume", self._output.folder, chunks, time.monotonic() - began_s)
 
-    def landed(self, arena: Span, layer: int) -> None:
+    def layer_ready(self, layer: int, arena: Span) -> None:
         """Every chunk of the layer is in the arena, and right."""
         if self._strong:
             self._checks.submit(self._check, arena, layer)

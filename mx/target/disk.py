@@ -1,4 +1,4 @@
-"""A model from this machine's disk, where that was asked for or nobody else has it."""
+"""Reads a model from this machine's disk, as asked for or as a fallback."""
 
 from __future__ import annotations
 

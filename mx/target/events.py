@@ -8,18 +8,15 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mx.core.types import Manifest
 from mx.errors import MxError, another
 from mx.target.report import (
     LayerEvent,
-    PathReport,
     PullReport,
     TensorsOf,
-    VerifiedBy,
     no_tensors,
     unexpected,
 )
@@ -37,6 +34,7 @@ class Outcome:
         self.lost: dict[int, MxError] = {}  # connections that the transfer gave up
         self.ended = False
         self.failure: MxError | None = None
+        self.causes: Sequence[MxError] | None = None  # of a transfer that has run out of sources
 
     def connection_lost(self, connection: int, error: MxError) -> None:
         self._on_loop(lambda: self.lost.update({connection: error}))
@@ -44,6 +42,15 @@ class Outcome:
     def complete(self) -> None:
         """Every layer was announced."""
         self._on_loop(self._end)
+
+    def failed(self, causes: Sequence[MxError]) -> None:
+        """Nothing is left that could finish the transfer."""
+
+        def end() -> None:
+            self.causes = causes
+            self._end()
+
+        self._on_loop(end)
 
     def broken(self, error: MxError) -> None:
         """The pull can't go on."""
@@ -155,28 +162,6 @@ class EventLog:
             if self._error is None and self._report is None:
                 self._error = error
             self._wake()
-
-    def report_of(
-        self,
-        model: str,
-        manifest: Manifest,
-        paths: list[PathReport],
-        by: VerifiedBy,
-        retries: int,
-    ) -> PullReport:
-        """What is to be reported of a pull whose layers are ready."""
-        return PullReport(
-            model=model,
-            manifest=manifest.ref.identity.hex(),
-            bytes=manifest.layout.payload_nbytes,
-            seconds=self.last_layer_s(),
-            first_layer_s=self.first_layer_s(),
-            layers=len(manifest.layout.layers),
-            verified=by.value,
-            paths=paths,
-            retries=retries,
-            control_s=max(0.0, self.first_read_s - self.started_s),
-        )
 
     # -- asked --------------------------------------------------------------------------------
 

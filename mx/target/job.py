@@ -54,24 +54,6 @@ from mx.transport import Span, Transport
 from mx.wire.locate import Located, Locator
 
 
-class _Listener:
-    """Passes on what a transfer reports: layers to delivery, the rest to the loop."""
-
-    def __init__(self, job: Job, manifest: Manifest, delivery: Delivery, outcome: Outcome) -> None:
-        self._job = job
-        self._manifest = manifest
-        self._delivery = delivery
-        self.connection_lost = outcome.connection_lost
-        self.broken = outcome.broken
-
-    def layer_ready(self, layer: int) -> None:
-        assert self._job.arena is not None
-        self._delivery.landed(self._job.arena.view, layer)
-
-    def failed(self, causes: Sequence[MxError]) -> None:
-        self.broken(self._job.stopped(self._manifest, causes))
-
-
 class Job:
     """Make one per pull, and run `run` on the loop. `arena` and `manifest` are there once known."""
 
@@ -104,17 +86,6 @@ class Job:
         if manifest is None:
             return Progress(*self._disk_done, phase=self._log.phase)
         return progress_of(manifest.layout, self._transfer, self._log.is_ready, self._log.phase)
-
-    def stopped(self, manifest: Manifest, causes: Sequence[MxError]) -> MxError:
-        """Return the error of a pull that ran out of sources; from any thread."""
-        assert self._transfer is not None
-        return final_error(
-            str(self.key),
-            manifest.layout,
-            self._log.layers_ready,
-            self._transfer.progress()[0],
-            [*self._causes, *causes],
-        )
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -241,7 +212,7 @@ class Job:
         self._transfer = transfer = Transfer(
             manifest,
             arena.view,
-            _Listener(self, manifest, delivery, outcome),
+            delivery,
             arena.hasher,
             several_connections=len(paths.chosen) > 1,
         )
@@ -285,6 +256,10 @@ class Job:
             raise _none_opened(str(self.key), self._causes)
         if outcome.failure is not None:
             raise outcome.failure
+        if outcome.causes is not None:
+            causes = [*self._causes, *outcome.causes]
+            came = transfer.progress()[0]
+            raise final_error(str(self.key), manifest.layout, self._log.layers_ready, came, causes)
         by = VerifiedBy.STRONG if options.strong else VerifiedBy.DIGEST
         return self._report(manifest, transfer.paths(), by, transfer.retries, pool.left())
 
@@ -409,9 +384,20 @@ class Job:
         retries: int = 0,
         left: Sequence[LeftSource] = (),
     ) -> PullReport:
-        report = self._log.report_of(str(self.key), manifest, paths, by, retries)
-        report.left = list(left)
-        return report
+        log = self._log
+        return PullReport(
+            model=str(self.key),
+            manifest=manifest.ref.identity.hex(),
+            bytes=manifest.layout.payload_nbytes,
+            seconds=log.last_layer_s(),
+            first_layer_s=log.first_layer_s(),
+            layers=len(manifest.layout.layers),
+            verified=by.value,
+            paths=paths,
+            retries=retries,
+            left=list(left),
+            control_s=max(0.0, log.first_read_s - log.started_s),
+        )
 
     async def leave(self) -> None:
         """End all reading from this pull's memory. Idempotent."""

@@ -83,7 +83,7 @@ async def find(
     if not paths.paths and not parts:
         raise NoSourceError(
             f"no source of {located.key} can be reached from here: "
-            + ("; ".join(paths.explain()) or "none is registered"),
+            + (paths.why_none() or "none is registered"),
             hint="start one with mx serve, or name one with `peer=HOST:PORT`",
         )
     if side_files:  # who reads here later may write them

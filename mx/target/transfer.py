@@ -26,8 +26,8 @@ from mx.transport import Piece, Read, Span
 class TransferListener(Protocol):
     """Is told what becomes of a transfer, on any thread; must not block."""
 
-    def layer_ready(self, layer: int) -> None:
-        """Every chunk of the layer is verified."""
+    def layer_ready(self, layer: int, arena: Span) -> None:
+        """Every chunk of the layer is in the arena, and verified."""
 
     def connection_lost(self, connection: int, error: MxError) -> None:
         """Nothing more is read through it."""
@@ -333,7 +333,7 @@ class Transfer:
                 case Assign(connection, parts):
                     self._assign(connection, parts)
                 case LayerReady(layer):
-                    self._listener.layer_ready(layer)
+                    self._listener.layer_ready(layer, self._arena)
                 case DropConnection(connection, reason):
                     self.connection_lost(connection, reason)
                 case Fail(causes):

@@ -61,13 +61,14 @@ def test_attach_comes_first_and_every_way_has_its_reason() -> None:
     assert [(r.source.source_id, r.transport, r.reason) for r in found.rejected] == [
         ("far", "shm", "another host")
     ]
-    assert any("not by shm: another host" in line for line in found.explain())
+    assert any("skipped shm: another host" in line for line in found.explain())
 
 
 def test_forcing_leaves_the_rest_out_and_says_so() -> None:
     found = plan(HERE, [source("here")], ["shm", "tcp"], reach, forced="tcp", attach=False)
     assert [w.transport for w in found.paths] == ["tcp"]
-    assert "tcp was asked for" in found.rejected[0].reason
+    assert "you asked for tcp" in found.rejected[0].reason
+    assert found.why_none() == ""
 
 
 def test_draining_sources_come_last() -> None:

@@ -100,7 +100,7 @@ class Listener:
         self.broke: MxError | None = None
         self.raises: BaseException | None = None
 
-    def layer_ready(self, layer: int) -> None:
+    def layer_ready(self, layer: int, arena: Span) -> None:
         self.ready.append(layer)
         if self.raises is not None:
             raise self.raises
@@ -272,7 +272,7 @@ def test_the_last_chunk_is_told_before_the_end(setting: Setting) -> None:
     chunks = Chunks()
     setting.transfer.subscribe(chunks)
     told_at_end: list[list[int]] = []
-    setting.listener.layer_ready = lambda layer: told_at_end.append(  # type: ignore[method-assign]
+    setting.listener.layer_ready = lambda layer, arena: told_at_end.append(  # type: ignore[method-assign]
         list(chunks.landed)
     )
     session = setting.connection()
