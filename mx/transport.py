@@ -1,15 +1,18 @@
 """The contract between mx and whatever moves bytes.
 
 A transport is found by the entry-point group `mx.transports` (a callable without arguments that
-returns a `Transport`). The suite in `mx.testing.conformance`, not this text, defines what one
-must do; third parties run it on theirs.
+returns a `Transport`), and its module is imported when it is first asked something. The suite in
+`mx.testing.conformance`, not this text, defines what one must do; third parties run it on theirs.
+docs/transports.md builds one with `mx_transports.toolkit`.
 
 The source side *exposes* regions and hands out a *ticket* per granted reader; the target side
 *opens* a ticket and *reads*. A session completes each read by itself, from threads of its own:
 the sink gets `landed` while bytes arrive, then exactly one of `done` and `failed`. After that
-the transport never touches the destination again. `close()` aborts what is outstanding (each
-fails with `ClosedError`); `join()` returns once no thread, task, descriptor, mapping or DMA of
-the session is left. Destinations stay valid until then: that is the caller's duty.
+the transport never touches the destination again: a read is reported as failed only when nothing
+can write there any more (a thread has returned, a DMA was waited for, an agent is destroyed), also
+where the session was closed or the connection cut. `close()` aborts what is outstanding (each
+fails with `ClosedError`); `join()` returns True once no thread, task, descriptor, mapping or DMA
+of the session is left. Destinations stay valid until then: that is the caller's duty.
 """
 
 from __future__ import annotations
@@ -63,9 +66,9 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """Bytes in GPU memory: there what a byte memoryview is in the host's. `device` is
-    "cuda:UUID", `address` a device pointer valid in this process; `owner` is referred to for as
-    long as the view is, and keeps the memory."""
+    """Bytes in GPU memory, as a byte memoryview is bytes in the host's. `device` is "cuda:UUID",
+    `address` a device pointer valid in this process; the view refers to `owner`, which keeps the
+    memory."""
 
     device: str
     address: int
@@ -87,7 +90,7 @@ Span = memoryview | DeviceView
 
 
 def host_view(span: Span) -> memoryview:
-    """The span as host memory. Raises LocalError if it is on a device."""
+    """Return the span as host memory. Raises LocalError if it is on a device."""
     if isinstance(span, memoryview):
         return span
     raise LocalError(f"this transport cannot reach the memory of {span.device}")
@@ -123,22 +126,36 @@ class Limiter(Protocol):
     """How fast a process may send, over all its transports and readers. Thread-safe."""
 
     def slice_nbytes(self, grant_id: str) -> int:
-        """What may be sent in one go on a grant, for readers to take turns: shared by the grant's
-        streams."""
+        """Return how many bytes may be sent in one go on a grant, so that readers take turns. The
+        grant's streams share them."""
 
     def delay_s(self, nbytes: int) -> float:
-        """Take this many bytes, a slice at most, of what may be sent; returns how many seconds to
-        wait before they are, holding no lock."""
+        """Take bytes of what may be sent.
+
+        Args:
+            nbytes: How many, a slice at most.
+
+        Returns:
+            How many seconds to wait, holding no lock, before they are sent.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ExposeOptions:
-    """How to listen. `hosts` are the addresses for data endpoints (a port each is chosen);
-    `place` is the process's, with its interfaces. `trusted_fabric`: whoever can reach those
-    addresses is trusted, as transports must be told that enforce no bounds. `limiter`, if given,
-    is asked by a `Sending` exposure before it sends. `ports`, if there are any, are the ones to
-    choose from; `at_peer` says that readers reach the data endpoints at the host that they dial
-    for control, whatever they listen on here (address translation, containers)."""
+    """How to listen.
+
+    Attributes:
+        hosts: The addresses for data endpoints; a port is chosen for each.
+        tls: The files for mutual TLS, None for plain connections.
+        stall_timeout_s: After so many seconds without progress a connection is dropped.
+        place: This process's, with its interfaces.
+        trusted_fabric: Every process that reaches `hosts` is trusted. A transport that enforces no
+            bounds (whose paths are `trusting`) exposes nothing beyond loopback without it.
+        limiter: What a `Sending` exposure takes bytes from before it sends them; None for no limit.
+        ports: The ports to choose from; empty for any.
+        at_peer: Readers reach the data endpoints at the host that they dial for control, whatever
+            the addresses are here (address translation, containers).
+    """
 
     hosts: tuple[str, ...] = ("127.0.0.1",)
     tls: TlsFiles | None = None
@@ -155,55 +172,78 @@ class Exposure(Protocol):
     """The source side of a transport. All methods are thread-safe and do not block on peers."""
 
     def grant(self, grant_id: str) -> bytes:
-        """A ticket for one reader: opaque, carries its secret, not to be logged."""
+        """Return a ticket for one reader: opaque, with its secret, not to be logged.
+
+        Raises:
+            ClosedError: The exposure is closed.
+        """
 
     def revoke(self, grant_id: str) -> None:
-        """Withdraw a ticket: running reads are cut, new ones refused. Unknown ids are ignored."""
+        """Withdraw a ticket: running reads fail, new ones are refused. Unknown ids are ignored."""
 
     def set_generation(self, generation: int) -> None:
-        """Reads that name another generation are refused from now on."""
+        """Refuse reads that name another generation from now on; those that run fail."""
 
     def active_readers(self) -> int:
-        """Grants that have a read running right now (for draining)."""
+        """Return the number of grants that have a read running right now (for draining)."""
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left behind; False if `timeout_s` passed first."""
+        """Wait until nothing is left: no thread, socket, descriptor or view of a region.
+
+        Args:
+            timeout_s: How long to wait at most, None for ever.
+
+        Returns:
+            False if the time passed first. Never True while something is still to go.
+        """
 
 
 @runtime_checkable
 class Sending(Protocol):
-    """What an exposure is besides that sends the bytes itself, in place of letting readers fetch
-    them: it counts what it sends, and keeps to the options' limiter."""
+    """An exposure that sends the bytes itself, in place of letting readers fetch them: it counts
+    what it sends, and keeps to the options' limiter."""
 
     def sent_bytes(self) -> int:
-        """Payload bytes sent so far, whoever to. Thread-safe."""
+        """Return the payload bytes sent so far, to all readers. Thread-safe."""
 
     def sent_to(self, grant_id: str) -> int:
-        """Payload bytes sent on this grant so far, those of running reads counted at least once a
-        second; 0 once it was revoked. Thread-safe."""
+        """Return the payload bytes sent on this grant so far, those of running reads counted at
+        least once a second; 0 once it was revoked. Thread-safe."""
 
 
 @runtime_checkable
 class Witness(Protocol):
-    """What an exposure is besides that knows which grants are used. What readers say that they
-    have fetched is believed then only of those that have connected."""
+    """An exposure that knows which grants are used. What readers say that they have fetched is
+    believed then only of those that have connected."""
 
     def used(self) -> Mapping[str, int]:
-        """The payload bytes sent so far on each grant whose ticket was used to connect; 0 where
-        readers fetch. Thread-safe."""
+        """Return the payload bytes sent so far on each grant whose ticket was used to connect; 0
+        where readers fetch. Thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What `open` needs: the ticket, the generation planned on, sizes of the regions by index.
+    """What `open` needs.
 
-    `peer` is the source's control endpoint, which names it in errors. `rail`, if given, is the
-    pair of interfaces to use. `place` is the reader's, where its destinations are.
-    `peer_addresses` are those of the source's control endpoint: data connections go there, and
-    elsewhere only where the source proves that it listens.
+    Attributes:
+        grant_id: What the source calls the grant.
+        ticket: What `Exposure.grant` returned for it.
+        generation: The source's generation that reads are planned on.
+        region_nbytes: The sizes of the source's regions in bytes, by index.
+        peer: The source's control endpoint, which names it in errors.
+        tls: The files for mutual TLS, None for plain connections.
+        stall_timeout_s: After so many seconds without progress a read fails.
+        streams: How many connections to open, where a transport has several.
+        rail: The pair of interfaces that data goes between; None for any. A transport that works
+            over the network uses it, or refuses to open.
+        place: The reader's, where its destinations are.
+        trusted_fabric: The network to the source is trusted. A transport that enforces no bounds
+            reads from nothing beyond loopback without it.
+        peer_addresses: Those of the source's control endpoint: data connections go there, and
+            elsewhere only where the source proves that it listens.
     """
 
     grant_id: str
@@ -221,16 +261,34 @@ class Grant:
 
 
 class Sink(Protocol):
-    """Receives one read's progress, on the transport's threads, one call at a time."""
+    """Receives one read's progress, on the transport's threads, one call at a time.
+
+    A sink may block, which holds up its own connection, and may call `read` of its session from
+    any method, as often as it likes. It should not raise. Where one does, the exception goes to
+    `threading.excepthook`, as that of any thread; raised from `landed` or `done`, it may cost the
+    connection that made the call. Then the reads that this connection had begun fail, with them the
+    sink's own unless it is done; the session's other connections carry what is left, or it fails.
+    What `failed` raises changes nothing. In any case every read ends, and ends once.
+    """
 
     def landed(self, nbytes: int) -> None:
-        """The first `nbytes` bytes of the read (over its pieces in order) are in place."""
+        """Note that the first `nbytes` bytes of the read (over its pieces in order) are in place.
+
+        It never goes back, and comes with the read's whole size before `done`; for an empty read it
+        need not come.
+        """
 
     def done(self) -> None:
-        """All are. Called once, after which neither `landed` nor `failed` comes."""
+        """Note that all are. Called once, after which neither `landed` nor `failed` comes."""
 
     def failed(self, error: MxError) -> None:
-        """They will not all come. Called once; the error names the peer and the read's tag."""
+        """Note that they will not all come, and that nothing will write there any more.
+
+        Called once, after which neither `landed` nor `done` comes.
+
+        Args:
+            error: Why; it names the peer and the read's tag.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +302,10 @@ class Piece:
 
 @dataclass(slots=True)
 class Read:
-    """One chunk's worth of pieces, completed as a unit. `tag` names it in errors."""
+    """One chunk's worth of pieces, completed as a unit. `tag` names it in errors.
+
+    A read without pieces, or of empty ones, is done when its turn comes.
+    """
 
     tag: str
     pieces: Sequence[Piece]
@@ -263,45 +324,79 @@ class Session(Protocol):
     depth: int
 
     def adopt(self, arena: Span) -> None:
-        """Every read will land inside `arena`: a transport may register it as a whole now. At
-        most once, before the first read; without it each read's destination stands for itself.
+        """Promise that every read will land inside `arena`, which can be registered as a whole.
+
+        Called at most once, before the first read; without it each read's destination stands for
+        itself. A transport that has nothing to register does nothing. `join` lets go of the arena.
         """
 
     def read(self, reads: Sequence[Read]) -> None:
-        """Enqueue; returns at once. Raises ClosedError after `close`.
+        """Enqueue reads, and return at once. They start in the order given.
 
         Bounds, the grant's state and the generation are checked; what is wrong fails its read
-        alone. Reads start in the order given.
+        alone.
+
+        Raises:
+            ClosedError: The session is closed. No sink is called.
         """
 
     def attach(self, region: int) -> Span:
-        """Map a whole region without a copy. Host memory comes as a private, writable view
-        (writes stay in this process); device memory is shared, and must not be written to. It
-        lives as long as references to it do, beyond the session's end.
+        """Map a whole region without a copy. Called only where the path has `attach`.
 
-        Raises NotAllowedError/SourceError where the source's memory is not sealed or not
-        attachable; only paths with `attach` are asked.
+        Returns:
+            Host memory as a private, writable view (writes stay in this process); device memory as
+            it is shared, which must not be written to. It lives as long as references to it do,
+            beyond the session's end.
+
+        Raises:
+            NotAllowedError: The source's memory is not sealed, or can't be attached.
+            SourceError: The source can't be relied on.
         """
 
     def close(self) -> None:
         """Abort: outstanding reads fail with ClosedError. Idempotent, does not block."""
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left behind; False if `timeout_s` passed first."""
+        """Wait until nothing is left: no thread, descriptor or mapping but what was attached.
+
+        Args:
+            timeout_s: How long to wait at most, None for ever.
+
+        Returns:
+            False if the time passed first. Never True while something is still to go.
+        """
 
 
 @runtime_checkable
 class Transport(Protocol):
+    """A way to move bytes. `name` is what sources offer it as. Methods are thread-safe."""
+
     name: str
 
     def probe(self) -> Viable | Unavailable:
-        """Can it work here at all? Imports what it needs, lazily; never raises."""
+        """Say whether the transport can work in this process. Imports what it needs, lazily; never
+        raises."""
 
     def reach(self, here: Place, there: Place) -> Path | None:
-        """The path between two places, or None. Symmetric; no IO."""
+        """Return the path between two places, None if there is none.
+
+        The same in both directions; no IO. It is asked before `probe`.
+        """
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
-        """Make regions readable by those that hold a ticket."""
+        """Make regions readable by processes that hold a ticket.
+
+        Raises:
+            NotAllowedError: What the options lack `trusted_fabric` for.
+            LocalError: These regions can't be offered, or a host can't be listened on.
+            ConfigError: A TLS file can't be used.
+        """
 
     def open(self, grant: Grant) -> Session:
-        """Connect to an exposure. Raises SourceError (peer named) where that fails."""
+        """Connect to an exposure, and check the ticket. Blocks, up to the stall timeout.
+
+        Raises:
+            SourceError: That fails; the error names the peer.
+            NotAllowedError: What the grant lacks `trusted_fabric` for.
+            ConfigError: A TLS file can't be used.
+        """

@@ -8,22 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from mx.core.topology import Place
-from mx.errors import MxError, SourceError
+from mx.errors import MxError, SourceError, release_frames
 from mx.testing import spans
 from mx.testing.child import GRANT_ID, ChildSource, load_transport
+from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind, Memory, pattern
 from mx.transport import (
     ExposeOptions,
     Exposure,
     Grant,
+    Limiter,
     Piece,
+    Rail,
     Read,
     Session,
     Span,
@@ -36,7 +41,6 @@ PEER = "source.test:7601"
 GENERATION = 1
 GUARD = 0xA5
 
-
 HERE = Place(boot_id="boot-1", hostname="a", uid=1000, pid=100, addresses=("127.0.0.1",))
 
 
@@ -47,6 +51,10 @@ class RuleBroken(AssertionError):
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise RuleBroken(message)
+
+
+class SinkError(Exception):
+    """What a sink raises on purpose."""
 
 
 class RemoteSource(Protocol):
@@ -94,6 +102,20 @@ class Harness:
             device=self.there.device,
         )
 
+    def uses(self, rail: Rail, session: Session) -> bool:
+        """Return True if a session's data goes between the two addresses of a rail. Override where
+        it does not go over sockets of this process."""
+        return (rail.local_address, rail.remote_address) in set(_connections())
+
+    def network_host(self) -> str:
+        """Return an address of this machine beyond loopback, "" if it has none."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing
+            except OSError:
+                return ""
+            return str(probe.getsockname()[0])
+
     def tamper(self, ticket: bytes) -> bytes:
         """Return the same ticket with another secret. Override where tickets are not JSON."""
         document = json.loads(ticket)
@@ -102,16 +124,29 @@ class Harness:
         return json.dumps(document).encode()
 
 
+def _connections() -> Iterator[tuple[str, str]]:
+    """(local, remote) IPv4 addresses of this process's connected sockets."""
+    ours = {target for _, target in Holdings.now().descriptors}
+    for table in ("tcp", "udp"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in ours:
+                ends = [bytes.fromhex(end.partition(":")[0])[::-1] for end in fields[1:3]]
+                yield socket.inet_ntoa(ends[0]), socket.inet_ntoa(ends[1])
+
+
 class Recorder:
     """A sink that records its calls. With `hold` the first `landed` waits for `release`, so that
-    the read is certainly in its middle."""
+    the read is certainly in its middle. The method that `raises` names raises, having noted its
+    call."""
 
     def __init__(
         self,
         *,
         hold: bool = False,
+        raises: str = "",
         on_landed: Callable[[int], None] | None = None,
-        on_end: Callable[[], None] | None = None,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
         self.landings: list[int] = []
         self.dones = 0
@@ -121,7 +156,8 @@ class Recorder:
         self.ended = threading.Event()
         self.held = threading.Event()
         self._go = threading.Event()
-        self._on_landed, self._on_end = on_landed, on_end
+        self._raises = raises
+        self._on_landed, self.on_end = on_landed, on_end
         if not hold:
             self._go.set()
 
@@ -132,18 +168,30 @@ class Recorder:
             self._on_landed(nbytes)
         self.held.set()
         self._go.wait()
+        self._raise("landed")
 
     def done(self) -> None:
         self.dones += 1
-        if self._on_end is not None:
-            self._on_end()
+        if self.on_end is not None:
+            self.on_end()
         self.ended.set()
+        self._raise("done")
 
     def failed(self, error: MxError) -> None:
         self.failures.append(error)
-        if self._on_end is not None:
-            self._on_end()
+        if self.on_end is not None:
+            self.on_end()
         self.ended.set()
+        self._raise("failed")
+
+    @property
+    def ends(self) -> int:
+        """How often the read was completed."""
+        return self.dones + len(self.failures)
+
+    def _raise(self, method: str) -> None:
+        if method == self._raises:
+            raise SinkError(method)
 
     def release(self) -> None:
         self._go.set()
@@ -200,16 +248,36 @@ class Bench:
                 with contextlib.suppress(BufferError):
                     memory.close()
 
-    def source(self, *sizes: int, kind: Kind | None = None) -> Source:
+    def source(
+        self,
+        *sizes: int,
+        kind: Kind | None = None,
+        hosts: tuple[str, ...] = ("127.0.0.1",),
+        limiter: Limiter | None = None,
+        trusted_fabric: bool = False,
+    ) -> Source:
+        """Expose memory of these sizes, one region each."""
         self._seed += 10
         memories = [
             Memory(nbytes, self._seed + index, kind or self.harness.kind, self.harness.there.device)
             for index, nbytes in enumerate(sizes)
         ]
-        exposure = self.transport.expose(
-            [memory.region(index) for index, memory in enumerate(memories)],
-            ExposeOptions(stall_timeout_s=self.harness.stall_timeout_s, tls=self.harness.tls),
+        options = ExposeOptions(
+            hosts=hosts,
+            tls=self.harness.tls,
+            stall_timeout_s=self.harness.stall_timeout_s,
+            limiter=limiter,
+            trusted_fabric=trusted_fabric,
         )
+        try:
+            exposure = self.transport.expose(
+                [memory.region(index) for index, memory in enumerate(memories)], options
+            )
+        except MxError as error:
+            release_frames(error)
+            for memory in memories:
+                memory.close()
+            raise
         exposure.set_generation(GENERATION)
         source = Source(exposure, memories)
         self._sources.append(source)
@@ -231,7 +299,10 @@ class Bench:
         generation: int = GENERATION,
         sizes: Sequence[int] | None = None,
         grant_id: str | None = None,
+        rail: Rail | None = None,
+        trusted_fabric: bool = False,
     ) -> Session:
+        """Open a session with a source on the bench, on a new grant."""
         grant_id, ticket = source.grant(grant_id)
         return self.open_ticket(
             grant_id,
@@ -240,6 +311,8 @@ class Bench:
             streams=streams,
             generation=generation,
             tls=self.harness.tls,
+            rail=rail,
+            trusted_fabric=trusted_fabric,
         )
 
     def open_ticket(
@@ -251,7 +324,10 @@ class Bench:
         streams: int = 2,
         generation: int = GENERATION,
         tls: TlsFiles | None,
+        rail: Rail | None = None,
+        trusted_fabric: bool = False,
     ) -> Session:
+        """Open a session with a ticket, whoever made it."""
         session = self.transport.open(
             Grant(
                 grant_id,
@@ -263,6 +339,8 @@ class Bench:
                 stall_timeout_s=self.harness.stall_timeout_s,
                 streams=streams,
                 place=self.harness.here,
+                rail=rail,
+                trusted_fabric=trusted_fabric,
             )
         )
         self._sessions.append(session)

@@ -8,20 +8,39 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mx.core.topology import Place
 from mx.errors import (
     ClosedError,
+    LocalError,
     MxError,
     PeerLostError,
     PeerRefusedError,
+    SourceError,
     StaleGenerationError,
 )
 from mx.testing.fake import STEP_BYTES, FakeExposure, FakeSession, FakeTransport
-from mx.transport import Grant, Path, Read, Unavailable, Viable, host_view
+from mx.transport import (
+    ExposedRegion,
+    ExposeOptions,
+    Exposure,
+    Grant,
+    Path,
+    Read,
+    Session,
+    Span,
+    Unavailable,
+    Viable,
+    host_view,
+)
+from mx.units import KIB
+
+SLICE_BYTES = 256 * KIB
 
 
 class BrokenFake(FakeTransport):
@@ -164,7 +183,7 @@ class TakesAnyGeneration(FakeSession):
 
 
 class _CursorSession(FakeSession):
-    """Knows a read's place only from the transport's cursors, by lane."""
+    """Knows a read's place only from the transport's cursors, by thread."""
 
     def copy(self, read: Read) -> None:
         if len(read.pieces) == 1:
@@ -173,9 +192,9 @@ class _CursorSession(FakeSession):
 
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
         if len(read.pieces) == 1:
-            lane = threading.current_thread().name
-            offset = self.cursors[lane]
-            self.cursors[lane] += len(part)
+            thread = threading.current_thread().name
+            offset = self.cursors[thread]
+            self.cursors[thread] += len(part)
         super().move(read, region, offset, part)
 
     @property
@@ -201,6 +220,34 @@ class OneEndsAll(FakeExposure):
     def close(self) -> None:
         for exposure in self.transport.exposures.values():
             FakeExposure.close(exposure)
+
+
+@_session("adopts")
+class LandsAtTheArenasStart(FakeSession):
+    """Takes the arena, not each piece, for what the bytes belong to."""
+
+    arena: memoryview | None = None
+
+    def adopt(self, arena: Span) -> None:
+        self.arena = host_view(arena)
+
+    def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
+        super().move(read, region, offset, part if self.arena is None else self.arena[: len(part)])
+
+
+@_session("adopts")
+class KeepsItsArena(FakeSession):
+    def adopt(self, arena: Span) -> None:
+        assert isinstance(self.exposure.transport, BrokenFake)
+        self.exposure.transport.leaked.append(host_view(arena)[:].release)
+
+
+@_session("completes_empty_reads")
+class RefusesEmptyReads(FakeSession):
+    def check_bounds(self, read: Read) -> None:
+        super().check_bounds(read)
+        if not read.pieces:
+            raise LocalError("there is nothing to read")
 
 
 @_session("peer_dies")
@@ -235,6 +282,24 @@ class TakesTheEndForSuccess(FakeSession):
         except PeerLostError:
             if self.exposure.killed:
                 raise
+
+
+@_session("fences")
+class WritesWhenCutOff(FakeSession):
+    """A copy that was under way when the source was lost still lands."""
+
+    def run(self, read: Read) -> None:
+        super().run(read)
+        if self.closed or self.exposure.limiter is not None:
+            return
+        try:
+            self.check()
+        except ClosedError:
+            return
+        except SourceError:
+            for piece in read.pieces:
+                view = host_view(piece.view)
+                self.exposure.copy_slice("", piece.region, piece.region_offset, view)
 
 
 @_exposure("clogged_reader")
@@ -309,6 +374,125 @@ class IsNotReentrant(FakeSession):
         if threading.current_thread() in self.threads:
             raise RuntimeError("read was called from a sink")
         super().read(reads)
+
+
+@_session("refills")
+class NestsItsReads(FakeSession):
+    """Reads at once what a sink asks for, as deep as calls can be nested here."""
+
+    nested = 0
+
+    def read(self, reads: Sequence[Read]) -> None:
+        if threading.current_thread() not in self.threads:
+            super().read(reads)
+        elif self.nested < 50:
+            self.nested += 1
+            for read in reads:
+                self.run(read)
+            self.nested -= 1
+
+
+@_session("outlives_raising_sinks")
+class DiesOfItsSinks(FakeSession):
+    """Leaves the read without an end, and what is queued with a thread less."""
+
+    def report(self, error: Exception) -> None:
+        raise error
+
+
+@_session("outlives_raising_sinks")
+class HidesWhatSinksRaise(FakeSession):
+    def report(self, error: Exception) -> None:
+        pass
+
+
+@_session("outlives_raising_sinks")
+class FailsWhatIsDone(FakeSession):
+    """A sink that raises from `done` is told that the read has failed."""
+
+    def end(self, read: Read, error: MxError | None) -> None:
+        try:
+            if error is None:
+                read.sink.done()
+                return
+        except Exception as caught:  # noqa: BLE001 - the sink's, which is reported
+            self.report(caught)
+            error = LocalError("its sink raised")
+        super().end(read, error)
+
+
+@_exposure("joins_truly")
+class EndsAfterItsJoin(FakeExposure):
+    """A thread, and its socket, that are told to end and not waited for."""
+
+    def __init__(
+        self,
+        transport: FakeTransport,
+        regions: Sequence[ExposedRegion],
+        options: ExposeOptions,
+    ) -> None:
+        super().__init__(transport, regions, options)
+        self.ending = threading.Event()
+        threading.Thread(target=self.linger, daemon=True).start()
+
+    def linger(self) -> None:
+        with socket.socket():
+            self.ending.wait()
+            time.sleep(0.15)
+
+    def close(self) -> None:
+        super().close()
+        self.ending.set()
+
+
+@_transport("uses_rails")
+class GoesByAnyRoute(BrokenFake):
+    def open(self, grant: Grant) -> Session:
+        return super().open(replace(grant, rail=None))
+
+
+@_transport("asks_for_trust")
+class OffersItselfToAll(BrokenFake):
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        return super().expose(regions, replace(options, trusted_fabric=True))
+
+
+@_transport("asks_for_trust")
+class BelievesAnySource(BrokenFake):
+    def open(self, grant: Grant) -> Session:
+        return super().open(replace(grant, trusted_fabric=True))
+
+
+@_exposure("keeps_to_limits")
+class KnowsNoLimits(FakeExposure):
+    def copy(
+        self, grant_id: str, region: int, offset: int, view: memoryview, ended: Callable[[], bool]
+    ) -> None:
+        self.copy_slice(grant_id, region, offset, view)
+
+
+@_exposure("keeps_to_limits")
+class WaitsForNoLimiter(FakeExposure):
+    """Takes from the limiter, and sends at once whatever that says."""
+
+    def copy(
+        self, grant_id: str, region: int, offset: int, view: memoryview, ended: Callable[[], bool]
+    ) -> None:
+        del ended
+        for start in range(0, len(view), SLICE_BYTES):
+            part = view[start : start + SLICE_BYTES]
+            if self.limiter is not None:
+                self.limiter.slice_nbytes(grant_id)
+                self.limiter.delay_s(len(part))
+            self.copy_slice(grant_id, region, offset + start, part)
+
+
+@_exposure("keeps_to_limits")
+class CountsForEveryReader(FakeExposure):
+    """What was sent to one is counted for all."""
+
+    def sent_to(self, grant_id: str) -> int:
+        return self.sent_nbytes
 
 
 @_exposure("counts_readers")

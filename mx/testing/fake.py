@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from mx.core.topology import Place
 from mx.errors import (
     ClosedError,
+    LocalError,
     MxError,
     NotAllowedError,
     PeerLostError,
@@ -35,7 +36,9 @@ from mx.transport import (
     ExposeOptions,
     Exposure,
     Grant,
+    Medium,
     Path,
+    Rail,
     Read,
     Session,
     Span,
@@ -52,8 +55,17 @@ STEP_BYTES = 256 * KIB
 class FakeExposure:
     """Regions of this process for sessions of this process. See `mx.transport.Exposure`."""
 
-    def __init__(self, transport: FakeTransport, regions: Sequence[ExposedRegion]) -> None:
+    def __init__(
+        self,
+        transport: FakeTransport,
+        regions: Sequence[ExposedRegion],
+        options: ExposeOptions,
+    ) -> None:
         self.transport = transport
+        self.hosts = options.hosts
+        self.limiter = options.limiter
+        self.sent: Counter[str] = Counter()
+        self.sent_nbytes = 0
         self.stops = 0
         self.regions = {region.index: region for region in regions}
         self.lock = threading.Lock()
@@ -75,6 +87,7 @@ class FakeExposure:
     def revoke(self, grant_id: str) -> None:
         with self.lock:
             self.secrets.pop(grant_id, None)
+            self.sent.pop(grant_id, None)
 
     def set_generation(self, generation: int) -> None:
         self.generation = generation
@@ -92,29 +105,56 @@ class FakeExposure:
     def join(self, timeout_s: float | None = None) -> bool:
         return True
 
-    def copy(self, region: int, offset: int, view: memoryview) -> None:
-        """One step's bytes, under the lock: a region is never let go in mid-copy."""
+    def sent_bytes(self) -> int:
+        return self.sent_nbytes
+
+    def sent_to(self, grant_id: str) -> int:
+        return self.sent[grant_id]
+
+    def copy(
+        self, grant_id: str, region: int, offset: int, view: memoryview, ended: Callable[[], bool]
+    ) -> None:
+        """Copy one step's bytes, slice by slice if there is a limiter."""
+        if self.limiter is None:
+            self.copy_slice(grant_id, region, offset, view)
+            return
+        size = self.limiter.slice_nbytes(grant_id)
+        for start in range(0, len(view), size):
+            part = view[start : start + size]
+            until_s = time.monotonic() + self.limiter.delay_s(len(part))
+            while time.monotonic() < until_s:
+                if ended():
+                    return
+                time.sleep(0.005)
+            self.copy_slice(grant_id, region, offset + start, part)
+
+    def copy_slice(self, grant_id: str, region: int, offset: int, view: memoryview) -> None:
+        """Copy under the lock: a region is never let go in mid-copy."""
         with self.lock:
             if region in self.regions:
                 part = host_view(self.regions[region].view)[offset : offset + len(view)]
                 view[: len(part)] = part
+                self.sent_nbytes += len(part)
+                if grant_id in self.secrets:
+                    self.sent[grant_id] += len(part)
 
 
 class FakeSession:
-    """Lanes that copy step by step. See `mx.transport.Session`."""
+    """Threads that copy step by step. See `mx.transport.Session`."""
 
     def __init__(self, grant: Grant, exposure: FakeExposure, grant_id: str, secret: str) -> None:
         self.grant = grant
         self.exposure = exposure
         self.grant_id = grant_id
         self.secret = secret
+        self.rail = grant.rail
         self.depth = 2 * grant.streams
         self.wake = threading.Condition()
         self.queue: deque[Read] = deque()
         self.closed = False
         self.threads = [
-            threading.Thread(target=self.main, name=f"fake-{lane}", daemon=True)
-            for lane in range(grant.streams)
+            threading.Thread(target=self.main, name=f"fake-{number}", daemon=True)
+            for number in range(grant.streams)
         ]
         for thread in self.threads:
             thread.start()
@@ -146,7 +186,7 @@ class FakeSession:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self.threads)
 
-    # --- the lanes
+    # --- the threads
 
     def main(self) -> None:
         while (read := self.take()) is not None:
@@ -168,13 +208,27 @@ class FakeSession:
             self.copy(read)
         except MxError as caught:
             error = caught
+        except Exception as caught:  # noqa: BLE001 - the sink's, which is reported
+            self.report(caught)
+            error = LocalError("its sink raised")
         finally:
             with self.exposure.lock:
                 self.exposure.busy[self.grant_id] -= 1
-        if error is None:
-            read.sink.done()
-        else:
-            read.sink.failed(self.name(read, error))
+        self.end(read, error)
+
+    def end(self, read: Read, error: MxError | None) -> None:
+        try:
+            if error is None:
+                read.sink.done()
+            else:
+                read.sink.failed(self.name(read, error))
+        except Exception as caught:  # noqa: BLE001 - the sink's, which is reported
+            self.report(caught)
+
+    def report(self, error: Exception) -> None:
+        """Report what a sink raised, as `threading` does where a thread raises."""
+        raised = (type(error), error, error.__traceback__, threading.current_thread())
+        threading.excepthook(threading.ExceptHookArgs(raised))
 
     def name(self, read: Read, error: MxError) -> MxError:
         message = f"{read.tag}: {error.message}"
@@ -194,7 +248,12 @@ class FakeSession:
         self.check()
 
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
-        self.exposure.copy(region, offset, part)
+        self.exposure.copy(self.grant_id, region, offset, part, self.ended)
+
+    def ended(self) -> bool:
+        """Return True if the read will fail whatever comes."""
+        exposure = self.exposure
+        return self.closed or exposure.secrets.get(self.grant_id) != self.secret
 
     def check_bounds(self, read: Read) -> None:
         for piece in read.pieces:
@@ -235,11 +294,15 @@ class FakeTransport:
         return Viable("in this process")
 
     def reach(self, here: Place, there: Place) -> Path | None:
-        same = here.same_host_key == there.same_host_key and here.device == there.device == "cpu"
-        return Path(self.name, 5.0, attach=True) if same else None
+        if not here.device == there.device == "cpu":
+            return None
+        if here.same_host_key == there.same_host_key:
+            return Path(self.name, 5.0, attach=True)
+        return Path(self.name, 1.0, medium=Medium.NETWORK, trusting=True)
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
-        exposure = self.exposure_type(self, regions)
+        self.check_trust(options.hosts, options.trusted_fabric)
+        exposure = self.exposure_type(self, regions, options)
         self.exposures[id(exposure)] = exposure
         return exposure
 
@@ -254,7 +317,15 @@ class FakeTransport:
         expected = exposure.secrets.get(grant_id, "")
         if not self.admits(expected, secret):
             raise PeerRefusedError(f"{grant.peer}: wrong secret", peer=grant.peer)
+        self.check_trust(exposure.hosts, grant.trusted_fabric)
+        if grant.rail is not None and grant.rail.remote_address not in exposure.hosts:
+            raise PeerProtocolError(f"{grant.peer} does not listen there", peer=grant.peer)
         return self.session_type(grant, exposure, grant_id, expected)
+
+    def check_trust(self, hosts: Sequence[str], trusted: bool) -> None:
+        """Raise NotAllowedError for a host beyond loopback that is not trusted."""
+        if not trusted and not all(host.startswith("127.") for host in hosts):
+            raise NotAllowedError("the fake enforces no bounds: say `trusted_fabric`")
 
     def admits(self, expected: str, secret: str) -> bool:
         return bool(expected) and hmac.compare_digest(expected.encode(), secret.encode())
@@ -300,6 +371,10 @@ class FakeHarness(Harness):
 
     def transport(self) -> Transport:
         return self._make()
+
+    def uses(self, rail: Rail, session: Session) -> bool:
+        assert isinstance(session, FakeSession)
+        return session.rail == rail
 
     def remote(self, transport: Transport, sizes: Sequence[int], seed: int) -> FakeRemote:
         assert isinstance(transport, FakeTransport)

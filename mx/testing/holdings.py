@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+_MOMENT_S = 0.05
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Kernel threads by id, descriptors by number and target, maps of memfds and /dev/shm."""
+    """Kernel threads by id, descriptors by number and target, maps of memfds and /dev/shm, and
+    Python's threads by id and name."""
 
     threads: frozenset[str]
     descriptors: frozenset[tuple[str, str]]
     mappings: frozenset[str]
+    python_threads: frozenset[str]
 
     @classmethod
     def now(cls) -> Holdings:
@@ -32,7 +38,17 @@ class Holdings:
                 for line in maps.splitlines()
                 if "/memfd:" in line or "/dev/shm/" in line
             ),
+            frozenset(f"{thread.ident} {thread.name}" for thread in threading.enumerate()),
         )
+
+    @classmethod
+    def after_join(cls) -> Holdings:
+        """Return what is held now, without threads of the kernel that are gone in a moment: it
+        takes that long to be rid of a thread that has been joined."""
+        found = cls.now()
+        time.sleep(_MOMENT_S)
+        threads = found.threads & cls.now().threads
+        return cls(threads, found.descriptors, found.mappings, found.python_threads)
 
     def beyond(self, before: Holdings) -> list[str]:
         """What `self` has and `before` had not, a line each."""
@@ -40,4 +56,5 @@ class Holdings:
             *(f"thread {tid}" for tid in sorted(self.threads - before.threads)),
             *(f"descriptor {n} -> {to}" for n, to in sorted(self.descriptors - before.descriptors)),
             *(f"mapping {line}" for line in sorted(self.mappings - before.mappings)),
+            *(f"thread {name}" for name in sorted(self.python_threads - before.python_threads)),
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+from typing import Any
 
 from mx.errors import SourceError, StaleGenerationError
 from mx.testing.bench import GENERATION, GUARD, Bench, Recorder, require
@@ -176,6 +178,55 @@ def checks_generation(bench: Bench) -> None:
     late = bench.read(session, 0, 0, bench.room(64), tag="late")
     bench.failure(late, StaleGenerationError, "late")
     bench.succeed(bench.read(stale, 0, 0, bench.room(64)))
+
+
+def adopts(bench: Bench) -> None:
+    """Reads into an adopted arena land where they say, and `join` lets go of the arena."""
+    source = bench.source(3 * MIB)
+    session = bench.open(source)
+    room = bench.room(4 * MIB + 8192)
+    want = bytearray([GUARD]) * len(room)
+    bench.poke(room, bytes(want))
+    arena = room[4096 : 4096 + 4 * MIB]
+    session.adopt(arena)
+    sinks = []
+    for to, start, nbytes in (
+        (3 * MIB, 0, MIB - 1),
+        (0, MIB, MIB),
+        (MIB + 333, 17, 4097),
+        (4 * MIB - 1, 5, 1),
+    ):
+        want[4096 + to : 4096 + to + nbytes] = source.memories[0].expected[start : start + nbytes]
+        sinks.append(bench.read(session, 0, start, arena[to : to + nbytes]))
+    bench.succeed(*sinks)
+    require(bench.peek(room) == want, "reads into an adopted arena landed elsewhere")
+    session.close()
+    require(session.join(bench.harness.deadline_s), "join did not return")
+    if isinstance(room, memoryview):
+        memory: Any = room.obj
+        del room, arena, session
+        gc.collect()
+        try:
+            memory.append(0)  # which is refused while somebody has a view
+        except BufferError:
+            require(False, "the arena is held on to after join")
+
+
+def completes_empty_reads(bench: Bench) -> None:
+    """A read without pieces, or whose pieces are empty, is done: with its turn, not before."""
+    source = bench.source(MIB)
+    session = bench.open(source)
+    room, sinks = bench.room(64), [bench.sink() for _ in range(3)]
+    nothing = [Piece(0, 7, room[:0]), Piece(0, MIB, room[64:])]
+    session.read(
+        [
+            Read("without pieces", [], sinks[0]),
+            Read("of empty pieces", nothing, sinks[1]),
+            Read("chunk", [Piece(0, 0, room)], sinks[2]),
+        ]
+    )
+    bench.succeed(*sinks)
+    require(not any(sinks[0].landings + sinks[1].landings), "bytes landed of an empty read")
 
 
 def several_sessions(bench: Bench) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mx.errors import PeerTimeoutError, SourceError
-from mx.testing.bench import Bench, pattern, require
+from mx.testing.bench import GENERATION, Bench, pattern, require
+from mx.transport import Span
 from mx.units import MIB
 
 
@@ -61,6 +64,40 @@ def short_read(bench: Bench) -> None:
     source.exposure.close()
     running.release()
     bench.failure(running, SourceError, "running")
+
+
+def fences(bench: Bench) -> None:
+    """A read that fails for the peer's sake is out of reach: what is put there then stays."""
+    nbytes = bench.harness.big_nbytes
+    for ending in ("killed", "revoked", "changed"):
+        if ending == "killed":
+            remote, session = bench.remote(nbytes)
+        else:
+            source = bench.source(nbytes)
+            grant_id, ticket = source.grant()
+            session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
+        views = [bench.room(nbytes), bench.room(MIB), bench.room(MIB)]
+
+        # At the moment a read ends its destination is wiped, as a new owner would.
+        def wiping(view: Span) -> Callable[[], None]:
+            return lambda: bench.poke(view, bytes(len(view)))
+
+        sinks = [bench.sink(hold=not n, on_end=wiping(view)) for n, view in enumerate(views)]
+        for n, view in enumerate(views):
+            bench.read(session, 0, 0, view, tag=f"chunk {n}", sink=sinks[n])
+        bench.wait(sinks[0].held, "a read's first bytes did not land")
+        if ending == "killed":
+            remote.kill()
+        elif ending == "revoked":
+            source.exposure.revoke(grant_id)
+        else:
+            source.exposure.set_generation(GENERATION + 1)
+        sinks[0].release()
+        bench.finish(*sinks)
+        session.close()
+        require(session.join(bench.harness.deadline_s), "join did not return")
+        wiped = all(bench.peek(view) == bytes(len(view)) for view in views)
+        require(wiped, f"{ending}: memory was written to after its read had failed")
 
 
 def clogged_reader(bench: Bench) -> None:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
+import time
 from dataclasses import replace
 
 from mx.core.topology import Gpu, GpuPeer, Place
 from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
-from mx.testing.bench import Bench, Kind, require
+from mx.testing.bench import Bench, Kind, SinkError, require
 from mx.testing.holdings import Holdings
-from mx.transport import DeviceView, Piece, Read, Unavailable, Viable, host_view
+from mx.transport import (
+    DeviceView,
+    Exposure,
+    Piece,
+    Read,
+    Session,
+    Unavailable,
+    Viable,
+    host_view,
+)
 from mx.units import MIB
+
+#: Reads that are each begun by the one before.
+DEEPER_THAN_A_STACK = 400
+#: For so long what `join` did not wait for is watched.
+LIE_S = 0.3
 
 GPUS = (
     Gpu("GPU-1", pcie_generation=5, pcie_width=16, nvlinks=18, nvlink_gb_per_s=25.0),
@@ -116,7 +133,7 @@ def closed_is_closed(bench: Bench) -> None:
 
 
 def refills(bench: Bench) -> None:
-    """A sink may ask its session for more, from `landed` and from `done`."""
+    """A sink may call `read` of its session, from `landed`, `done` and `failed`, many times."""
     source = bench.source(MIB)
     session = bench.open(source, streams=1)
     later = [bench.sink(), bench.sink()]
@@ -133,7 +150,85 @@ def refills(bench: Bench) -> None:
     first = bench.sink(on_landed=lambda _: more(0), on_end=lambda: more(1))
     bench.read(session, 0, 0, views[2], sink=first)
     bench.succeed(first, *later)
-    require(not trouble, f"a sink could not ask for more: {trouble}")
+    require(not trouble, f"a sink could not call read: {trouble}")
+
+    failing, after = bench.sink(on_end=lambda: more(0)), bench.sink()
+    later[0] = after
+    bench.read(session, 0, MIB, views[2], sink=failing)
+    bench.finish(failing)
+    bench.succeed(after)
+
+    # Each from the `done` of the one before, more often than calls can be nested.
+    chain = [bench.sink() for _ in range(DEEPER_THAN_A_STACK)]
+    for sink, following in itertools.pairwise(chain):
+        sink.on_end = functools.partial(
+            bench.read, session, 0, 0, views[0], tag="chained", sink=following
+        )
+    bench.read(session, 0, 0, views[0], sink=chain[0])
+    bench.succeed(*chain)
+
+
+def outlives_raising_sinks(bench: Bench) -> None:
+    """A sink that raises costs what its connection has begun at most: every read ends, once."""
+    heard: list[BaseException | None] = []
+    hook = threading.excepthook
+    threading.excepthook = lambda thread: heard.append(thread.exc_value)
+    try:
+        for method in ("landed", "done", "failed"):
+            heard.clear()
+            source = bench.source(2 * MIB)
+            session = bench.open(source)
+            bad, good = bench.sink(raises=method), [bench.sink() for _ in range(6)]
+            start = 2 * MIB if method == "failed" else 0
+            reads = [Read("bad", [Piece(0, start, bench.room(MIB))], bad)]
+            reads += [Read("good", [Piece(0, 0, bench.room(65_536))], sink) for sink in good]
+            session.read(reads)
+            bench.finish(bad, *good)
+            if method == "failed":
+                bench.succeed(*good)
+            session.close()
+            require(session.join(bench.harness.deadline_s), f"{method} raised: join hangs")
+            ends = [sink.ends for sink in (bad, *good)]
+            require(set(ends) == {1}, f"{method} raised: reads were completed {ends} times")
+            # What was done stays done; the others fail.
+            require(bool(bad.dones) or method != "done", "a read that was done has failed")
+            require(
+                bool(bad.failures) or method != "landed", "a read was done whose sink had raised"
+            )
+            raised = method != "failed" or bool(bad.failures)
+            reported = any(isinstance(error, SinkError) for error in heard)
+            require(
+                reported or not raised, f"what {method} raised did not reach threading.excepthook"
+            )
+            again = bench.open(source)
+            bench.succeed(bench.read(again, 0, 0, bench.room(MIB)))
+    finally:
+        threading.excepthook = hook
+
+
+def joins_truly(bench: Bench) -> None:
+    """Once `join` has returned True, nothing has yet to go: no thread, descriptor or mapping."""
+    nbytes = bench.harness.big_nbytes
+    # The other side is in another process, or held up: what goes is this side's.
+    remote, session = bench.remote(nbytes)
+    bench.succeed(bench.read(session, 0, 0, bench.room(MIB)))
+    session.close()
+    _ends_truly(bench, session, "the session's")
+    del remote
+    source = bench.source(nbytes)
+    held = bench.held_read(bench.open(source, streams=1), bench.room(nbytes))
+    source.exposure.close()
+    _ends_truly(bench, source.exposure, "the exposure's")
+    held.release()
+
+
+def _ends_truly(bench: Bench, ending: Session | Exposure, whose: str) -> None:
+    if not ending.join(bench.harness.deadline_s):
+        return  # other rules say that it must
+    then = Holdings.after_join()
+    time.sleep(LIE_S)
+    gone = then.beyond(Holdings.now())
+    require(not gone, f"{whose} join did not wait for: " + "; ".join(gone))
 
 
 def counts_readers(bench: Bench) -> None:

@@ -1,18 +1,19 @@
 """The cuda_ipc transport keeps the rules: within a GPU and between two, both kinds of memory."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from mx.testing import conformance
-from mx.testing.conformance import Kind
+from mx.testing.conformance import Harness, Kind, TransportSuite
 from tests.contract import gpu_rig
 
 
 @pytest.mark.parametrize("kind", [Kind.GPU, Kind.GPU_VMM])
 @pytest.mark.parametrize("here", ["0", "1"], ids=["same GPU", "other GPU"])
-@pytest.mark.parametrize("rule", conformance.RULES)
-def test_cuda_ipc(rule: str, here: str, kind: Kind) -> None:
-    with gpu_rig.gpus() as driver:
-        if int(here) >= driver.device_count():
-            pytest.skip("one GPU only")
-        rig = gpu_rig.harness("cuda_ipc", kind, driver, "0", here, nvlinks=4)
-        conformance.check(rule, rig)
+class TestCudaIpc(TransportSuite):
+    @pytest.fixture
+    def harness(self, here: str, kind: Kind) -> Iterator[Harness]:
+        with gpu_rig.gpus() as driver:
+            if int(here) >= driver.device_count():
+                pytest.skip("one GPU only")
+            yield gpu_rig.harness("cuda_ipc", kind, driver, "0", here, nvlinks=4)

@@ -3,12 +3,14 @@
 import pytest
 
 from mx.testing import broken, conformance
+from mx.testing.conformance import Harness, TransportSuite
 from mx.testing.fake import FakeHarness
 
 
-@pytest.mark.parametrize("rule", conformance.RULES)
-def test_fake(rule: str) -> None:
-    conformance.check(rule, FakeHarness())
+class TestFake(TransportSuite):
+    @pytest.fixture
+    def harness(self) -> Harness:
+        return FakeHarness()
 
 
 @pytest.mark.parametrize("name", broken.BROKEN)
@@ -29,3 +31,10 @@ def test_broken_fake_breaks_its_rule_alone(name: str) -> None:
 
 def test_every_rule_has_a_broken_fake() -> None:
     assert {fake.rule for fake in broken.BROKEN.values()} == set(conformance.RULES)
+
+
+def test_the_suite_has_a_test_for_each_rule_and_names_it() -> None:
+    for rule, function in conformance.RULES.items():
+        test = getattr(TransportSuite, f"test_{rule}")
+        assert test.__doc__ == function.__doc__
+        assert test.__name__ == f"test_{rule}"

@@ -1,9 +1,10 @@
 """The pcie_p2p transport keeps the rules: between host and GPU both ways, and between GPUs."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from mx.testing import conformance
-from mx.testing.conformance import Kind
+from mx.testing.conformance import Harness, Kind, TransportSuite
 from tests.contract import gpu_rig
 
 #: Transport, memory, the source's device, the reader's.
@@ -16,11 +17,11 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("rule", conformance.RULES)
-def test_pcie_p2p(rule: str, path: str) -> None:
-    name, kind, there, here = PATHS[path]
-    with gpu_rig.gpus(peers=name != "pcie_without_peers") as driver:
-        if driver.device_count() < 2 and {here, there} == {"0", "1"}:
-            pytest.skip("one GPU only")
-        conformance.check(rule, gpu_rig.harness(name, kind, driver, there, here))
+class TestPcieP2p(TransportSuite):
+    @pytest.fixture(params=PATHS)
+    def harness(self, request: pytest.FixtureRequest) -> Iterator[Harness]:
+        name, kind, there, here = PATHS[request.param]
+        with gpu_rig.gpus(peers=name != "pcie_without_peers") as driver:
+            if driver.device_count() < 2 and {here, there} == {"0", "1"}:
+                pytest.skip("one GPU only")
+            yield gpu_rig.harness(name, kind, driver, there, here)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from mx.testing import conformance
-from mx.testing.conformance import Kind
+from mx.testing.conformance import Harness, Kind, TransportSuite
 
 
-@pytest.mark.parametrize("kind", [Kind.SEALED, Kind.ANONYMOUS])
-@pytest.mark.parametrize("rule", conformance.RULES)
-def test_shm(rule: str, kind: Kind) -> None:
-    conformance.check(rule, conformance.Harness("mx_transports.shm:ShmTransport", kind=kind))
+class TestShm(TransportSuite):
+    @pytest.fixture(params=[Kind.SEALED, Kind.ANONYMOUS])
+    def harness(self, request: pytest.FixtureRequest) -> Harness:
+        return Harness("mx_transports.shm:ShmTransport", kind=request.param)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from mx.testing import conformance
+from mx.testing.conformance import Harness, TransportSuite
 
 
-@pytest.mark.parametrize("rule", conformance.RULES)
-def test_tcp(rule: str) -> None:
-    conformance.check(rule, conformance.Harness("mx_transports.tcp:TcpTransport"))
+class TestTcp(TransportSuite):
+    @pytest.fixture
+    def harness(self) -> Harness:
+        return Harness("mx_transports.tcp:TcpTransport")
