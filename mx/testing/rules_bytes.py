@@ -201,8 +201,8 @@ def adopts(bench: Bench) -> None:
     require(bench.peek(room) == want, "reads into an adopted arena landed elsewhere")
     session.close()
     require(session.join(bench.harness.deadline_s), "join did not return")
-    if isinstance(room, memoryview):
-        memory = room.obj
+    memory = room.obj if isinstance(room, memoryview) else None
+    if isinstance(memory, bytearray):
         del room, arena, session
         gc.collect()
         try:
