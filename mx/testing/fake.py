@@ -147,7 +147,6 @@ class FakeSession:
         self.exposure = exposure
         self.grant_id = grant_id
         self.secret = secret
-        self.rail = grant.rail
         self.depth = 2 * grant.streams
         self.wake = threading.Condition()
         self.queue: deque[Read] = deque()
@@ -289,6 +288,7 @@ class FakeTransport:
 
     def __init__(self) -> None:
         self.exposures: dict[int, FakeExposure] = {}
+        self.rails: list[Rail] = []
 
     def probe(self) -> Viable | Unavailable:
         return Viable("in this process")
@@ -320,6 +320,8 @@ class FakeTransport:
         self.check_trust(exposure.hosts, grant.trusted_fabric)
         if grant.rail is not None and grant.rail.remote_address not in exposure.hosts:
             raise PeerProtocolError(f"{grant.peer} does not listen there", peer=grant.peer)
+        if grant.rail is not None:
+            self.rails.append(grant.rail)
         return self.session_type(grant, exposure, grant_id, expected)
 
     def check_trust(self, hosts: Sequence[str], trusted: bool) -> None:
@@ -368,13 +370,14 @@ class FakeHarness(Harness):
     def __init__(self, make: Callable[[], FakeTransport] = FakeTransport) -> None:
         super().__init__("", big_nbytes=2 * MIB, stall_timeout_s=0.25, deadline_s=3.0)
         self._make = make
+        self._made: FakeTransport | None = None
 
     def transport(self) -> Transport:
-        return self._make()
+        self._made = self._make()
+        return self._made
 
     def uses(self, rail: Rail, session: Session) -> bool:
-        assert isinstance(session, FakeSession)
-        return session.rail == rail
+        return self._made is not None and rail in self._made.rails
 
     def remote(self, transport: Transport, sizes: Sequence[int], seed: int) -> FakeRemote:
         assert isinstance(transport, FakeTransport)

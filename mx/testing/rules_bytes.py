@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any
 
 from mx.errors import SourceError, StaleGenerationError
 from mx.testing.bench import GENERATION, GUARD, Bench, Recorder, require
@@ -202,8 +201,8 @@ def adopts(bench: Bench) -> None:
     require(bench.peek(room) == want, "reads into an adopted arena landed elsewhere")
     session.close()
     require(session.join(bench.harness.deadline_s), "join did not return")
-    if isinstance(room, memoryview):
-        memory: Any = room.obj
+    memory = room.obj if isinstance(room, memoryview) else None
+    if isinstance(memory, bytearray):
         del room, arena, session
         gc.collect()
         try:
