@@ -300,22 +300,23 @@ class Job:
         """Return a connection if it could be opened, and the source's memory if it could be
         mapped; why not is among the causes."""
         nbytes = manifest.layout.arena_nbytes
-        connection = None
         connections.begin(entry)
+        connection: Connection | None = None
         try:
             connection = await connector.open(entry.path, nbytes)
             return connection, await connector.attach(connection, nbytes)
         except NotAllowedError as error:
-            self._causes.append(error)
-            if connection is not None:
-                return connection, None
-            connections.failed(entry, error, time.monotonic())
-        except ConfigError:
-            raise
+            failure: MxError = error
+        except (ConfigError, LocalError) as error:
+            if connection is not None or isinstance(error, ConfigError):
+                raise  # it would be no better elsewhere
+            failure = error
         except MxError as error:
-            self._causes.append(error)
-            connections.failed(entry, error, time.monotonic())
-        return None, None
+            failure, connection = error, None
+        self._causes.append(failure)
+        if connection is None:
+            connections.failed(entry, failure, time.monotonic())
+        return connection, None
 
     async def _deliver_attached(
         self, manifest: Manifest, connection: Connection, view: Span, delivery: Delivery
