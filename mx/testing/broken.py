@@ -143,7 +143,7 @@ class TellsAheadOfTheBytes(FakeSession):
 
 @_session("tells_progress")
 class ForgetsTheLastStep(FakeSession):
-    """`done` says it anyway, doesn't it?"""
+    """Takes `done` for enough to say that the last step has landed."""
 
     def copy(self, read: Read) -> None:
         landed = 0

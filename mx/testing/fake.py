@@ -262,7 +262,7 @@ class FakeSession:
                 raise PeerRefusedError(f"{self.grant.peer}: out of range", peer=self.grant.peer)
 
     def check(self) -> None:
-        """Raises where the read must not go on."""
+        """Raise MxError where the read must not go on."""
         exposure, peer = self.exposure, self.grant.peer
         waited_s = 0.0
         while not exposure.running.wait(0.01) and not self.closed:

@@ -2,11 +2,11 @@
 
     with FaultProxy(("127.0.0.1", port)) as proxy:
         ... connect to proxy.address ...
-        proxy.down.stall()          # towards who connected; proxy.up is the other direction
+        proxy.down.stall()          # towards the side that connected; proxy.up is the other
 
 Faults hold for all connections, those to come included. A byte fault names an offset in the
-direction's bytes, counted per connection from its start; with `once` it befalls the first
-connection that comes so far, and no other.
+direction's bytes, counted per connection from its start; with `once` it happens to the
+first connection that comes so far, and to no other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BUFFER_BYTES = 64 * 1024
 
 
 class _Passage:
-    """One connection's way in one direction."""
+    """One connection in one direction."""
 
     __slots__ = ("at", "noisy")
 

@@ -51,7 +51,7 @@ class Holdings:
         return cls(threads, found.descriptors, found.mappings, found.python_threads)
 
     def beyond(self, before: Holdings) -> list[str]:
-        """What `self` has and `before` had not, a line each."""
+        """Return what `self` has and `before` had not, a line each."""
         return [
             *(f"thread {tid}" for tid in sorted(self.threads - before.threads)),
             *(f"descriptor {n} -> {to}" for n, to in sorted(self.descriptors - before.descriptors)),

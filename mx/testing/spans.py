@@ -16,7 +16,7 @@ HOST = "cpu"
 
 
 def room(nbytes: int, device: str = HOST) -> Span:
-    """New memory in the host or on "cuda:N"; it goes with the last reference to it."""
+    """Return new memory in the host or on "cuda:N"; it goes with the last reference to it."""
     if device == HOST:
         return memoryview(bytearray(nbytes))
     with Device.open(cuda.load(), device) as opened:
@@ -25,7 +25,7 @@ def room(nbytes: int, device: str = HOST) -> Span:
 
 
 def peek(span: Span) -> bytes:
-    """What the span holds now. Waits for nothing but its own copy."""
+    """Return what the span holds now. Waits for nothing but its own copy."""
     if isinstance(span, memoryview):
         return bytes(span)
     found = bytearray(span.nbytes)

@@ -52,7 +52,7 @@ class CudaIpcTransport:
         return cuda.probe()
 
     def reach(self, here: Place, there: Place) -> Path | None:
-        """Two GPUs of one host that are one, or have NVLink between them and may use it."""
+        """Return a path within one GPU, or between two of one host that may use NVLink."""
         if CPU in (here.device, there.device) or not may_share(here, there):
             return None
         if here.device == there.device:
@@ -65,21 +65,33 @@ class CudaIpcTransport:
         return Path(self.name, gb_per_s, detail=f"NVLink x{lanes}", medium=Medium.NVLINK)
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
-        """Raises LocalError for memory that is not on a GPU, or can't be exported."""
+        """Make regions readable.
+
+        Raises:
+            LocalError: Memory is not on a GPU, or can't be exported.
+        """
         if not all(isinstance(region.view, DeviceView) for region in regions):
             raise LocalError("cuda_ipc offers GPU memory, and this is in the host")
         return GpuExposure(self.name, MAGIC, regions, options)
 
     def open(self, grant: Grant) -> Session:
-        """Raises SourceError."""
+        """Connect to an exposure, and map its memory.
+
+        Raises:
+            SourceError: The source can't be reached, or its memory can't be mapped.
+        """
         if grant.place.device == CPU:
             raise PathError(f"{grant.peer}: cuda_ipc reads into GPU memory only", peer=grant.peer)
         return open_session(self.name, MAGIC, grant, _choose, lambda _: self._step_nbytes)
 
 
 def _choose(devices: Devices, target: Device | None, uuid: str) -> Device:
-    """The target maps the source's memory, whichever GPU that is on. Raises PathError where it
-    can't: the source's GPU must be visible here too, or the driver knows no way to it."""
+    """Return the target, which maps the source's memory, whichever GPU that is on.
+
+    Raises:
+        PathError: It can't: the source's GPU must be visible here too, or the driver knows no path
+            to it.
+    """
     assert target is not None
     if uuid == target.uuid:
         return target
@@ -96,7 +108,7 @@ def _choose(devices: Devices, target: Device | None, uuid: str) -> Device:
 
 
 def nvlink(here: Gpu | None, there: Gpu | None) -> tuple[int, float]:
-    """(lanes, GB/s one way) between two GPUs, as both of them tell it; (0, 0.0) for none."""
+    """Return (lanes, GB/s one way) between two GPUs, as both tell it; (0, 0.0) for none."""
     if here is None or there is None:
         return 0, 0.0
     to = next((peer for peer in here.peers if peer.uuid == there.uuid), None)

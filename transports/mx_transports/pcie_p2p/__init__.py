@@ -55,7 +55,7 @@ class PciePeerTransport:
         return cuda.probe()
 
     def reach(self, here: Place, there: Place) -> Path | None:
-        """One host, two devices, at least one of them a GPU."""
+        """Return a path between two devices of one host, at least one of them a GPU."""
         if here.device == there.device or not may_share(here, there):
             return None
         pairs = ((here, there), (there, here))
@@ -69,13 +69,22 @@ class PciePeerTransport:
         return Path(self.name, min(speeds), detail=detail, medium=Medium.PCIE)
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
-        """Raises LocalError, CudaError for GPU memory that can't be exported."""
+        """Make regions readable.
+
+        Raises:
+            LocalError: GPU memory can't be exported.
+            CudaError: CUDA fails.
+        """
         return GpuExposure(self.name, MAGIC, regions, options)
 
     def open(self, grant: Grant) -> Session:
-        """Raises SourceError."""
+        """Connect to an exposure, and map its memory.
+
+        Raises:
+            SourceError: The source can't be reached, or its memory can't be mapped.
+        """
         gpu = grant.place.gpu
-        # Over NVLink `cuda_ipc` reads; here those bytes take the way beside it.
+        # Over NVLink `cuda_ipc` reads; here those bytes take the path beside it.
         beside = {peer.uuid for peer in gpu.peers if peer.nvlinks} if gpu is not None else set()
         direct: set[str] = set()
 
@@ -102,8 +111,8 @@ class PciePeerTransport:
 
 
 def _choose(devices: Devices, target: Device | None, uuid: str, beside: set[str]) -> Device:
-    """The target maps its own memory and that of GPUs which it may access; else the GPU that the
-    memory is on does, to copy it into the host. Raises PathError."""
+    """Return the target for its own memory and that of GPUs which it may access, else the GPU that
+    the memory is on, which copies it into the host. Raises PathError."""
     if target is not None and target.uuid == uuid:
         return target
     source = devices.open(uuid)
@@ -115,14 +124,14 @@ def _choose(devices: Devices, target: Device | None, uuid: str, beside: set[str]
 
 
 def _straight(here: Gpu | None, there: Gpu | None) -> bool:
-    """May `here` read `there`'s memory over PCIe?"""
+    """Return True if `here` may read `there`'s memory over PCIe."""
     if here is None or there is None:
         return False
     return any(p.uuid == there.uuid and p.p2p_read and not p.nvlinks for p in here.peers)
 
 
 def pcie_gb_per_s(gpu: Gpu | None) -> float:
-    """What a GPU's slot gives, one way."""
+    """Return what a GPU's slot gives in GB/s, one way."""
     lane = LANE_GB_PER_S.get(gpu.pcie_generation, 0.0) if gpu is not None else 0.0
     if gpu is None or lane <= 0 or gpu.pcie_width <= 0:
         return UNKNOWN_GB_PER_S

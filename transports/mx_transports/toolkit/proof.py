@@ -127,7 +127,7 @@ def proved(among: Sequence[Address], ticket: framing.Ticket, grant: Grant) -> li
         until_s, pause_s = time.monotonic() + grant.stall_timeout_s, FIRST_PAUSE_S
         while waiting and (now_s := time.monotonic()) < until_s:
             for sock, nonce in waiting.values():
-                with contextlib.suppress(OSError):  # nobody listens there (yet)
+                with contextlib.suppress(OSError):  # nothing listens there (yet)
                     sock.send(CHALLENGE.pack(MAGIC, ticket.key, nonce))
             again_s, pause_s = now_s + pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
             while waiting and (left_s := min(again_s, until_s) - time.monotonic()) > 0:

@@ -42,9 +42,18 @@ class Maps:
     def map(
         self, allocations: Sequence[Allocation], descriptors: Sequence[int], *, own: bool
     ) -> None:
-        """Open all of them; `descriptors` are those of the exported ones in order. `own`: the
-        source is this process, where CUDA opens no legacy handle of it, and its addresses are
-        good as they are. Raises CudaError, PeerProtocolError; then `close` undoes what it did."""
+        """Open all allocations.
+
+        Args:
+            allocations: What the source exported.
+            descriptors: Those of the ones exported by descriptor, in order; the caller's to close.
+            own: Whether the source is this process, where CUDA opens no legacy handle of it, and
+                its addresses are good as they are.
+
+        Raises:
+            CudaError: CUDA fails. `close` undoes what was done.
+            PeerProtocolError: The source's memory is not what it said.
+        """
         left = list(descriptors)
         pairs = [(a, left.pop(0) if a.export is Export.FD else -1) for a in allocations]
         pairs.sort(key=lambda pair: pair[0].base)
@@ -81,8 +90,8 @@ class Maps:
             device.driver.enable_peer_access(other.context)
 
     def _check(self, first: Allocation, device: Device, address: int, nbytes: int) -> None:
-        """What was mapped is what the source said: an access beyond its end would break this
-        process's context for good."""
+        """Check that what was mapped is what the source said: an access beyond its end would break
+        this process's context for good."""
         with device.current():
             info = device.driver.pointer(address)
         if first.export is Export.IPC and (info.base != address or info.nbytes < nbytes):
@@ -96,14 +105,14 @@ class Maps:
             )
 
     def check(self, address: int, nbytes: int) -> None:
-        """Raises PeerProtocolError if not all of these source addresses are mapped."""
+        """Raise PeerProtocolError if not all of these source addresses are mapped."""
         if sum(n for _, _, n in self.pieces(address, nbytes)) != nbytes:
             raise PeerProtocolError(
                 f"{self._peer}: a region lies outside of its allocations", peer=self._peer
             )
 
     def pieces(self, address: int, nbytes: int) -> Iterator[tuple[Run, int, int]]:
-        """(run, address here, nbytes) of source addresses, until the first that is not mapped."""
+        """Yield (run, address here, nbytes) of source addresses, up to the first not mapped."""
         end = address + nbytes
         while address < end:
             index = bisect_right(self._bases, address) - 1
@@ -126,7 +135,7 @@ class Maps:
 
 
 def _groups(pairs: Sequence[tuple[Allocation, int]]) -> Iterator[list[tuple[Allocation, int]]]:
-    """What can be mapped at once: neighbours of VMM on one GPU."""
+    """Yield what can be mapped at once: neighbours of VMM on one GPU."""
     group: list[tuple[Allocation, int]] = []
     for found, descriptor in pairs:
         if group:

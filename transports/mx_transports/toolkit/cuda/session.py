@@ -100,7 +100,7 @@ class GpuSession(ThreadedSession):
         self.start()
 
     def attach(self, region: int) -> DeviceView:
-        """The region on this session's GPU, in place. Raises NotAllowedError where it is on
+        """Return the region on this session's GPU, in place. Raises NotAllowedError where it is on
         another one, in the host, or not in one piece here."""
         with self.lock:
             if self.closed:
@@ -288,7 +288,7 @@ class GpuSession(ThreadedSession):
             copier.synchronize()
 
     def _check_open(self, copier: Copier) -> None:
-        """Raises what must fail a read once this session has let go; the copier's lock is held."""
+        """Raise what must fail a read once this session has let go; the copier's lock is held."""
         if self.closed:
             raise PeerLostError("closed", peer=self.peer)
         if copier.ended:
@@ -301,7 +301,7 @@ class GpuSession(ThreadedSession):
         return PeerLostError(f"{self.peer}: the source has ended", peer=self.peer)
 
     def _check_target(self, read: Read) -> None:
-        """Raises LocalError for destinations that this session is not for."""
+        """Raise LocalError for destinations that this session is not for."""
         device = "the host" if self._target is None else self._target.key
         for piece in read.pieces:
             there = piece.view.device if isinstance(piece.view, DeviceView) else "the host"
@@ -323,6 +323,6 @@ class GpuSession(ThreadedSession):
 
 
 def _again(error: MxError) -> MxError:
-    """The same error to be raised on another thread."""
+    """Return the same error to be raised on another thread."""
     peer = getattr(error, "peer", "")
     return type(error)(error.message, peer=peer, hint=error.hint)  # type: ignore[call-arg]
