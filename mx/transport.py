@@ -17,13 +17,15 @@ of the session is left. Destinations stay valid until then: that is the caller's
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 from mx.core.paths import Medium, Path, Rail
 from mx.core.topology import Place
-from mx.errors import LocalError, MxError
+from mx.errors import LocalError, MxError, release_frames
 
 __all__ = [
     "DeviceView",
@@ -37,6 +39,7 @@ __all__ = [
     "Piece",
     "Rail",
     "Read",
+    "ReportedErrors",
     "Sending",
     "Session",
     "Sink",
@@ -258,6 +261,26 @@ class Grant:
     place: Place = field(default_factory=Place)
     trusted_fabric: bool = False
     peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
+
+
+class ReportedErrors:
+    """A context that hands what is raised inside, as by a sink, to `threading.excepthook`, and goes
+    on: for the threads of sessions."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if kind is not None:
+            thread = threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
+            release_frames(error)
+        return True
 
 
 class Sink(Protocol):

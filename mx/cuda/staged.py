@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mx.cuda.device import Device
 from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, Slot
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError
-from mx.transport import DeviceView, Piece, Read, Session, Span
+from mx.transport import DeviceView, Piece, Read, ReportedErrors, Session, Span
 
 
 @dataclass(slots=True, eq=False)
@@ -251,12 +251,23 @@ class StagedSession:
             job.told += 1
         if over:
             job.parts.clear()  # parts and job refer to each other
-        if job.told_nbytes > before:
-            job.read.sink.landed(job.told_nbytes)
+        sink = job.read.sink
+        if job.told_nbytes > before and not _returns(sink.landed, job.told_nbytes):
+            # As the contract says, it costs the connection, and this session has one.
+            job.error = job.error or LocalError(f"{job.read.tag}: its sink raised")
+            self.close()
         if over and job.error is not None:
-            job.read.sink.failed(job.error)
+            _returns(sink.failed, job.error)
         elif over:
-            job.read.sink.done()
+            _returns(sink.done)
+
+
+def _returns(call: Callable[..., None], *arguments: object) -> bool:
+    """Call it. Returns False if it raised, which is reported."""
+    with ReportedErrors():
+        call(*arguments)
+        return True
+    return False
 
 
 class _PartSink:

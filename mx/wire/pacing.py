@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mx.core.limits import LEAST_BYTES_PER_S, TokenBucket, slice_nbytes
 from mx.errors import ClosedError, MxError, PeerProtocolError
-from mx.transport import Piece, Read, Session, Sink, Span
+from mx.transport import Piece, Read, ReportedErrors, Session, Sink, Span
 
 
 class Pacer:
@@ -146,10 +146,11 @@ class PacedSession:
     def _run(self) -> None:
         while (read := self._next()) is not None:
             error = self._carry(read)
-            if error is None:
-                read.sink.done()
-            else:
-                read.sink.failed(error)
+            with ReportedErrors():
+                if error is None:
+                    read.sink.done()
+                else:
+                    read.sink.failed(error)
 
     def _next(self) -> Read | None:
         """The next read, those that are left when the session is closed included; then None."""

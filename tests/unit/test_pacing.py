@@ -26,16 +26,7 @@ class PacedTransport(FakeTransport):
         return PacedSession(super().open(grant), Pacer(2e9, grant.peer), grant.peer)
 
 
-#: The thread that issues slices ends where a sink raises from `done` or `failed`.
-RAISING = pytest.param(
-    "outlives_raising_sinks",
-    marks=pytest.mark.xfail(raises=conformance.RuleBroken, reason="what is queued never ends"),
-)
-
-
-@pytest.mark.parametrize(
-    "rule", [rule for rule in conformance.RULES if rule not in RAISING.values] + [RAISING]
-)
+@pytest.mark.parametrize("rule", conformance.RULES)
 def test_a_paced_session_keeps_every_rule(rule: str) -> None:
     conformance.check(rule, FakeHarness(PacedTransport))
 

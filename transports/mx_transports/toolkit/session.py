@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from mx.errors import (
     ClosedError,
@@ -24,28 +23,9 @@ from mx.errors import (
     StaleGenerationError,
     release_frames,
 )
-from mx.transport import Grant, Read, Span
+from mx.transport import Grant, Read, ReportedErrors, Span
 from mx_transports.toolkit import dial
 from mx_transports.toolkit.stream import SocketStream
-
-
-class _Reported:
-    """Hands what is raised inside, as by a sink, to `threading.excepthook`, and goes on."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if kind is not None:
-            thread = threading.current_thread()
-            threading.excepthook(threading.ExceptHookArgs((kind, error, trace, thread)))
-            release_frames(error)
-        return True
 
 
 class ThreadedSession:
@@ -224,7 +204,7 @@ class ThreadedSession:
             error: Why it fails. The sink is given one of its type that names the read, or a
                 ClosedError where the connection was lost because the session was closed.
         """
-        with _Reported():
+        with ReportedErrors():
             read.sink.failed(self._named(read, error))
 
     def check_generation(self, most: int) -> None:
@@ -245,7 +225,7 @@ class ThreadedSession:
     # --- a thread's life
 
     def _main(self, worker: int) -> None:
-        with _Reported():  # a sink that raises has cost this thread its connection
+        with ReportedErrors():  # a sink that raises has cost this thread its connection
             try:
                 self.carry(worker)
             except MxError as error:
