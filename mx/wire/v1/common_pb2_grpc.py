@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DocumentsStub(object):
-    """Documents are addressed by content; coordinator and sources both serve those that they hold.
+    """Documents are addressed by content; the coordinator and sources serve the documents they hold.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class DocumentsStub(object):
 
 
 class DocumentsServicer(object):
-    """Documents are addressed by content; coordinator and sources both serve those that they hold.
+    """Documents are addressed by content; the coordinator and sources serve the documents they hold.
     """
 
     def Fetch(self, request, context):
@@ -69,7 +69,7 @@ def add_DocumentsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Documents(object):
-    """Documents are addressed by content; coordinator and sources both serve those that they hold.
+    """Documents are addressed by content; the coordinator and sources serve the documents they hold.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorStub(object):
-    """Who holds which layers of which model. In no data path.
+    """Knows which sources hold which layers of which models. It is in no data path.
     """
 
     def __init__(self, channel):
@@ -93,7 +93,7 @@ class CoordinatorStub(object):
 
 
 class CoordinatorServicer(object):
-    """Who holds which layers of which model. In no data path.
+    """Knows which sources hold which layers of which models. It is in no data path.
     """
 
     def Register(self, request_iterator, context):
@@ -104,15 +104,15 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Missing(self, request, context):
-        """Which of these documents the coordinator does not hold and wants at registration.
+        """Returns the documents that the coordinator does not hold and needs at registration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request_iterator, context):
-        """One message renews the lease; the answer says until when. The stream's end does not
-        deregister; the lease's end does.
+        """Each message renews the lease; the answer carries its length. The end of the stream does not
+        deregister the source; the end of the lease does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,8 +156,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request_iterator, context):
-        """For people to look at: each message says how far a pull is, at most once a second. The end of
-        the stream is the end of the pull, which is forgotten soon after, or if nothing more comes.
+        """For users to watch: each message reports a pull's progress, at most once a second. The end of
+        the stream is the end of the pull, which is forgotten soon after, as is one that falls silent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,7 +236,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator(object):
-    """Who holds which layers of which model. In no data path.
+    """Knows which sources hold which layers of which models. It is in no data path.
     """
 
     @staticmethod
