@@ -147,7 +147,7 @@ def plan(
             if forced is not None and name != forced:
                 rejected.append(Rejected(source, name, f"you asked for {forced}", unasked=True))
                 continue
-            answer = _reach(source, name, reach)
+            answer = _ask(source, name, reach)
             if isinstance(answer, str):
                 rejected.append(Rejected(source, name, answer))
             else:
@@ -164,7 +164,7 @@ def plan(
     return Plan(tuple(chosen), tuple(spare), tuple(rejected))
 
 
-def _reach(source: SourceRecord, name: str, reach: Reach) -> Path | str:
+def _ask(source: SourceRecord, name: str, reach: Reach) -> Path | str:
     if name not in source.transports:
         return "the source does not offer it"
     return reach(name, source.place)
