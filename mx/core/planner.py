@@ -100,7 +100,7 @@ class Plan:
         return [*lines, *map(str, self.rejected)]
 
     def why_none(self) -> str:
-        """Return why no path works, without transports that were not asked for."""
+        """Return why no path works; leave out transports other than the one that the user named."""
         return "; ".join(str(each) for each in self.rejected if not each.unasked)
 
 

@@ -1,5 +1,5 @@
-"""An origin's part in a swarm: it sends each chunk once before it sends any chunk twice, and tells
-each new pull which other pulls read from it."""
+"""An origin's part in a swarm: it sends each chunk once before it sends any chunk twice, and names
+the other pulls that read from it to each new one."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Receiver:
         announced to a neighbour that holds them."""
         news, self.announce_at_s = self.held & ~self._announced, None
         self._announced |= news
-        return [(n, tell) for n, peer in self._peers.items() if (tell := news & ~peer.have)]
+        return [(n, chunks) for n, peer in self._peers.items() if (chunks := news & ~peer.have)]
 
     # -- requests -------------------------------------------------------------------------------
 
