@@ -63,15 +63,15 @@ class Rest(enum.Enum):
     """Why a path rests."""
 
     SLOW = "slow"  # beside the others; it is used again when nothing else is left
-    BUSY = "busy"  # its source has as many readers as it admits: again after a while, as SLOW
+    BUSY = "busy"  # its source admits no more readers: again after a while, under SLOW's condition
     LOST = "lost"  # it failed: again when its source is found again, and nothing else is left
 
 
 class PeerLeftError(PeerLostError):
-    """A neighbour is not read from any more: nothing is wrong with it."""
+    """Nothing is read from a neighbour any more; it has done nothing wrong."""
 
 
-#: After these the source may be as well as ever, and its other paths worth a try.
+#: After these errors the source may still work, and its other paths are tried.
 _PATH_ERRORS = (PathError, PeerLostError, PeerProtocolError)
 
 
@@ -93,7 +93,7 @@ class Entry:
         return self.state in (State.OPENING, State.LIVE)
 
     def step(self, event: Event) -> None:
-        """Raises KeyError for an event that its state does not know."""
+        """Change the state. Raises KeyError for an event that the state does not allow."""
         self.state = TRANSITIONS[self.state, event]
         if self.state is not State.RESTING:
             self.rest = None
@@ -103,7 +103,7 @@ class Connections:
     """One pull's. Not thread-safe; `now_s` are readings of one monotonic clock."""
 
     def __init__(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: how long busy sources are waited for while nothing else is left."""
+        """`patience_s`: how many seconds to wait for busy sources while nothing else is left."""
         self.coordinated = False
         self._patience_s = patience_s
         self._waits_until_s: float | None = None
@@ -119,7 +119,7 @@ class Connections:
 
     @property
     def idle(self) -> bool:
-        """Return True if nothing is in use, nor could be without a wait."""
+        """Return True if no path is in use, and none could be without a wait."""
         return not any(
             entry.in_use
             or (entry.state is State.CANDIDATE and self._considered(entry))
@@ -132,8 +132,8 @@ class Connections:
         return source_id in self._excluded
 
     def wants(self, source_id: str) -> bool:
-        """Return True if a source that holds everything is of use: a new one, and one whose paths
-        failed if nothing else is left."""
+        """Return True if paths to this source, which holds everything, are of use: it is new, or
+        its paths failed and nothing else is left."""
         if source_id in self._excluded:
             return False
         mine = [entry for entry in self._entries if entry.source_id == source_id]
@@ -151,8 +151,8 @@ class Connections:
         )
 
     def waits(self, now_s: float) -> bool:
-        """Return True while busy sources are worth waiting for. The wait begins when this is
-        first called, and anew after a connection was opened."""
+        """Return True while busy sources are worth waiting for. The wait begins with the first call
+        of this, and anew with the first call after a connection was opened."""
         if not any(entry.rest is Rest.BUSY for entry in self._entries):
             return False
         if self._waits_until_s is None:
@@ -162,13 +162,13 @@ class Connections:
     # -- sources --------------------------------------------------------------------------------
 
     def add(self, paths: Iterable[SourcePath]) -> None:
-        """Consider the paths to sources that are wanted (`wants`)."""
+        """Add the paths to sources that are wanted (`wants`)."""
         new = [path for path in paths if self.wants(path.source.source_id)]
         self._forget({path.source.source_id for path in new})
         self._entries += [Entry(path) for path in new]
 
     def join(self, source_id: str, paths: Sequence[SourcePath]) -> None:
-        """Read from this source beside all others, over those of the paths that go together."""
+        """Read from this neighbour beside all others, over those of its paths that go together."""
         if source_id in self._excluded:
             return
         self._neighbours.add(source_id)
@@ -177,29 +177,30 @@ class Connections:
             self._entries += [Entry(path) for path in paths]
 
     def leave(self, source_id: str) -> list[Entry]:
-        """Read from it no more. Returns those of its entries that are in use."""
+        """Read no more from this source. Returns its entries that are in use, for the caller to
+        close."""
         self._give_up(source_id)
         return [entry for entry in self.in_use if entry.source_id == source_id]
 
     def coordinate(self) -> None:
-        """From now on use neighbours only; sources in use are some."""
+        """From now on use neighbours only; the sources in use become neighbours."""
         self.coordinated = True
         self._neighbours.update(entry.source_id for entry in self.in_use)
 
     def read_freely(self) -> None:
-        """There is no swarm: use every source again."""
+        """From now on use every source again."""
         self.coordinated = False
         self._neighbours.clear()
 
     def _give_up(self, source_id: str) -> None:
-        """Its paths that are not in use rest until it is found again."""
+        """Let the source's paths that are not in use rest until it is found again."""
         for entry in self._entries:
             unused = entry.state is State.CANDIDATE or entry.rest is Rest.SLOW
             if entry.source_id == source_id and unused:
                 self._lay_to_rest(entry, Rest.LOST)
 
     def _forget(self, source_ids: set[str]) -> None:
-        """Newer paths take the place of these sources' unused ones."""
+        """Remove these sources' paths that are not in use: newer ones take their place."""
         self._entries = [
             entry for entry in self._entries if entry.in_use or entry.source_id not in source_ids
         ]
@@ -211,15 +212,16 @@ class Connections:
     # -- what became of an entry ----------------------------------------------------------------
 
     def begin(self, entry: Entry) -> None:
-        """It is being opened, though `assign` did not say so."""
+        """Record that the caller opens the entry, though `assign` did not return it."""
         entry.step(Event.OPEN)
 
     def opened(self, entry: Entry) -> None:
+        """Record that its connection is open."""
         entry.step(Event.OPENED)
         self._waits_until_s = None
 
     def failed(self, entry: Entry, error: MxError | None, now_s: float) -> None:
-        """It could not be opened; None: that was given up."""
+        """Record that the entry could not be opened; `error` is None if opening was cancelled."""
         if isinstance(error, StaleGenerationError) or entry.source_id in self._excluded:
             self._exclude(entry)
         elif isinstance(error, PeerBusyError):
@@ -228,7 +230,8 @@ class Connections:
             self._lay_to_rest(entry, Rest.LOST)
 
     def lost(self, entry: Entry, error: MxError, now_s: float, *, lease_runs: bool) -> None:
-        """Its connection was given up. `lease_runs`: not because the source ended it."""
+        """Record that the entry's connection was given up. `lease_runs`: its lease still holds, so
+        the source did not end it."""
         source_id = entry.source_id
         wrong = isinstance(error, DigestError | StaleGenerationError)
         if wrong or source_id in self._excluded:
@@ -249,7 +252,7 @@ class Connections:
         entry.rest, entry.retry_at_s = rest, retry_at_s
 
     def _exclude(self, gone: Entry) -> None:
-        """Its source's other connections follow when they are given up."""
+        """Exclude the entry, and its source's others; those in use follow when they are lost."""
         self._excluded.add(gone.source_id)
         for entry in self._entries:
             if entry is gone or (entry.source_id == gone.source_id and not entry.in_use):
@@ -258,7 +261,7 @@ class Connections:
     # -- what to open ---------------------------------------------------------------------------
 
     def assign(self, now_s: float) -> list[Entry]:
-        """Return the entries to open now, which are OPENING from then on.
+        """Return the entries to open now, and set them to OPENING.
 
         Cases, in this order:
         1. Nothing is in use or a candidate: slow paths are candidates again, and in free reading
@@ -294,7 +297,7 @@ class Connections:
         )
 
     def _beside(self, path: SourcePath, in_use: Sequence[SourcePath]) -> list[SourcePath]:
-        """Return the paths that this one has to go together with."""
+        """Return the paths in use that this one is compared with."""
         source_id = path.source.source_id
         if source_id in self._neighbours:
             return [other for other in in_use if other.source.source_id == source_id]

@@ -1,7 +1,7 @@
-"""Which chunks of a model are verified: the one place that knows. Pure.
+"""Which chunks of a model are verified. This set is the only record of that. Pure.
 
-Everything else that depends on it (what is announced to peers, what is listed with the coordinator,
-what is given to readers, when a layer is ready) reads this set or subscribes to it.
+Everything that depends on it (what is announced to peers, what is listed with the coordinator, what
+is given to readers, when a layer is ready) reads this set or subscribes to it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from mx.core.types import ChunkGrid
 
 
 class HoldingsListener(Protocol):
-    """Is called by the thread that changes the set; must not block, nor call back."""
+    """Called on the thread that changes the set; must not block, nor call back."""
 
-    def chunk_verified(self, chunk: int) -> None: ...
+    def chunk_verified(self, chunk: int) -> None:
+        """The chunk is verified."""
 
     def chunk_corrupt(self, chunk: int, source: str) -> None:
         """`source` sent the chunk, or a part of it, with wrong bytes."""
 
 
 def members(chunks: int) -> Iterator[int]:
-    """Yield the members of a bit set, the lowest first."""
+    """Yield the chunks in a bit set, the lowest first."""
     while chunks:
         low = chunks & -chunks
         yield low.bit_length() - 1
@@ -32,8 +33,8 @@ def members(chunks: int) -> Iterator[int]:
 class Holdings:
     """The verified chunks of one model in one process, as a bit set (bit c: chunk c).
 
-    `bits` may be read from any thread. Changes and `subscribe` need the lock of the set's owner,
-    so that a listener hears of each chunk that is not in its snapshot, exactly once.
+    `bits` may be read from any thread. Changes and `subscribe` need the lock of the set's owner, so
+    that each chunk that is not in a listener's snapshot is reported to it exactly once.
     """
 
     def __init__(self, grid: ChunkGrid) -> None:
@@ -59,11 +60,11 @@ class Holdings:
         return bool(self.bits >> chunk & 1)
 
     def has_layer(self, layer: int) -> bool:
-        """Return True if every chunk of the layer is verified; so it is with a layer of none."""
+        """Return True if every chunk of the layer is verified, or the layer has none."""
         return not self._layers[layer] & ~self.bits
 
     def layers(self) -> tuple[tuple[int, int], ...]:
-        """Return the layers that are verified to their last chunk, as half-open ranges."""
+        """Return the layers whose chunks are all verified, as half-open ranges."""
         found: list[tuple[int, int]] = []
         for layer in range(len(self._layers)):
             if not self.has_layer(layer):
@@ -75,7 +76,7 @@ class Holdings:
         return tuple(found)
 
     def subscribe(self, listener: HoldingsListener) -> int:
-        """Tell `listener` of every later change.
+        """Report every later change to `listener`.
 
         Returns:
             The chunks that are verified now, as a bit set.

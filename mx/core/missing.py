@@ -1,4 +1,5 @@
-"""What of a pull is not being read yet: chunks, and pieces of chunks in whole blocks. Pure."""
+"""Which parts of a pull are not being read yet: chunks, and pieces of chunks in whole blocks.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +12,24 @@ from mx.core.types import BLOCK_BYTES, ChunkGrid
 
 
 class Missing:
-    """The chunks of which something is missing, in ascending order."""
+    """The chunks of which a part is missing: neither verified, nor being read. In ascending
+    order."""
 
     def __init__(self, grid: ChunkGrid) -> None:
         self._sizes = grid.sizes
         self._chunks = list(range(len(grid)))
-        self._pieces: dict[int, list[Part]] = {}  # what of a chunk is missing, if not all
+        self._pieces: dict[int, list[Part]] = {}  # the missing pieces of a chunk, if not all
         self.nbytes = sum(grid.sizes)
 
     def chunks(self, among: int | None = None) -> Iterator[int]:
-        """Yield the chunks of which something is missing, the lowest first; with `among`, a bit
-        set, only those."""
+        """Return the chunks of which a part is missing, the lowest first; with `among`, a bit set,
+        only those in it."""
         if among is None:
             return iter(self._chunks)
         return (chunk for chunk in members(among) if chunk in self)
 
     def nbytes_in(self, among: int | None) -> int:
-        """Return the bytes that are missing; with `among`, a bit set, those of these chunks."""
+        """Return how many bytes are missing; with `among`, a bit set, of these chunks only."""
         if among is None:
             return self.nbytes
         return sum(self._nbytes_of_chunk(chunk) for chunk in self.chunks(among))
@@ -57,14 +59,16 @@ class Missing:
         return -(-self._sizes[chunk] // BLOCK_BYTES)
 
     def nbytes_of(self, part: Part) -> int:
+        """Return the part's size; the last block of a chunk may be shorter than the others."""
         return min(part.end * BLOCK_BYTES, self._sizes[part.chunk]) - part.begin * BLOCK_BYTES
 
     def remove(self, chunk: int) -> None:
-        """Take out a chunk of which everything is missing."""
+        """Remove a chunk all of which is missing."""
         self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
         self.nbytes -= self._sizes[chunk]
 
     def give_back(self, part: Part) -> None:
+        """Add a part that was cut, and is missing again."""
         at = bisect.bisect_left(self._chunks, part.chunk)
         if at == len(self._chunks) or self._chunks[at] != part.chunk:
             self._chunks.insert(at, part.chunk)
@@ -75,7 +79,13 @@ class Missing:
         self.nbytes += self.nbytes_of(part)
 
     def cut(self, chunk: int, nbytes: int | None) -> Part:
-        """Take up to `nbytes` (None: a whole piece) of a chunk, from its front."""
+        """Remove and return a part at the front of a missing chunk.
+
+        Args:
+            chunk: The chunk.
+            nbytes: At most so many bytes, in whole blocks, but one block at least; None: a whole
+                piece.
+        """
         pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self.blocks(chunk))]
         pieces.sort(key=lambda piece: piece.begin, reverse=True)
         part = pieces.pop()

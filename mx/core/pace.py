@@ -1,24 +1,24 @@
-"""How fast a path is: an estimate at first, then a moving average of what came over it."""
+"""How fast a connection is: an estimate at first, then a moving average of what came over it."""
 
 from __future__ import annotations
 
-#: How much of the past each completed part leaves: the last eight or so make the average, more
-#: than come at once over the streams of a path.
+#: The weight of the past when a part completes: the last eight or so make the average, more than
+#: complete at once over the streams of a connection.
 _KEPT = 0.88
-#: A part that completes within this fraction of what a part takes came together with the one
-#: before, as those of parallel streams do. Not more than so many in a row.
+#: A part that completes within this fraction of a part's usual time belongs to the same burst as
+#: the one before, as with parallel streams. A burst has at most so many parts.
 _TOGETHER, _MOST_TOGETHER = 0.25, 8
-#: What is believed of a path of which nothing is known: 1 GB/s.
+#: The estimate where nothing is known: 1 GB/s.
 _UNKNOWN_BYTES_PER_S = 1e9
 
 
 class Pace:
-    """One path's. `now_s` is any monotonic clock's.
+    """The pace of one connection. `now_s` are readings of one monotonic clock.
 
     The average is of decayed bytes over decayed busy time, so that parts which complete in
     bursts, as those of parallel streams do, do not look like fast ones and slow ones. Bytes and
-    time decay between bursts, never within one: the time that a burst took comes with its first
-    part, and fading beneath the others' bytes made four streams look 22% faster than one.
+    time decay between bursts, never within one: a burst's time is counted with its first part, and
+    when it decayed while the other parts completed, four streams looked 22% faster than one.
     """
 
     __slots__ = ("_nbytes", "_seconds", "_since_s", "_together", "measured_nbytes")
@@ -33,10 +33,11 @@ class Pace:
         self.measured_nbytes = 0
 
     def busy_from(self, now_s: float) -> None:
-        """The path had nothing to do, and has from now on."""
+        """Start the clock: the connection was idle, and has a read from now on."""
         self._since_s = now_s
 
     def completed(self, nbytes: int, now_s: float) -> None:
+        """Count a part of `nbytes` that has landed."""
         elapsed_s = max(now_s - self._since_s, 0.0)
         together = elapsed_s * self.bytes_per_s() < nbytes * _TOGETHER
         if together and self._together < _MOST_TOGETHER:
@@ -52,18 +53,18 @@ class Pace:
         self.measured_nbytes += nbytes
 
     def doubt(self, asked_nbytes: int, now_s: float) -> None:
-        """So much was asked for, and nothing has come yet: an estimate by which all would have is
-        too high. Does nothing once something was measured."""
+        """Lower the estimate if by it all of `asked_nbytes`, the reads in flight, would have landed
+        by now. Does nothing once a part has completed."""
         elapsed_s = now_s - self._since_s
         if not self.measured_nbytes and asked_nbytes > 0:
             self._seconds = max(self._seconds, self._nbytes * elapsed_s / asked_nbytes)
 
     def bytes_per_s(self) -> float:
-        """The average over what has completed."""
+        """Return the average over the parts that have completed."""
         return self._nbytes / max(self._seconds, 1e-9)
 
     def now_bytes_per_s(self, now_s: float, landed_nbytes: int) -> float:
-        """Of a busy path: the average, with what has landed since without having completed. A
-        path that has stopped is believed less and less."""
+        """Return the pace of a busy connection: the average, with the bytes of incomplete parts
+        that have landed since. It falls as long as nothing lands."""
         seconds = self._seconds * _KEPT + max(now_s - self._since_s, 0.0)
         return min(self.bytes_per_s(), (self._nbytes * _KEPT + landed_nbytes) / max(seconds, 1e-9))

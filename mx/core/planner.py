@@ -31,12 +31,12 @@ class SourcePath:
 
     @property
     def label(self) -> str:
-        """Names the way among those to its source: "tcp", "ucx eth0→eth1"."""
+        """The path's name among those to its source: "tcp", "ucx eth0→eth1"."""
         return self.transport if self.rail is None else f"{self.transport} {self.rail}"
 
     @property
     def bottleneck(self) -> tuple[object, ...]:
-        """What the way shares with others of the same value: one of them is enough."""
+        """What the path shares with others of the same value: one of them is enough."""
         if self.medium is Medium.NETWORK:
             ends = (self.rail.local_address, self.rail.remote_address) if self.rail else ()
             return (self.source.source_id, self.medium, *ends)
@@ -45,7 +45,7 @@ class SourcePath:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A way that works and is not used as long as the chosen ones do."""
+    """A path that works, and is not used as long as the chosen ones work."""
 
     path: SourcePath
     reason: str
@@ -53,7 +53,7 @@ class Spare:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A transport that does not lead to a source. `unasked`: another one was asked for."""
+    """A transport that does not lead to a source. `unasked`: the user named another one."""
 
     source: SourceRecord
     transport: str
@@ -66,8 +66,8 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`chosen` are used at once, `spare` one after the other when those are lost; both best
-    first. `rejected` can't be used at all."""
+    """The paths of a pull: `chosen` are used at once, `spare` when those are lost; both best first.
+    `rejected` can't be used."""
 
     chosen: tuple[SourcePath, ...]
     spare: tuple[Spare, ...]
@@ -75,17 +75,17 @@ class Plan:
 
     @property
     def paths(self) -> tuple[SourcePath, ...]:
-        """All that work, best first."""
+        """All paths that work, best first."""
         return (*self.chosen, *(spare.path for spare in self.spare))
 
     @property
     def gb_per_s(self) -> float:
-        """What the chosen ways should give together."""
+        """The expected bandwidth of the chosen paths together."""
         return sum(path.gb_per_s for path in self.chosen)
 
     def shares(self, nbytes: int) -> tuple[int, ...]:
-        """How much of `nbytes` each chosen way should carry: in proportion to its bandwidth, so
-        that all end together. Attached memory is not carried: it is all there."""
+        """Return how much of `nbytes` each chosen path should carry: in proportion to its
+        bandwidth, so that all end together. (Over a path that attaches nothing is carried.)"""
         total = self.gb_per_s
         if not self.chosen or total <= 0:
             return tuple(0 for _ in self.chosen)
@@ -94,16 +94,17 @@ class Plan:
         return tuple(parts)
 
     def explain(self) -> list[str]:
-        lines = [f"{_way(path)}: chosen" for path in self.chosen]
-        lines += [f"{_way(spare.path)}: {spare.reason}" for spare in self.spare]
+        """Return a line for each path and each rejected transport that says what became of it."""
+        lines = [f"{_describe(path)}: chosen" for path in self.chosen]
+        lines += [f"{_describe(spare.path)}: {spare.reason}" for spare in self.spare]
         return [*lines, *map(str, self.rejected)]
 
     def why_none(self) -> str:
-        """Return why no path works, without transports that were not asked for."""
+        """Return why no path works; leave out transports other than the one that the user named."""
         return "; ".join(str(each) for each in self.rejected if not each.unasked)
 
 
-def _way(path: SourcePath) -> str:
+def _describe(path: SourcePath) -> str:
     return (
         f"{path.source.endpoint} by {path.label}, about {path.gb_per_s:g} GB/s"
         + (", attach without a copy" if path.attach else "")
@@ -124,12 +125,20 @@ def plan(
     forced: str | None = None,
     attach: bool = True,
 ) -> Plan:
-    """Rank every (source, transport, rail) that reaches, and choose those to be used at once.
+    """Rank the paths over every (source, transport, rail), and choose those to be used at once.
 
-    Serving sources before draining ones, then attach, then by bandwidth; equal ones by source id,
-    transport and rail, so that the same input gives the same plan. Beside the best way those are
-    chosen that go through something else, and add enough to be worth it: others to its source,
-    and, over the network, some to sources on other hosts.
+    Serving sources come before draining ones, then paths that attach, then faster ones; equal ones
+    are ranked by source id, transport and rail, so that the same input gives the same plan. Beside
+    the best path those are chosen that share no bottleneck with it and add enough bandwidth: others
+    to its source, and, over the network, some to sources on other hosts.
+
+    Args:
+        here: The target's place.
+        sources: The sources.
+        transports: The names of this process's transports.
+        reach: Returns the path of a transport to a place, or why there is none.
+        forced: The only transport to use.
+        attach: False: a path that could attach is used to copy.
     """
     paths: list[SourcePath] = []
     rejected: list[Rejected] = []
@@ -172,7 +181,7 @@ def _paths(here: Place, source: SourceRecord, path: Path, attach: bool) -> Itera
                 rate, detail = path.rdma_gb_per_s, "RDMA"
             rate = min(rate, rail.gb_per_s)
         elif path.medium is Medium.NETWORK and here.nics:
-            # Whatever its interfaces are said to be, it comes by one of these.
+            # Whatever interfaces the source declares, the bytes arrive by one of these.
             rate = min(rate, max(nic_gb_per_s(nic) for nic in here.nics))
         yield SourcePath(
             source,
@@ -199,7 +208,8 @@ def _rank(path: SourcePath) -> tuple[object, ...]:
 
 
 def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
-    """A second source is of use where what limits is its own way to the network."""
+    """Return why a path to another source is not used; None if it is. A second source is of use
+    where the network connection of the source is the bottleneck."""
     best = chosen[0]
     network = path.medium is best.medium is Medium.NETWORK and not best.attach
     if not network or any(_host(other.source) == _host(path.source) for other in chosen):
@@ -213,14 +223,14 @@ def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> s
 
 
 def _host(source: SourceRecord) -> tuple[str, int, str]:
-    """Sources of one host are not read from beside one another. What a place says alone does not
-    keep another host's sources out."""
+    """Return what identifies a source's host: of one host's sources a pull reads from one. The
+    endpoint's host is part of it, so that a false place does not keep other hosts' sources out."""
     host = source.endpoint.rpartition(":")[0]
     return (source.place.boot_id, source.place.net_namespace, host)
 
 
 def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
-    """Why a way is not used beside those that are, the best of them first; None if it is."""
+    """Return why a path is not used beside the chosen ones (the best first); None if it is."""
     if not chosen:
         return None
     best = chosen[0]

@@ -1,7 +1,8 @@
-"""Which chunks of a model are in memory that holds another one, as the manifests alone tell.
+"""Which chunks of a model are in memory that holds another model, decided by the manifests alone.
 
-A chunk is the same if its digest, its size and the places of its bytes are; a layer is, however it
-is cut into chunks, if its tensors are: dtype, shape, place and digest of each, not their names.
+Two chunks are the same if their digests, sizes and byte places are. Two layers are the same,
+however they are cut into chunks, if their tensors are: the dtype, shape, place and digest of each,
+whatever its name.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from dataclasses import dataclass
 
 from mx.core.types import Chunk, ChunkGrid, Manifest
 
-#: A layer's tensors but for their names: dtype, shape, offset, blake3.
+#: A layer's tensors, without their names: dtype, shape, offset, blake3.
 _Tensors = tuple[tuple[str, tuple[int, ...], int, bytes], ...]
-#: What two chunks have in common that hold the same: digest, and runs of bytes as (offset from the
+#: What two equal chunks have in common: the digest, and the runs of bytes as (offset from the
 #: chunk's begin, nbytes).
 _Content = tuple[bytes, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Weights in this process's memory: `view` is laid out as an arena of the manifest is, and is
-    kept by being referred to."""
+    """Weights in this process's memory: `view` is laid out like an arena of the manifest. The
+    memory lives as long as `view`."""
 
     manifest: Manifest
     view: memoryview
@@ -29,7 +30,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Chunk `index` of the new arena has the bytes that begin at `offset` of `view`."""
+    """Where the bytes of chunk `index` are: at `offset` of `view`."""
 
     index: int
     view: memoryview
@@ -37,7 +38,8 @@ class Copy:
 
 
 def same_chunks(manifest: Manifest, held: Iterable[Held]) -> dict[int, Copy]:
-    """For each chunk of the manifest that is held, where. O(chunks and tensors)."""
+    """Return where each chunk of the manifest is held, by its index; chunks that are not held are
+    left out. Takes time linear in chunks and tensors."""
     found: dict[int, Copy] = {}
     grid = manifest.grid
     for each in held:
@@ -73,4 +75,5 @@ def _content(manifest: Manifest, chunk: Chunk) -> _Content:
 
 
 def arena_offset(grid: ChunkGrid, chunk: Chunk) -> int:
+    """Return where the chunk begins in an arena."""
     return grid.layout.layers[chunk.layer].arena_offset + chunk.offset

@@ -1,23 +1,24 @@
-"""What is read next over which connection, and which chunks are verified: events in, commands out.
+"""Which part is read next over which connection, and which chunks are verified: events in, commands
+out.
 
 The machine does no IO and has no clock. It owns the set of verified chunks (`holdings`), knows
 which chunks are missing or in flight, which connections there are and how fast each is, and
-decides what each reads next and when a layer is ready. Its caller executes the commands and reports
-what came of them, in any order.
+decides what each reads next and when a layer is ready. Its caller carries out the commands and
+reports their results, in any order.
 
-What is read is a *part*: a chunk, or near the end a piece of one in whole blocks. How much a
-connection takes, and from how far ahead, is in `mx.core.striping`. The block digests that come
-with the last part of a chunk decide whether the chunk is right.
+A read is of a *part*: a chunk, or near the end a piece of one in whole blocks. `mx.core.striping`
+computes how much a connection takes, and how far ahead. When all parts of a chunk have landed, the
+digests of their blocks decide whether the chunk is right.
 
-A part that fails goes back and is read elsewhere if possible. So does a part whose connection is
-lost, but not before its read has ended: until then that transport may still write where the part
-lies, and would do so beneath the next one's verified bytes. A connection that is so late that the
-others could do its work twice over is dropped (`tick`). A chunk with a wrong digest is not read
-from the same source again while another may give it; a source that sends wrong bytes `MAX_CORRUPT`
-times is dropped. A chunk is read only from a source that allows it (`allow`): each source allows
-everything by default, and nothing by default once reading is coordinated (`coordinate`). The
-pull fails when chunks are missing, no open connection may read them, and the caller has said that
-no further one will come.
+A part that fails is missing again, and is read from another source if possible. So is a part whose
+connection is lost, but not before its read has ended: until then that transport may still write
+there, over bytes that another connection has brought and that are verified. A connection that is
+so late that the others could do its work twice is dropped (`tick`). A chunk with a wrong digest is
+not read from the same source again while another may give it; a source that sends wrong bytes
+`MAX_CORRUPT` times is dropped. A chunk is read only from a source that allows it (`allow`): each
+source allows everything by default, and nothing by default once reading is coordinated
+(`coordinate`). The pull fails when chunks are missing, no open connection may read them, and the
+caller has reported that no further connection will come.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ MAX_ATTEMPTS = 5
 
 
 class TransferMachine:
-    """One pull. Not thread-safe; every method returns the commands that follow, in order.
-    `now_s` are readings of one monotonic clock."""
+    """One pull. Not thread-safe. Methods return commands in the order in which they are to be
+    carried out. `now_s` are readings of one monotonic clock."""
 
     def __init__(
         self,
@@ -52,21 +53,23 @@ class TransferMachine:
         """
         Args:
             grid: How the model is cut into chunks.
-            digest_of: Gives the digest that a chunk must have.
-            several_connections: The first connection is to be joined by others at once.
+            digest_of: Returns the digest that a chunk must have.
+            several_connections: True if others will follow the first connection at once.
         """
         self.holdings = Holdings(grid)
         self.retries = 0
         self._grid = grid
         self._digest_of = digest_of
         self._several_connections = several_connections
-        self._missing = Missing(grid)  # what is not requested from any source
+        self._missing = Missing(grid)  # neither verified nor being read
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
         self._unverified: dict[int, dict[Part, tuple[ConnectionLoad, bytes]]] = {}
         self._refused: dict[int, set[str]] = {}  # chunk -> sources that sent it wrong
         self._corrupt: dict[str, int] = {}  # source -> how often
-        self._whole: set[int] = set()  # chunks to read from one source, to know whose fault it is
+        self._whole: set[int] = (
+            set()
+        )  # chunks to read in one part, to know which source is at fault
         self._attempts: dict[int, int] = {}
         self._landed_in_layer = [0] * len(grid.layout.layers)
         self._causes: list[MxError] = []
@@ -86,16 +89,18 @@ class TransferMachine:
     # -- events ---------------------------------------------------------------------------------
 
     def start(self) -> list[Command]:
-        """Layers without bytes are ready at once; so is a model without any."""
+        """Return the commands for layers without bytes, which are ready at once. A model without
+        bytes ends with this."""
         self._ended = not self.holdings.left
         layers = range(len(self._grid.layout.layers))
         return [LayerReady(layer) for layer in layers if self.holdings.has_layer(layer)]
 
     def already_landed(self, chunks: Iterable[int]) -> tuple[list[int], list[Command]]:
-        """These chunks were verified before (resumed or reused).
+        """Count chunks as verified that were resumed or reused.
 
         Returns:
-            Those that are news, without any that a connection reads already, and the commands.
+            Those that were not verified before, without any that a connection reads now; and the
+            commands.
         """
         news: list[int] = []
         commands: list[Command] = []
@@ -117,15 +122,16 @@ class TransferMachine:
         peer: str = "",
         bytes_per_s: float = 0.0,
     ) -> list[Command]:
-        """A session is open; `load` gives what is known of it.
+        """Read through a new connection; `load` returns its state.
 
         Args:
             connection: Its number, which was not used before.
-            depth: How many parts it wants outstanding at most.
+            depth: The most parts to have in flight through it.
             now_s: The time.
-            source: Connections of one source share its reputation; "" stands for one of its own.
+            source: The id of its source, which counts wrong chunks for all its connections; "" for
+                a source of its own.
             peer: Names the source in errors.
-            bytes_per_s: What is expected of it; 0: not known.
+            bytes_per_s: Its expected bandwidth; 0: not known.
         """
         if connection in self._connections:
             raise ValueError(f"connection {connection} is there already")
@@ -138,30 +144,30 @@ class TransferMachine:
         return self._connections[connection]
 
     def connection_lost(self, connection: int, error: MxError, now_s: float = 0.0) -> list[Command]:
-        """The session or its source is gone: nothing more is read through it. How each of its
-        reads ends is still to be reported; those that failed then go back."""
+        """Read nothing more through a connection that is lost. The caller still reports how each of
+        its reads ends; the parts of failed ones are missing again then."""
         if not self._forget(connection, error):
             return []
         return self._assign(now_s) + self._check_hopeless()
 
     def no_more_connections(self) -> list[Command]:
-        """Every candidate was tried: what the open connections can't give will not come."""
+        """Fail once no open connection can read what is missing: no other connection will come."""
         self._expecting = False
         return self._check_hopeless()
 
     def expect_connections(self) -> None:
-        """Another candidate has come up: wait for it."""
+        """Do not fail for want of connections: another one may come."""
         self._expecting = True
 
     def landed(
         self, connection: int, part: Part, block_digests: bytes, nbytes: int, now_s: float = 0.0
     ) -> list[Command]:
-        """All bytes of the part are in place, read under a lease that held.
+        """Record that all bytes of a part are in place, read under a lease that held.
 
         Args:
-            connection: Through which it came.
-            part: What was read.
-            block_digests: Those of its blocks, one after the other, 16 bytes each.
+            connection: The connection that brought it.
+            part: The part.
+            block_digests: The digests of its blocks, one after the other, 16 bytes each.
             nbytes: Its payload bytes, without padding.
             now_s: The time.
         """
@@ -181,7 +187,7 @@ class TransferMachine:
     def failed(
         self, connection: int, part: Part, error: MxError, now_s: float = 0.0
     ) -> list[Command]:
-        """The read failed but the session may live."""
+        """Record that the read of a part failed; its session may still work."""
         if self._take_back(connection, part) is None:
             return []
         self.retries += 1
@@ -196,8 +202,8 @@ class TransferMachine:
         return self._assign(now_s) + self._check_hopeless()
 
     def tick(self, now_s: float, landed: Mapping[Part, int] | None = None) -> list[Command]:
-        """Drop connections that the others would be through long before. To be called a few times
-        a second. `landed` says how many bytes of each part in flight have landed."""
+        """Drop connections that are late (`mx.core.striping.is_late`). To be called a few times a
+        second. `landed` has the bytes of each part in flight that have landed."""
         so_far = landed or {}
 
         def landed_nbytes(load: ConnectionLoad) -> int:
@@ -217,7 +223,7 @@ class TransferMachine:
         return commands
 
     def abort(self, cause: MxError) -> list[Command]:
-        """End the pull for a reason of the caller's own."""
+        """Fail, for a reason of the caller's."""
         if self._ended:
             return []
         self._ended = True
@@ -238,15 +244,15 @@ class TransferMachine:
         return self._assign(now_s)
 
     def allow(self, source: str, chunk: int, now_s: float = 0.0) -> list[Command] | None:
-        """The source allows the chunk to be read: now, or once those that read it have failed. None
-        if it is verified already, or reading is not coordinated."""
+        """Let the chunk be read from this source: now, or when the connections that read it have
+        failed. Returns None if it is verified already, or reading is not coordinated."""
         if self._default_allowed or self.holdings.has(chunk) or self._ended:
             return None
         self._allowed[source] = self._allowed.get(source, 0) | 1 << chunk
         return self._assign(now_s)
 
     def withdraw(self, source: str, chunk: int) -> list[int]:
-        """The source allows it no longer. Returns the connections that read it now."""
+        """Read the chunk no longer from this source. Returns the connections that read it now."""
         if not self._default_allowed:
             self._allowed[source] = self._allowed.get(source, 0) & ~(1 << chunk)
         return [
@@ -255,7 +261,7 @@ class TransferMachine:
             if load.source == source and any(part.chunk == chunk for part in load.in_flight)
         ]
 
-    # -- books ----------------------------------------------------------------------------------
+    # -- parts that ended -----------------------------------------------------------------------
 
     def _payload_nbytes(self, chunk: int) -> int:
         return sum(segment.nbytes for segment in self._grid.segments(self._grid[chunk]))
@@ -268,7 +274,8 @@ class TransferMachine:
         return load
 
     def _verify(self, chunk: int, now_s: float) -> list[Command]:
-        """Every part of the chunk has landed: believe it, or read it again."""
+        """Compare the digest of a chunk all of whose parts have landed; if it is wrong, read the
+        chunk again."""
         parts = self._unverified.pop(chunk)
         ordered = sorted(parts, key=lambda part: part.begin)
         digest = digest_of_blocks(b"".join(parts[part][1] for part in ordered))
@@ -285,7 +292,7 @@ class TransferMachine:
         return self._refuse(chunk, senders, now_s)
 
     def _refuse(self, chunk: int, senders: list[ConnectionLoad], now_s: float) -> list[Command]:
-        """The chunk came wrong from these."""
+        """Record that these connections brought wrong bytes."""
         sources = list(dict.fromkeys(load.source for load in senders))
         for source in sources:
             self.withdraw(source, chunk)
@@ -310,7 +317,7 @@ class TransferMachine:
             f"chunk {chunk} (layer {layer}, {place.nbytes} bytes at {place.offset}) "
             f"from {' and '.join(peers)} does not match its digest",
             peer=next(iter(peers)),
-            hint="its memory or the way to it is faulty",
+            hint="its memory or the path to it is faulty",
         )
 
     def _part_payload_nbytes(self, part: Part) -> int:
@@ -337,7 +344,7 @@ class TransferMachine:
         self._causes.append(error)
         return True
 
-    # -- who reads what -------------------------------------------------------------------------
+    # -- which connection reads which part ------------------------------------------------------
 
     def _allowed_of(self, load: ConnectionLoad) -> int:
         return self._allowed.get(load.source, self._default_allowed)
@@ -358,8 +365,7 @@ class TransferMachine:
         )
 
     def _assign(self, now_s: float) -> list[Command]:
-        """Give parts to connections that want more, first to the one that would be through
-        first."""
+        """Give parts to connections that want more, first to the one that would be done first."""
         if self._ended:
             return []
         given: dict[int, list[Part]] = {}
@@ -387,9 +393,10 @@ class TransferMachine:
         return [Assign(connection, tuple(parts)) for connection, parts in given.items()]
 
     def _next(self, load: ConnectionLoad) -> Part | None:
-        """Take from the missing what this connection should read next; None: nothing, for now."""
+        """Take the part that this connection should read next; None: nothing, for now."""
         allowed, chunk_nbytes = self._allowed_of(load), self._grid.chunk_nbytes
-        # Those that share the work: all of them, or in coordinated reading those of its source.
+        # Those that share the work: all of them, or in coordinated reading those that may read
+        # some of the same chunks.
         rivals = [each for each in self._open.values() if self._allowed_of(each) & allowed]
         chunk = self._choose(load, allowed, rivals) if rivals else None
         if chunk is None:
@@ -401,7 +408,7 @@ class TransferMachine:
             budget = striping.budget(load, rivals, left_nbytes)
             piece = striping.piece_nbytes(load, chunk_nbytes)
             if budget < piece and not striping.is_first(load, able, chunk_nbytes):
-                return None  # one of the others will be through sooner, and take it then
+                return None  # another connection will be done sooner, and takes it then
             nbytes = min(nbytes, max(int(budget * striping.TAKEN), piece))
         if not load.pace.measured_nbytes and (self._several_connections or len(rivals) > 1):
             nbytes = min(nbytes, striping.PROBE_NBYTES)
@@ -410,8 +417,8 @@ class TransferMachine:
     def _choose(
         self, load: ConnectionLoad, allowed: int, rivals: list[ConnectionLoad]
     ) -> int | None:
-        """Return the lowest missing chunk that the connection may read, after as many as the
-        faster ones will have read by the time it is through with it."""
+        """Return the chunk that the connection should read next: the lowest missing one that it may
+        read, after as many as the others will have read by the time that it is done."""
         rank = 0
         if len(rivals) > 1:
             rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
@@ -431,7 +438,7 @@ class TransferMachine:
             return []
         if any(load.in_flight for load in self._connections.values()):
             return []
-        # Nothing is in flight: whatever could be assigned has been. Chunks are left over.
+        # Nothing is in flight, so all that could be assigned has been. Chunks are left over.
         if self._missing and not any(
             self._may_read(load, self._missing.first) for load in self._open.values()
         ):

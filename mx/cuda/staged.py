@@ -1,8 +1,8 @@
-"""A session that fills GPU memory through one that knows host memory only.
+"""A session that fills GPU memory through a session that fills host memory only.
 
-Reads are cut into parts of a pinned slot each. The inner session reads a part into its slot; from
-the thread that brought its last byte the copy to the device is queued; and this session's own
-thread waits for the copies in order, tells the sinks, and hands the slots to the next parts.
+Reads are cut into parts of one pinned slot each. The inner session reads a part into its slot. The
+thread that brought the last byte queues the copy to the device. This session's own thread waits for
+the copies in order, calls the sinks, and gives the slots to the next parts.
 """
 
 from __future__ import annotations
@@ -21,34 +21,31 @@ from mx.transport import DeviceView, Piece, Read, ReportedErrors, Session, Span
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """What goes through one slot: (region, offset there, device address, bytes), in order, and
-    the read's payload bytes up to its end."""
+    """The part of a read that goes through one slot."""
 
     job: _Job
+    #: (region, offset there, device address, bytes), in order.
     runs: list[tuple[int, int, int, int]] = field(default_factory=list)
-    nbytes: int = 0
+    nbytes: int = 0  # of all runs
     slot: Slot | None = None
-    #: Copied to the device, for all that the driver said.
-    landed: bool = False
+    landed: bool = False  # it was copied to the device, as far as the driver reports
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A read of the caller's, and how far it is."""
+    """A read of the caller's, and its progress."""
 
     read: Read
     parts: list[_Part] = field(default_factory=list)
-    #: Parts that the inner session, or the copy engine, has not ended yet.
-    running: int = 0
-    told: int = 0  # parts that `landed` has told of
-    told_nbytes: int = 0
+    running: int = 0  # parts whose read or copy has not ended yet
+    reported: int = 0  # parts that the sink's `landed` was called with
+    reported_nbytes: int = 0
     error: MxError | None = None
     ended: bool = False
 
 
 class StagedSession:
-    """See `mx.transport.Session`. Owns `inner` and its ring of pinned memory; `device` stays the
-    caller's, and open until `join`. Raises CudaMemoryError where the ring can't be pinned."""
+    """See `mx.transport.Session`."""
 
     def __init__(
         self,
@@ -58,6 +55,16 @@ class StagedSession:
         slot_nbytes: int = SLOT_BYTES,
         slots: int = SLOTS,
     ) -> None:
+        """
+        Args:
+            inner: The session to read through, which this one owns.
+            device: The GPU. The caller keeps it open until `join` has returned.
+            slot_nbytes: The size of a slot of pinned memory.
+            slots: How many slots there are.
+
+        Raises:
+            CudaMemoryError: The memory can't be pinned.
+        """
         self._inner = inner
         self._device = device
         self._ring = PinnedRing(device, slot_nbytes=slot_nbytes, slots=slots)
@@ -74,7 +81,7 @@ class StagedSession:
     # -- mx.transport.Session ----------------------------------------------------------------------
 
     def adopt(self, arena: Span) -> None:
-        """The inner session has adopted the ring: nothing else is ever read into."""
+        """Do nothing: the inner session reads into the ring only, which it has adopted."""
         del arena
 
     def read(self, reads: Sequence[Read]) -> None:
@@ -130,7 +137,7 @@ class StagedSession:
     # -- from the inner session's threads ----------------------------------------------------------
 
     def part_read(self, part: _Part, error: MxError | None) -> None:
-        """A part's bytes are in its slot, or will not come."""
+        """Queue the copy of a part that is in its slot; with `error`, its read failed."""
         job = part.job
         if error is None and part.slot is not None:
             try:
@@ -138,7 +145,7 @@ class StagedSession:
             except MxError as failed:
                 error = failed
         if error is not None:
-            # Its traceback holds on to the reads, and they to the device's memory.
+            # Its traceback refers to the reads, and they to the device's memory.
             error = error.with_traceback(None)
         with self._wake:
             job.error = job.error or error
@@ -165,7 +172,7 @@ class StagedSession:
         finally:
             if self._over():
                 self._ring.close()
-            else:  # a sink raised: end all other reads before this thread ends with that
+            else:  # a sink raised: end all other reads before this thread ends with the exception
                 self.close()
                 self._main()
 
@@ -189,7 +196,7 @@ class StagedSession:
         return bool(self._waiting) and (self._ring.free > 0 or self._skips(self._waiting[0]))
 
     def _skips(self, part: _Part) -> bool:
-        """Is it not to be read any more?"""
+        """Return True if the part is not read any more."""
         return self._closed or part.job.error is not None
 
     def _issue(self) -> None:
@@ -223,7 +230,7 @@ class StagedSession:
         return Read(part.job.read.tag, pieces, _PartSink(self, part))
 
     def _finish(self, part: _Part) -> None:
-        """A part has been read, or not: wait for its copy, tell the sink, free the slot."""
+        """Finish a part whose read has ended: wait for its copy, free its slot, call the sink."""
         job, slot = part.job, part.slot
         if slot is not None:
             part.slot = None
@@ -243,16 +250,18 @@ class StagedSession:
             )
             if over:
                 self._jobs.discard(job)
-                # Those that were never issued.
+                # Drop the parts that were never issued.
                 self._waiting = deque(p for p in self._waiting if p.job is not job)
-        before = job.told_nbytes
-        while job.error is None and job.told < len(job.parts) and job.parts[job.told].landed:
-            job.told_nbytes += job.parts[job.told].nbytes
-            job.told += 1
+        before = job.reported_nbytes
+        while job.error is None and job.reported < len(job.parts):
+            if not job.parts[job.reported].landed:
+                break
+            job.reported_nbytes += job.parts[job.reported].nbytes
+            job.reported += 1
         if over:
-            job.parts.clear()  # parts and job refer to each other
+            job.parts.clear()  # a reference cycle: parts refer to the job
         sink = job.read.sink
-        if job.told_nbytes > before and not _returns(sink.landed, job.told_nbytes):
+        if job.reported_nbytes > before and not _returns(sink.landed, job.reported_nbytes):
             # As the contract says, it costs the connection, and this session has one.
             job.error = job.error or LocalError(f"{job.read.tag}: its sink raised")
             self.close()
@@ -271,8 +280,8 @@ def _returns(call: Callable[..., None], *arguments: object) -> bool:
 
 
 class _PartSink:
-    """Hears how one part's read ended, and lets go of it: the inner session may keep the sink for
-    a while, by an error's traceback, and should not keep the device's memory with it."""
+    """The sink of one part's read. At its end it drops the part: the inner session may keep the
+    sink for a while, by an error's traceback, and must not keep the device's memory with it."""
 
     __slots__ = ("_part", "_session")
 
@@ -281,7 +290,7 @@ class _PartSink:
         self._part: _Part | None = part
 
     def landed(self, nbytes: int) -> None:
-        """Parts are small: they go to the device whole."""
+        """Do nothing: a part is small, and is copied to the device as a whole."""
 
     def done(self) -> None:
         self._end(None)

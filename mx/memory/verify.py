@@ -12,7 +12,7 @@ from mx.transport import Span
 
 
 def check_chunks(manifest: Manifest, arena: Span, layer: int, reader: HostReader) -> None:
-    """Hash a layer's chunks again, on the host. Raises DigestError naming the first that
+    """Hash a layer's chunks again, on the host. Raises DigestError for the first chunk that
     differs."""
     grid = manifest.grid
     for index in grid.of_layer(layer):
@@ -24,7 +24,7 @@ def check_chunks(manifest: Manifest, arena: Span, layer: int, reader: HostReader
 
 
 def tensors_of_layers(manifest: Manifest) -> list[list[tuple[str, int, int]]]:
-    """(name, arena offset, nbytes) of each layer's tensors."""
+    """Return the tensors of each layer, as (name, arena offset, nbytes)."""
     found: list[list[tuple[str, int, int]]] = [[] for _ in manifest.layout.layers]
     for tensor in manifest.layout.tensors:
         base = manifest.layout.layers[tensor.layer].arena_offset
@@ -35,9 +35,16 @@ def tensors_of_layers(manifest: Manifest) -> list[list[tuple[str, int, int]]]:
 def check_identity(
     manifest: Manifest, arena: Span, tensors: list[tuple[str, int, int]], reader: HostReader
 ) -> None:
-    """Compare tensors with the blake3 digests that the identity is made of.
+    """Compare tensors with the blake3 digests that make up the identity.
 
-    Raises DigestError naming the first that differs: then the chunk digests were a lie.
+    Args:
+        manifest: The model's manifest.
+        arena: The memory of the whole model.
+        tensors: The tensors to compare, as (name, arena offset, nbytes).
+        reader: Reads `arena`, on the host or a GPU.
+
+    Raises:
+        DigestError: A tensor differs, so the chunk digests were wrong too. It names the first one.
     """
     for name, offset, nbytes in tensors:
         state = blake3()
@@ -45,6 +52,6 @@ def check_identity(
             state.update(piece)
         if state.digest() != manifest.tensor_digests[name]:
             raise DigestError(
-                f"tensor {name} is not the one that the model's identity names",
-                hint="the source lied about the model; do not use it",
+                f"tensor {name} does not match the model's identity",
+                hint="the source gave wrong digests for the model; do not use it",
             )

@@ -1,4 +1,4 @@
-"""A pull's memory, served to others while it fills."""
+"""Serves a pull's memory to other pulls while it is filled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mx.wire.documents import fetch
 
 log = logging.getLogger(__name__)
 
-#: Readers may finish what they are at for so long.
+#: How long readers have to finish their reads.
 DRAIN_S = 2.0
-#: The coordinator is told of new layers this often.
+#: Pause between reports of new layers to the coordinator.
 ADVERTISE_S = 1.0
 
 
 class Relay:
-    """`mx.swarm.sharing.Host`: a source of its own in the pull's process."""
+    """A source in the pull's process: see `mx.swarm.sharing.Host`."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class Relay:
     ) -> None:
         """
         Args:
-            source_id: By which others know the pull.
+            source_id: The id by which others know the pull.
             options: How to serve.
-            transports: By name.
-            coordinator: Where to be listed, or None.
+            transports: The transports by name.
+            coordinator: Where to register; None: nowhere.
             key: The model.
-            manifest: Its manifest, to whose documents side files may be added.
-            arena: Fills meanwhile. It stays the caller's, who releases it after `close`.
+            manifest: The model's manifest. Side files are added to its documents.
+            arena: The memory that is filled. The caller releases it, after `close`.
         """
         self._options = options
         self._coordinator = coordinator
@@ -66,37 +66,41 @@ class Relay:
         self._listens = False
 
     async def start(self, node: Node) -> None:
+        """See `mx.swarm.sharing.Host`."""
         await self._server.start()
         await self._server.offer(self._held, node)
         self._listens = True
 
     def record(self) -> SourceRecord | None:
+        """See `mx.swarm.sharing.Host`."""
         return self._server.record(self._held.source_id) if self._listens else None
 
     async def keep_listed(
         self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
     ) -> None:
+        """See `mx.swarm.sharing.Host`. Side files are fetched before the pull is listed as
+        whole."""
         if self._coordinator is None:
             return
-        told: tuple[tuple[int, int], ...] | None = None
+        reported: tuple[tuple[int, int], ...] | None = None
         whole = False
         while not whole:
             whole, held = holdings.whole, holdings.layers()
-            if whole:  # what is listed as whole gives the side files too
+            if whole:  # a source that is listed as whole gives the side files too
                 await self._get_side_files(sources())
             try:
                 self._held.layers = held
-                if told is None:
+                if reported is None:
                     await self._server.register(self._coordinator)
-                elif held != told:
+                elif held != reported:
                     await self._server.advertise()
-                told = held
-            except MxError:  # it is tried again, and reading does not depend on it
+                reported = held
+            except MxError:  # tried again below, and reading does not depend on it
                 whole = False
             await asyncio.sleep(ADVERTISE_S)
 
     async def _get_side_files(self, sources: Sequence[SourceRecord]) -> None:
-        """Fetch those that the pull had no use for: its readers may have."""
+        """Fetch the side files that the pull did not need, since its readers may."""
         manifest, options = self._held.manifest, self._options
         sides = {(side.digest, side.nbytes) for side in manifest.packaging.side_files}
         refs = [ref for ref in sides if ref[0] not in manifest.documents]
@@ -110,19 +114,23 @@ class Relay:
             except MxError as error:
                 log.info("side files can't be passed on: %s", str(error))
             else:
-                manifest.documents.update(documents)  # the very ones that are served
+                manifest.documents.update(documents)  # the server gives these to readers
                 return
             finally:
                 await channel.close(None)
 
     async def settle(self) -> tuple[SourceServer, HeldModel]:
-        """The arena is whole, and sealed: from now on this is a source as any other, which is the
-        caller's."""
+        """Become an ordinary source. Called when the arena is whole and sealed.
+
+        Returns:
+            The server and the model, which the caller owns from now on.
+        """
         await self._server.settle(self._held.source_id)
-        with contextlib.suppress(MxError):  # the registration that is renewed tells it too
+        with contextlib.suppress(MxError):  # the next renewal of the registration reports it too
             await self._server.advertise()
         return self._server, self._held
 
     async def close(self) -> None:
-        await self._server.drain(DRAIN_S)  # those that read something now
+        """End all reads here: running ones may finish within `DRAIN_S`."""
+        await self._server.drain(DRAIN_S)
         await self._server.close()

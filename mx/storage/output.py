@@ -1,4 +1,4 @@
-"""Writing a pulled checkpoint while it arrives."""
+"""Writes a pulled checkpoint while it arrives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mx.transport import Span, host_view
 
 
 class Output:
-    """`--out`: layers are written by one thread as they become ready (copied back from a GPU
-    first, one at a time); `finish` commits.
+    """The checkpoint of a pull with `out`. One thread writes the layers as they become ready (from
+    a GPU copied to the host first, one at a time); `finish` commits.
 
-    Everything is beside the target until then. `abort` leaves nothing behind; with `keep` it
-    leaves what was written, if anything was, for the next one to go on from.
+    Until then everything is in a folder beside `out`. `abort` removes it; with `keep` it leaves the
+    layers that were written, if any, for a later pull to go on from.
     """
 
     def __init__(
@@ -30,6 +30,16 @@ class Output:
         *,
         keep: bool,
     ) -> None:
+        """
+        Args:
+            out: The folder to make.
+            manifest: The model's manifest.
+            on_error: Called on the writing thread with an exception, which ends the pull.
+            keep: Whether `abort` keeps the written layers.
+
+        Raises:
+            MxError: Errors of `CheckpointWriter`.
+        """
         self._writer = CheckpointWriter(out, manifest, keep=keep)
         self._manifest = manifest
         self._on_error = on_error
@@ -40,17 +50,17 @@ class Output:
 
     @property
     def folder(self) -> str:
-        """Where everything is until the end."""
+        """The folder in which everything is until `finish`."""
         return str(self._writer.folder)
 
     @property
     def left(self) -> list[int]:
-        """The layers that an earlier run says it wrote, in execution order."""
+        """The layers that an earlier run recorded as written, in execution order."""
         return sorted(self._writer.claimed)
 
     def read_back(self, layer: int, view: Span) -> list[int]:
-        """Read such a layer into its place in host memory. Blocks; returns the chunks that are
-        right, as their digests say."""
+        """Read a layer of `left` into its place in host memory. Blocks. Returns the chunks whose
+        digests are right."""
         self._writer.read_layer(layer, host_view(view))
         base = self._manifest.layout.layers[layer].arena_offset
         grid, right = self._manifest.grid, []
@@ -66,24 +76,30 @@ class Output:
         return right
 
     def layer_ready(self, layer: int, view: Span) -> None:
+        """Queue a layer to be written. `view` must stay as it is until `finish` or `abort`."""
         with self._lock:
             self._futures.append(self._pool.submit(self._write, layer, view))
 
     def _write(self, layer: int, view: Span) -> None:
         try:
             self._writer.write_layer(layer, self._reader.whole(view))
-        except BaseException as error:  # noqa: BLE001 - the pull is told, and ends with it
+        except BaseException as error:  # noqa: BLE001 - reported, and ends the pull
             self._on_error(error)
 
     def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
-        """Write some bytes to each side file of this digest. Blocks."""
+        """Write some bytes to each side file with this digest. Blocks."""
         for side in self._manifest.packaging.side_files:
             if side.digest == digest:
                 self._writer.write_side_page(side.path, offset, data)
 
     def finish(self) -> None:
-        """Wait for the writes, check the side files, commit. Raises OutputError, CapacityError, or
-        IntegrityError for side files that may not be written."""
+        """Wait for the writes, check the side files, and commit. Blocks.
+
+        Raises:
+            OutputError: The file system refuses.
+            CapacityError: The disk is full.
+            IntegrityError: A side file may not be written.
+        """
         for future in self._futures:
             future.result()
         self._reader.close()
@@ -93,7 +109,8 @@ class Output:
         self._writer.commit()
 
     def abort(self) -> str:
-        """Returns what to do to go on from what is left; "" if nothing is."""
+        """End without a commit. Blocks. Returns how to go on from the layers that are kept; "" if
+        none are."""
         self._pool.shutdown(cancel_futures=True)
         self._reader.close()
         self._futures.clear()

@@ -1,5 +1,5 @@
-"""One pull's part in a swarm: talks with neighbours and origins, reads from them what it may, and
-says who may read from it. The deciding is done in `mx.core.swarm.receiver` and its neighbours."""
+"""One pull's part in a swarm: it exchanges messages with neighbours and origins, has the pull's
+transfer read what they allow, and allows them to read here. `mx.core.swarm` makes the decisions."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from mx.wire.v1.peer_pb2 import SwarmMessage
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
-#: Chunks asked for at a time: one is read while the next is asked for.
+#: Requests outstanding at a time: one chunk is read while the next is requested.
 WIDTH = 2
-#: Who has had nobody to ask for so long reads without asking.
+#: A pull that has had no readable peer for this long reads freely.
 ALONE_S = 2.0
-#: Neighbours that hold nothing that is missing may be about to: for so long, from when last
-#: anything came, here or to one of them.
+#: How long a pull waits for neighbours that hold nothing that it lacks, counted from the last
+#: chunk that arrived here or that one of them announced.
 HOPE_S = 5.0
-#: Those that hold something are hoped for so long.
+#: The same where a neighbour holds something that is missing.
 PATIENCE_S = 30.0
 
 
@@ -54,7 +54,7 @@ class Reads(Protocol):
         """The chunks that are verified."""
 
     def subscribe(self, listener: HoldingsListener) -> int:
-        """Report every later change of `holdings`. Returns those that are verified now."""
+        """Report every later change of `holdings`. Returns the chunks that are verified now."""
 
     def coordinate(self) -> None:
         """From now on read only what is allowed."""
@@ -63,10 +63,10 @@ class Reads(Protocol):
         """From now on read from any source."""
 
     def allow(self, source: str, chunk: int) -> bool:
-        """The chunk may be read from this source. Returns False if it is verified already."""
+        """Let the chunk be read from this source. Returns False if it is verified already."""
 
     def withdraw(self, source: str, chunk: int) -> None:
-        """The chunk is to come from another source."""
+        """Stop reading the chunk from this source: another one gives it."""
 
 
 @dataclass
@@ -74,15 +74,13 @@ class _Peer:
     record: SourceRecord
     stream: PeerStream
     seeds: bool
-    readable: bool  # else it may read here, but is asked for nothing
+    readable: bool  # else it may read here, but gets no requests
     connected: bool = False
 
 
 class Node:
-    """One pull's, on the loop. Until `gated` it only tells what it holds; from then on it decides
-    what is read from whom.
-
-    `own` is how others find this pull (None before it can be found); `dial` opens a talk.
+    """One pull's; on the loop. It announces what is held here and answers requests. While reading
+    is coordinated it also decides which chunk is read from which peer.
     """
 
     def __init__(
@@ -99,11 +97,11 @@ class Node:
         """
         Args:
             own_id: The source id by which others know this pull.
-            chunk_count: Of the model.
-            chunk_nbytes: Of one chunk.
+            chunk_count: How many chunks the model has.
+            chunk_nbytes: The size of a chunk.
             reads: The pull's transfer.
             sharing: Lets others find this pull.
-            reaches: Says whether there is any path to a source.
+            reaches: Returns True if there is a path to a source.
             dial: Opens a stream to a peer.
             changed: Called when `coordinated` or `reading_from` change.
         """
@@ -123,7 +121,7 @@ class Node:
             chunk_count, self.holdings, width=0, free_s=free_after_s(chunk_nbytes)
         )
         self._sent: Callable[[str, str], int | None] = lambda name, address: None
-        # By the id alone: where peers that were dialled read from is not known.
+        # By the id alone: the address that a dialled peer reads from is not known.
         self._standing = Standing(chunk_nbytes, lambda reader: self._sent(reader.name, ""))
         self._slots = Slots(standing=self._standing)
         self._peers: dict[int, _Peer] = {}
@@ -134,23 +132,23 @@ class Node:
         self._announcing: asyncio.TimerHandle | None = None
         self._alone_since_s: float | None = None
         self._news_at_s = time.monotonic()
-        self._lost: set[str] = set()  # sources that were, since anything came
+        self._lost: set[str] = set()  # sources that were lost since the last chunk arrived
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
     def met(self, sources: Sequence[SourceRecord]) -> None:
-        """These hold the model now, or parts of it."""
+        """Take note of the sources that hold the model, or parts of it, now."""
         self.sharing.sources = sources
         if self.sharing.begun:
             self.peers.met(sources)
 
     def reading_began(self) -> None:
-        """A connection is open."""
+        """Plan to let others read here: a connection is open."""
         self.sharing.plan(self)
 
-    # -- how it reads -----------------------------------------------------------------------------
+    # -- coordinated and free reading -------------------------------------------------------------
 
     def coordinate(self) -> None:
-        """Others pull from the same origin: from now on request chunks before reading them."""
+        """From now on request chunks before reading them: others pull from the same source."""
         if self.coordinated or not self.sharing.possible or self._reads is None:
             return
         self.coordinated = True
@@ -167,7 +165,7 @@ class Node:
         self._do(self._receiver.plan(time.monotonic()))
 
     def read_freely(self) -> None:
-        """There is no peer to request chunks from: read from any source."""
+        """From now on read from any source: there is no peer to request chunks from."""
         if self.coordinated and self._reads is not None:
             self.coordinated = False
             self._receiver.width = 0
@@ -175,13 +173,13 @@ class Node:
             self._changed()
 
     def no_whole_source(self) -> None:
-        """No source that holds everything is left: read from those that hold parts, if any."""
+        """Read from sources that hold parts, if any: none is left that holds everything."""
         others = [each for each in self.sharing.sources if each.source_id != self._own_id]
         if any(not each.whole for each in others):
             self.coordinate()
 
     def reading_ended(self) -> None:
-        """The pull's transfer is about to end: from now on the node only gives."""
+        """From now on only serve others: the pull's transfer is about to end."""
         self._reads = None
         self.sharing.reading_ended()
 
@@ -205,10 +203,10 @@ class Node:
 
     @property
     def crowded(self) -> bool:
-        """Must those that read here ask before?"""
+        """Return True if readers have to request chunks here before they read."""
         return len(self._readers) > 1 or not self.complete
 
-    # -- mx.core.holdings.HoldingsListener; from any thread ----------------------------------------
+    # -- mx.core.holdings.HoldingsListener, called on any thread ----------------------------------
 
     def chunk_verified(self, chunk: int) -> None:
         self._loop.call_soon_threadsafe(self._landed, chunk)
@@ -236,7 +234,8 @@ class Node:
         self._do(self._receiver.failed(number, chunk, time.monotonic()))
 
     def lost(self, source_id: str, *, for_good: bool) -> None:
-        """No way is left to read from it; `for_good`: nor will there be one."""
+        """End the stream to a source to which no path is left; `for_good`: and never meet it
+        again."""
         self._lost.add(source_id)
         if for_good:
             self.peers.ban(source_id)
@@ -244,12 +243,20 @@ class Node:
             self.peers.leave(source_id)
 
     def reaches(self, record: SourceRecord) -> bool:
-        """Could it be read from?"""
+        """Return True if there is a path to the source."""
         return self._reaches(record)
 
-    # -- talks ------------------------------------------------------------------------------------
+    # -- streams ----------------------------------------------------------------------------------
 
     def joined(self, record: SourceRecord, stream: PeerStream, have: bytes, *, seeds: bool) -> int:
+        """Add the peer at the other end of a stream, which holds `have`.
+
+        Returns:
+            Its number.
+
+        Raises:
+            PeerProtocolError: `have` names chunks that do not exist.
+        """
         held = from_bytes(have, self._chunk_count)
         readable = self._reaches(record)
         self._count += 1
@@ -260,16 +267,17 @@ class Node:
         self._standing.joined(number, Reader(stream.address, record.source_id))
         if readable:
             self._alone_since_s = None
-        if readable and record.source_id not in self._lost:  # or it could come and go for ever
+        # A source that comes and goes must not keep the pull waiting for ever.
+        if readable and record.source_id not in self._lost:
             self._news_at_s = time.monotonic()
         if self.coordinated and seeds and readable and not self.complete:
-            stream.send(
-                SwarmMessage(coordinated=True)
-            )  # it does not know, where it has been read from by one alone
+            # The origin may not know it yet: so far perhaps one pull alone read from it.
+            stream.send(SwarmMessage(coordinated=True))
         self._do(self._receiver.plan(time.monotonic()))
         return number
 
     def parted(self, number: int) -> None:
+        """Remove the peer: its stream has ended."""
         source_id = self._peers.pop(number).record.source_id
         del self._numbers[source_id]
         for chunk in [c for c, n in self._reading.items() if n == number]:
@@ -281,8 +289,9 @@ class Node:
         self._do(self._receiver.gone(number, time.monotonic()))
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
-        """Another has greeted: talk until the end."""
-        if self._standing.waits(Reader(stream.address, record.source_id)):  # its place is another's
+        """Serve the stream of a peer that has sent a hello; returns when the stream has ended."""
+        # While a reader comes after all others (it lost a slot here), it is refused as neighbour.
+        if self._standing.waits(Reader(stream.address, record.source_id)):
             await stream.refuse()
             return
         await self.peers.trade(record, have, stream)
@@ -290,6 +299,7 @@ class Node:
     # -- messages ---------------------------------------------------------------------------------
 
     def heard(self, number: int, message: SwarmMessage) -> None:
+        """Act on a message of the peer. Raises PeerProtocolError."""
         kind = message.WhichOneof("message")
         peer, now_s = self._peers[number], time.monotonic()
         match kind:
@@ -315,10 +325,13 @@ class Node:
             ):
                 self._heard_of(number, peer, kind, getattr(message, kind), now_s)
             case _:
-                raise PeerProtocolError(f"{peer.stream.peer} said {kind} out of place")
+                raise PeerProtocolError(
+                    f"{peer.stream.peer} sent {kind} out of order, or for a chunk that does not"
+                    " exist"
+                )
 
     def _heard_of(self, number: int, peer: _Peer, kind: str, chunk: int, now_s: float) -> None:
-        """A message about one chunk."""
+        """Act on a message about one chunk."""
         match kind:
             case "request":
                 held = self.holdings.has(chunk)
@@ -343,7 +356,8 @@ class Node:
                 self._answers(self._slots.done(number, chunk, read=kind == "finished"))
 
     def _take_over(self, chunk: int, number: int) -> None:
-        """Who reads it so far is late, and was hedged: two can't write to one place."""
+        """Read the chunk from this peer. If another peer was late with it, and was hedged, that
+        read ends first: two can't write to one place."""
         late = self._reading.get(chunk)
         self._reading[chunk] = number
         if late is not None and late != number:
@@ -375,7 +389,8 @@ class Node:
                     peer.stream.send(SwarmMessage(interested=True))
 
     def _connect(self, peer: _Peer) -> None:
-        """Not sooner: to connect all to all at once would take a second of a core."""
+        """Have the pull connect to the peer. Only the first request does so: connecting all peers
+        to all others at once would take a second of a core."""
         if not peer.connected:
             peer.connected = True
             self.reading_from[peer.record.source_id] = (peer.stream, peer.record)
@@ -403,7 +418,7 @@ class Node:
             else:
                 peer.stream.send(SwarmMessage(unchoke=True))
 
-    # -- what others are told ---------------------------------------------------------------------
+    # -- announcements ----------------------------------------------------------------------------
 
     def _plan_announcement(self) -> None:
         at_s = self._receiver.announce_at_s
@@ -416,15 +431,22 @@ class Node:
         for number, chunks in self._receiver.announcements():
             self._peers[number].stream.send(SwarmMessage(have=to_bytes(chunks)))
 
-    # -- those that read here, for the server -----------------------------------------------------
+    # -- readers, for the server ------------------------------------------------------------------
 
     def watch(
         self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
     ) -> None:
+        """Set what the server provides.
+
+        Args:
+            sent: Returns the bytes sent to a reader (id, address; "" for any address), or None if
+                the server does not see them.
+            trades: Called with (source id, +1 or -1) when a dialled stream begins or ends.
+        """
         self._sent, self.peers.trades = sent, trades
 
     def opened(self, reader_id: str) -> bool:
-        """A pull was granted reads here. Must it ask first?"""
+        """Count a lease of a reader. Returns True if it has to request chunks before it reads."""
         self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
         if len(self._readers) == 2 and self.complete:
             for peer in self._peers.values():
@@ -432,6 +454,7 @@ class Node:
         return self.crowded
 
     def closed(self, reader_id: str) -> None:
+        """End the count of one lease of the reader."""
         self._readers[reader_id] -= 1
         if not self._readers[reader_id]:
             del self._readers[reader_id]
@@ -451,7 +474,7 @@ class Node:
             free = self._receiver.free
             self._do(self._receiver.tick(now_s))
             if self._receiver.free and not free:
-                log.info("no source gives a slot: reading without asking")
+                log.info("no source allows a slot: reading without requests")
             if any(peer.readable for peer in self._peers.values()):
                 continue
             self._alone_since_s = self._alone_since_s or now_s
@@ -459,7 +482,7 @@ class Node:
                 self.read_freely()
 
     def end(self) -> None:
-        """End every talk."""
+        """Close every stream."""
         self.peers.end()
 
     async def close(self) -> None:

@@ -1,5 +1,5 @@
-"""An origin's part in a swarm: hands out each chunk once before any twice, and makes those that
-pull from it known to each other."""
+"""An origin's part in a swarm: it sends each chunk once before it sends any chunk twice, and names
+the other pulls that read from it to each new one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mx.wire.v1.peer_pb2 import SwarmMessage
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
-#: How many of its neighbours-to-be a newcomer is told of.
+#: How many other pulls an origin names to a new one.
 MOST_INTRODUCED = 64
 #: Swarm streams that a source keeps open at a time.
 MOST_STREAMS = 1024
 #: ... from one address ...
 MOST_OF_ADDRESS = 256
-#: ... and from one reader: one that has lost its connection may be back before that is known.
+#: ... and from one reader: it may reconnect before its lost stream is noticed.
 MOST_OF_READER = 2
 
 
@@ -42,8 +42,8 @@ class _Peer:
 
 
 class Origin:
-    """One origin's, on the loop. As long as one pull alone reads from it, that reads what it
-    likes; from the second on, all ask."""
+    """One origin's; on the loop. A pull that reads alone reads without requests; as soon as a
+    second one reads, all send requests."""
 
     def __init__(self, chunk_count: int, chunk_nbytes: int) -> None:
         self._chunk_count = chunk_count
@@ -54,7 +54,7 @@ class Origin:
         self._readers: dict[str, int] = {}  # reader id -> leases
         self._numbers = 0
         self._coordinated = False
-        self._opened = False  # was it said that everything may be asked for?
+        self._opened = False  # every chunk was announced: readers may request any
         self._seeder = Seeder(chunk_count, standing=self._standing)
         self._slots = Slots(standing=self._standing)
         self._ticking: asyncio.Task[None] | None = None
@@ -62,29 +62,36 @@ class Origin:
     def watch(
         self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
     ) -> None:
-        del trades  # an origin dials no reader
+        """Set `sent`, which returns the bytes sent to a reader (id, address), or None if the server
+        does not see them. An origin dials no reader, so it has no use for `trades`."""
+        del trades
         self._sent = sent
 
     # -- readers' leases ------------------------------------------------------------------------
 
     def opened(self, reader_id: str) -> bool:
-        """A pull that can be part of a swarm has been granted reads. Must it ask first?"""
+        """Count a lease of a pull that can be part of a swarm. Returns True if the pull has to
+        request chunks before it reads."""
         self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
         if len(self._readers) > 1:
             self._start()
         return self._coordinated
 
     def closed(self, reader_id: str) -> None:
-        """A lease of it has ended."""
+        """End the count of one lease of the pull."""
         self._readers[reader_id] -= 1
         if not self._readers[reader_id]:
             del self._readers[reader_id]
             self._rest()
 
-    # -- members --------------------------------------------------------------------------------
+    # -- peers ----------------------------------------------------------------------------------
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
-        """Until the talk ends."""
+        """Serve the stream of a peer that has sent a hello; returns when the stream has ended.
+
+        Raises:
+            PeerProtocolError: `have` names chunks that do not exist.
+        """
         held = from_bytes(have, self._chunk_count)
         reader = Reader(stream.address, record.source_id)
         if not self._admits(reader):
@@ -104,7 +111,7 @@ class Origin:
         try:
             error = await stream.listen(lambda message: self._heard(number, node, message))
             if error is not None:
-                log.warning("%s was left: %s", stream.peer, str(error))
+                log.warning("dropped %s: %s", stream.peer, str(error))
         finally:
             del self._peers[number]
             self._answers(self._slots.gone(number))
@@ -113,7 +120,7 @@ class Origin:
             self._rest()
 
     def _admits(self, reader: Reader) -> bool:
-        """Is there a place for another stream of this reader?"""
+        """Return True if another stream of this reader is within the bounds."""
         there = [node.reader for node in self._peers.values()]
         return (
             len(there) < MOST_STREAMS
@@ -148,11 +155,11 @@ class Origin:
         if kind == "interested":
             self._answers(self._slots.interested(number, later=not self._seeder.all_out))
             return
-        if kind == "coordinated":  # it asks before it reads, so it is to be offered something
+        if kind == "coordinated":  # the peer sends requests: it needs suggestions
             self._start()
             return
         if kind not in ("request", "finished", "cancel", "decline"):
-            raise PeerProtocolError(f"{node.stream.peer} said {kind} to an origin")
+            raise PeerProtocolError(f"{node.stream.peer} sent {kind} to an origin")
         chunk = getattr(message, kind)
         if chunk >= self._chunk_count:
             raise PeerProtocolError(f"{node.stream.peer} named chunk {chunk}, which does not exist")
@@ -175,10 +182,10 @@ class Origin:
         elif answer is Answer.REJECT:
             node.stream.send(SwarmMessage(reject=chunk))
 
-    # -- what it says ---------------------------------------------------------------------------
+    # -- messages to peers ----------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Several pulls read: from now on all ask."""
+        """From now on readers send requests: several pulls read, or one says that it does."""
         if self._coordinated:
             return
         self._coordinated = True
@@ -189,7 +196,7 @@ class Origin:
             self._suggest(self._seeder.joined(number, node.have, now_s))
 
     def _rest(self) -> None:
-        """Once nobody is left, the next one alone may read as it likes."""
+        """Once no pull is left, let the next one read freely as long as it is alone."""
         if self._peers or self._readers or not self._coordinated:
             return
         self._coordinated = self._opened = False
@@ -229,7 +236,7 @@ class Origin:
                     node.stream.close()
 
     def end(self) -> None:
-        """End every talk."""
+        """Close every stream."""
         for node in self._peers.values():
             node.stream.close()
         if self._ticking is not None:

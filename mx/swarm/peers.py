@@ -1,4 +1,5 @@
-"""Whom a pull knows of those that pull, or hold, the same model, and whom it talks to."""
+"""The peers of a pull: which ones it knows of, and its streams to those that are its neighbours,
+and to origins."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
 
-#: Others that a peer tells of in one message; a source tells of 64.
+#: The most peers that one message may name; an origin names 64.
 MOST_EXCHANGED = 256
-#: A greeting that is not answered by then is given up.
+#: A hello that is not answered within this time is given up.
 WELCOME_TIMEOUT_S = 3.0
 
 
 class Host(Protocol):
-    """Whose acquaintances they are."""
+    """The pull's node: `mx.swarm.node.Node`."""
 
     @property
     def held(self) -> int:
@@ -34,27 +35,27 @@ class Host(Protocol):
 
     @property
     def crowded(self) -> bool:
-        """Must readers ask before they read?"""
+        """Return True if readers have to request chunks before they read."""
 
     def reaches(self, record: SourceRecord) -> bool:
-        """Could it be read from?"""
+        """Return True if there is a path to the source."""
 
     def joined(self, record: SourceRecord, stream: PeerStream, have: bytes, *, seeds: bool) -> int:
-        """A talk has begun. Returns its number. Raises PeerProtocolError."""
+        """Add the peer at the other end of a stream. Returns its number. Raises
+        PeerProtocolError."""
 
     def heard(self, number: int, message: SwarmMessage) -> None:
-        """Raises PeerProtocolError."""
+        """Act on a message. Raises PeerProtocolError."""
 
     def parted(self, number: int) -> None:
-        """The talk has ended."""
+        """Remove the peer: its stream has ended."""
 
     def coordinate(self) -> None:
-        """A source says that others read there too."""
+        """From now on request chunks: a source says that others read there too."""
 
 
 class Peers:
-    """One pull's, on the loop. `own` is how others find this pull (None before it can be found);
-    `dial` opens a talk."""
+    """One pull's; on the loop."""
 
     def __init__(
         self,
@@ -63,33 +64,48 @@ class Peers:
         own: Callable[[], SourceRecord | None],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
     ) -> None:
+        """
+        Args:
+            own_id: The source id by which others know this pull.
+            host: The pull's node.
+            own: Returns the record by which others find this pull; None before they can.
+            dial: Opens a stream to a source.
+        """
         self.known = KnownPeers()
-        #: Hears of neighbours that were dialled, by id: +1 when a talk has begun, -1 at its end.
+        #: Called with the id of a neighbour that was dialled, and +1 when its stream begins, -1
+        #: when it ends.
         self.trades: Callable[[str, int], None] = lambda source_id, change: None
         self._own_id = own_id
         self._host = host
         self._own = own
         self._dial = dial
         self._neighbours = Neighbours(own_id)
-        self._streams: dict[str, PeerStream] = {}  # with those that are talked to
-        self._greeting: dict[str, PeerStream | None] = {}  # those that have not answered yet
+        self._streams: dict[str, PeerStream] = {}  # to neighbours and origins, by id
+        self._greeting: dict[str, PeerStream | None] = {}  # hellos that are not answered yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def any(self) -> bool:
-        """Is anybody talked to, or greeted?"""
+        """Return True if there is a stream to a peer, or a hello under way."""
         return bool(self._streams or self._greeting)
 
     def told_of(self, sources: Sequence[SourceRecord]) -> None:
-        """A peer says that these pull, or hold, the same model. Raises PeerProtocolError."""
+        """Meet the sources that a peer names. Raises PeerProtocolError if they are too many."""
         if len(sources) > MOST_EXCHANGED:
-            raise PeerProtocolError(f"{len(sources)} peers were told of at once")
+            raise PeerProtocolError(
+                f"a message names {len(sources)} peers: at most {MOST_EXCHANGED} are allowed"
+            )
         self.met(sources, listed=False)
 
     def met(self, sources: Iterable[SourceRecord], *, listed: bool = True) -> None:
-        """These pull, or hold, the same model. `listed`: so a coordinator, or the source that the
-        pull was told of, says; else another peer."""
+        """Add sources that pull, or hold, the same model, and send hellos to some of them.
+
+        Args:
+            sources: Their records.
+            listed: True if the coordinator, or the source that the user named, lists them; False if
+                another peer named them.
+        """
         now_s, keep = time.monotonic(), {**self._streams, **self._greeting}
         self.known.prune(now_s, keep)
         for record in sources:
@@ -98,22 +114,23 @@ class Peers:
                 continue
             if not self.known.name(record, now_s, listed=listed, keep=keep):
                 continue
-            # A peer tells of pulls alone; whoever else it named would be dialled in any number.
+            # Peers may name pulls only: no bound holds for how many origins are dialled.
             origin = record.role is SourceRole.ORIGIN and listed
             if not origin or self._busy_with(source_id):
                 continue
-            if self._host.reaches(record):  # else it would offer what can't be taken
+            if self._host.reaches(record):  # else it would suggest chunks that can't be read
                 self._start(self._greet(record, None))
         relays = [each.source_id for each in self.known if each.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
 
     def leave(self, source_id: str) -> None:
-        """Talk to it no more."""
+        """Close the stream to this source, if there is one."""
         if source_id in self._streams:
             self._streams[source_id].close()
 
     def ban(self, source_id: str) -> None:
-        """Never talk to it again: it lied, or holds something else by now."""
+        """Leave this source, and never connect to it again: it sent wrong bytes, or holds something
+        else by now."""
         self.known.ban(source_id)
         self.leave(source_id)
 
@@ -121,7 +138,7 @@ class Peers:
         return source_id in self._streams or source_id in self._greeting
 
     def _greet_all(self, names: Iterable[str]) -> None:
-        for name in () if self._closed else names:  # the end of a talk makes place for others
+        for name in () if self._closed else names:  # ending streams make place for neighbours
             if name in self.known and not self._busy_with(name):
                 self._start(self._greet(self.known.record(name), self._neighbours))
 
@@ -131,8 +148,8 @@ class Peers:
         task.add_done_callback(self._tasks.discard)
 
     async def _greet(self, record: SourceRecord, neighbours: Neighbours | None) -> None:
-        """Talk to another, if it welcomes that, until the talk ends. Origins are no neighbours:
-        they don't read here."""
+        """Dial a peer and send a hello; if it accepts, serve the stream until it ends. For an
+        origin `neighbours` is None: it is no neighbour, since it does not read here."""
         source_id, own = record.source_id, self._own()
         if own is None:
             return
@@ -140,7 +157,7 @@ class Peers:
         try:
             stream = await self._dial(record)
         except MxError as error:
-            log.info("%s could not be greeted: %s", record.endpoint, str(error))
+            log.info("could not dial %s: %s", record.endpoint, str(error))
             self._forget(source_id, neighbours)
             return
         self._greeting[source_id] = stream
@@ -156,7 +173,7 @@ class Peers:
                 self._host.heard(number, message)
                 return
             if message.WhichOneof("message") != "welcome":
-                raise PeerProtocolError(f"{stream.peer} did not answer the greeting")
+                raise PeerProtocolError(f"{stream.peer} did not answer the hello with a welcome")
             timeout.cancel()
             welcome = message.welcome
             if not welcome.accepted or self._greeting.get(source_id) is not stream:
@@ -185,16 +202,16 @@ class Peers:
                 self._forget(source_id, neighbours)
 
     def _forget(self, source_id: str, neighbours: Neighbours | None) -> None:
-        """It did not answer, or not want."""
+        """Forget a peer that did not answer the hello, or refused."""
         del self._greeting[source_id]
         self.known.forget(source_id)
         if neighbours is not None:
             self._greet_all(neighbours.answered(source_id, False))
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
-        """Another has greeted us: talk until the end."""
+        """Answer the hello of a peer; if it becomes a neighbour, serve the stream until it ends."""
         source_id = record.source_id
-        # Two that greet each other at a time keep the stream of the one with the lesser id.
+        # When two peers dial at the same time, the stream from the lesser id is kept.
         crossed = source_id in self._greeting and self._own_id < source_id
         answer = None
         if source_id not in self._streams and not crossed and not self.known.banned(source_id):
@@ -228,7 +245,7 @@ class Peers:
     ) -> int:
         try:
             number = self._host.joined(record, stream, have, seeds=seeds)
-        except MxError:  # it talks nonsense: its place is another's
+        except MxError:  # its hello or welcome is malformed: another peer may take its place
             if neighbours is not None:
                 self._greet_all(neighbours.gone(record.source_id))
             raise
@@ -242,12 +259,12 @@ class Peers:
             self._greet_all(neighbours.gone(source_id))
 
     def end(self) -> None:
-        """End every talk."""
+        """Close every stream."""
         for stream in self._streams.values():
             stream.close()
 
     async def close(self) -> None:
-        """End every talk, and wait for that."""
+        """Close every stream, and wait until all have ended."""
         self._closed = True
         self.end()
         tasks = list(self._tasks)
@@ -257,6 +274,6 @@ class Peers:
 
 
 def complain(stream: PeerStream, error: MxError | None) -> None:
-    """Say what a neighbour did wrong."""
+    """Log what the peer did wrong, if anything."""
     if error is not None:
-        log.warning("%s was left: %s", stream.peer, str(error))
+        log.warning("dropped %s: %s", stream.peer, str(error))

@@ -1,4 +1,4 @@
-"""Lets others find a pull and read from it, once that is worth it."""
+"""Lets others find a pull and read from it, if the pull takes long enough."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: A pull that takes at least this long is worth telling others of.
+#: Others may find a pull that should take longer than this, or has run for half of it.
 LONG_S = 2.0
 
 
 class Host(Protocol):
-    """Lets others read what a pull has received so far: `mx.source.relay.Relay`. On the loop."""
+    """Serves what a pull has received so far: `mx.source.relay.Relay`. On the loop."""
 
     async def start(self, node: Node) -> None:
         """Listen, and offer the pull's memory. Raises MxError."""
 
     def record(self) -> SourceRecord | None:
-        """Return how others find it; None before it listens."""
+        """Return the record by which others find the pull; None before it listens."""
 
     async def keep_listed(
         self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
     ) -> None:
-        """Tell the coordinator, if there is one, which layers are held, until all are.
+        """Report the held layers to the coordinator, if there is one, until all are held.
 
         Args:
             holdings: The chunks that are verified.
-            sources: Gives the known sources, from which to take what else readers may want.
+            sources: Returns the known sources, which may give side files that readers want.
         """
 
     async def close(self) -> None:
-        """End all reading here. Idempotent."""
+        """End all reads here. Idempotent."""
 
 
-#: Makes the host of a pull: (its source id, model, manifest, arena that fills).
+#: Makes the host of a pull from (its source id, model, manifest, arena that is being filled).
 MakeHost = Callable[[str, ModelKey, Manifest, Arena], Host]
 
 
 class Sharing:
-    """One pull's, on the loop."""
+    """One pull's; on the loop."""
 
     def __init__(
         self, host: Host | None, *, expected_s: float = 0.0, alone_because: str = ""
@@ -58,10 +58,10 @@ class Sharing:
         """
         Args:
             host: Lets others read here; None: the pull takes no part in swarms.
-            expected_s: How long the pull should take.
-            alone_because: Why there is no host, where that may surprise.
+            expected_s: How many seconds the pull should take.
+            alone_because: Why there is no host, to be logged where the user may not expect that.
         """
-        self.sources: Sequence[SourceRecord] = ()  # that were found last
+        self.sources: Sequence[SourceRecord] = ()  # as found last
         self._host = host
         self._alone_because = alone_because
         self._due_s = time.monotonic() + (0.0 if expected_s > LONG_S else LONG_S / 2)
@@ -70,25 +70,25 @@ class Sharing:
 
     @property
     def possible(self) -> bool:
-        """Could others read here?"""
+        """Return True if others may be let read here."""
         return self._host is not None
 
     @property
     def begun(self) -> bool:
-        """Can others read here, or are they about to?"""
+        """Return True if others can read here, or will be able to soon."""
         return self._task is not None and self._host is not None
 
     @property
     def host(self) -> Host | None:
-        """What lets others read here; None before it listens."""
+        """The host of this pull; None before it listens."""
         return None if self.record() is None else self._host
 
     def record(self) -> SourceRecord | None:
-        """Return how others find this pull; None before they can."""
+        """Return the record by which others find this pull; None before they can."""
         return None if self._host is None else self._host.record()
 
     def plan(self, node: Node) -> None:
-        """The pull reads: begin as soon as it turns out to take long."""
+        """Plan to `begin` as soon as the pull turns out to take long. Called when it reads."""
         if self._timer is None:
             delay_s = max(0.0, self._due_s - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._due, node)
@@ -100,7 +100,7 @@ class Sharing:
             log.warning("%s", self._alone_because)
 
     def begin(self, node: Node) -> None:
-        """Listen, be listed, and meet the others. Idempotent."""
+        """Listen, register with the coordinator, and meet the other pulls. Idempotent."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(node), name="mx-sharing")
 
@@ -109,7 +109,7 @@ class Sharing:
         try:
             await self._host.start(node)
         except MxError as error:
-            log.warning("others can't read here: %s", str(error))
+            log.warning("other pulls can't read from this one: %s", str(error))
             self._host = None
             node.read_freely()
             return
@@ -117,19 +117,19 @@ class Sharing:
         await self._host.keep_listed(node.holdings, lambda: self.sources)
 
     def reading_ended(self) -> None:
-        """What has not begun by now is not worth it."""
+        """Cancel the plan to begin: the pull is almost over."""
         if self._timer is not None:
             self._timer.cancel()
 
     async def stop(self) -> None:
-        """Tell nothing more to the coordinator. Idempotent."""
+        """End the reports to the coordinator. Idempotent."""
         self.reading_ended()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def close(self) -> None:
-        """`stop`, and end all reading here. Idempotent."""
+        """`stop`, and end all reads here. Idempotent."""
         await self.stop()
         if self._host is not None:
             await self._host.close()

@@ -1,4 +1,4 @@
-"""One stream of swarm messages between two neighbours; both ends look the same."""
+"""A stream of swarm messages between two peers; both ends use the same class."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from mx.wire.rpc import Malformed, Stub
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
-#: Messages that the other end may leave unread. One that reads sends and gets a few per chunk.
+#: Messages that the other end may leave unread; a chunk takes a few.
 _MAX_UNREAD = 4096
-#: One that is not welcome has so long to end the stream by itself.
+#: How long a peer that was refused has to end the stream by itself.
 REFUSED_S = 5.0
 
 
 def to_bytes(chunks: int) -> bytes:
-    """A bit set of chunks as it is sent."""
+    """Return a bit set of chunks as messages carry it: little-endian, without trailing zeros."""
     return chunks.to_bytes((chunks.bit_length() + 7) // 8, "little")
 
 
 def from_bytes(data: bytes, chunk_count: int) -> int:
-    """Raises PeerProtocolError where chunks are named that do not exist."""
+    """Return the bit set that a message carries.
+
+    Raises:
+        PeerProtocolError: It names chunks that do not exist.
+    """
     chunks = int.from_bytes(data, "little")
     if chunks.bit_length() > chunk_count:
-        raise PeerProtocolError(f"chunk {chunks.bit_length() - 1} of {chunk_count} was named")
+        raise PeerProtocolError(
+            f"a peer named chunk {chunks.bit_length() - 1} of a model with {chunk_count} chunks"
+        )
     return chunks
 
 
 class PeerStream:
-    """One end; on the loop. `say` never waits; `listen` runs until either end has closed.
-
-    `read` gives the next message or None (or grpc's EOF) at the end, `write` sends one, `end`
-    closes the stream.
-    """
+    """One end of a stream; on the loop. `send` never waits; `listen` runs until either end has
+    closed."""
 
     def __init__(
         self,
@@ -53,7 +56,14 @@ class PeerStream:
         end: Callable[[], object] = lambda: None,
         address: str = "",
     ) -> None:
-        """`address` is the other end's, without its port: where it dials from, or is dialled at."""
+        """
+        Args:
+            peer: Names the other end in errors and logs.
+            read: Returns the next message; None, or gRPC's EOF, at the end.
+            write: Sends a message.
+            end: Closes the stream.
+            address: The other end's, without its port: where it dials from, or is dialled.
+        """
         self.peer = peer
         self.address = address
         self._read = read
@@ -67,8 +77,8 @@ class PeerStream:
         return self._closed.is_set()
 
     def send(self, message: SwarmMessage) -> None:
-        """Send `SwarmMessage(**message)`. What a neighbour that is gone was told is lost; one
-        that does not listen any more is left."""
+        """Send a message, without waiting. A message to a closed stream is lost; a stream whose
+        other end leaves too many messages unread is closed."""
         if self.closed:
             return
         try:
@@ -77,7 +87,7 @@ class PeerStream:
             self.close()
 
     async def receive(self) -> SwarmMessage | None:
-        """The next message; None at the end. Raises PeerProtocolError."""
+        """Return the next message; None at the end. Raises PeerProtocolError."""
         try:
             message = await self._read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -87,18 +97,23 @@ class PeerStream:
         return message if isinstance(message, SwarmMessage) else None
 
     async def refuse(self) -> None:
-        """Answer a greeting: not welcome. Ends, whether the other end does or not."""
+        """Answer a hello with a refusal, and end the stream: at once if the other end does, else
+        after `REFUSED_S`."""
         self.send(SwarmMessage(welcome=peer_pb2.Welcome(accepted=False)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REFUSED_S):
                 await self.listen(lambda message: None)
 
     async def listen(self, heard: Callable[[SwarmMessage], None]) -> MxError | None:
-        """Send what is said and tell what is heard, until the end. Returns what the other end did
-        wrong: what `heard` raises ends the talk."""
-        listening = asyncio.create_task(self._listen(heard), name="mx-talk-listen")
-        pumping = asyncio.create_task(self._pump(), name="mx-talk-say")
-        closing = asyncio.create_task(self._closed.wait(), name="mx-talk-end")
+        """Send the queued messages and call `heard` with each received one, until the stream ends.
+
+        Returns:
+            What the other end did wrong: an MxError that `heard` raised, or a malformed message,
+            ends the stream. None if nothing.
+        """
+        listening = asyncio.create_task(self._listen(heard), name="mx-stream-listen")
+        pumping = asyncio.create_task(self._pump(), name="mx-stream-send")
+        closing = asyncio.create_task(self._closed.wait(), name="mx-stream-end")
         tasks = (listening, pumping, closing)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -123,25 +138,25 @@ class PeerStream:
                 await self._write(await self._unsent.get())
 
     def close(self) -> None:
-        """End the talk. Idempotent."""
+        """Close the stream. Idempotent."""
         if not self.closed:
             self._closed.set()
             self._end()
 
 
 class StreamDialer:
-    """Opens streams to peers, on the loop. `close` it when they have ended."""
+    """Opens streams to peers; on the loop. `close` it when they have ended."""
 
     def __init__(self, tls: TlsFiles | None, insecure: bool) -> None:
         self._tls = tls
         self._insecure = insecure
-        self._ending: set[asyncio.Task[None]] = set()  # channels of streams that are over
+        self._ending: set[asyncio.Task[None]] = set()  # close the channels of ended streams
 
     async def dial(self, record: SourceRecord) -> PeerStream:
         """Open a stream to the source. Raises MxError."""
         endpoint = record.endpoint
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
-        # A channel for each stream, since peers name whom to dial: it ends with the stream.
+        # Peers name the endpoints to dial: a channel per stream ends with its stream.
         channel = dial(endpoint, tls=self._tls, insecure=self._insecure)
         call = Stub(channel, service, Remote(Role.SOURCE, endpoint)).Trade()
 

@@ -9,8 +9,8 @@ from mx.target.options import PullOptions
 
 
 def new_arena(options: PullOptions, nbytes: int) -> Arena:
-    """What the options ask for: the caller's memory, memory that others can attach to later, or
-    plain memory of the host or a GPU. Raises ConfigError where the caller's is too small,
+    """Return the arena for these options: the caller's memory, memory that others can attach later,
+    or plain memory of the host or a GPU. Raises ConfigError if the caller's memory is too small,
     CapacityError."""
     if options.into is not None:
         if options.into.nbytes < nbytes:

@@ -1,7 +1,4 @@
-"""Keeps a pull's connections open: those that go together, and others for those that are lost.
-
-Which paths are opened is decided by `mx.core.connections`; this opens and closes them.
-"""
+"""Opens and closes a pull's connections. `mx.core.connections` decides over which paths."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from mx.target.report import LeftSource
 from mx.target.transfer import Transfer
 from mx.transport import Medium
 
-#: How often connections are looked at that may be too slow to wait for.
+#: Pause between looks for connections that are too slow.
 TICK_S = 0.25
 
 
@@ -31,26 +28,26 @@ class Swarm(Protocol):
 
     @property
     def coordinated(self) -> bool:
-        """Are chunks read only from peers that allow them?"""
+        """True while chunks are read only from peers that allow them."""
 
     @property
     def reading_from(self) -> Mapping[str, tuple[object, SourceRecord]]:
-        """The peers to read from, by source id; another first item means to connect anew."""
+        """The peers to read from, by source id; a changed first item means to connect anew."""
 
     def coordinate(self) -> None:
-        """A source says that other pulls read from it: request chunks from now on."""
+        """From now on request chunks: a source says that other pulls read from it."""
 
     def no_whole_source(self) -> None:
-        """No source that holds everything is left: read from those that hold parts, if any."""
+        """Read from sources that hold parts, if any: none is left that holds everything."""
 
     def waits(self) -> bool:
         """Return True while peers may still give what is missing."""
 
     def lost(self, source_id: str, *, for_good: bool) -> None:
-        """No path to this peer is left; `for_good`: nor will there be one."""
+        """Leave this peer: no path to it is left; `for_good`: nor will there be one."""
 
     def reading_began(self) -> None:
-        """A connection is open."""
+        """Called when a connection is open."""
 
 
 class Discovery(Protocol):
@@ -61,7 +58,7 @@ class Discovery(Protocol):
 
 
 class ConnectionPool:
-    """One pull's, on the loop. `outcome.changed` wakes it."""
+    """One pull's; on the loop. `outcome.changed` wakes it."""
 
     def __init__(
         self,
@@ -86,9 +83,9 @@ class ConnectionPool:
             discovery: Looks for more sources.
             plan: Finds the paths to sources.
             outcome: Says when the pull has ended, and which connections were lost.
-            log: Is told when reading begins.
+            log: Records when reading begins.
             causes: Collects why paths failed.
-            coordinate_always: Believe a source that says that others read there on every medium;
+            coordinate_always: Coordinate on every medium when a source says that others read there;
                 else over networks only: within a machine there is no link to share.
         """
         self._connections = connections
@@ -113,8 +110,8 @@ class ConnectionPool:
     # -- the pool's work --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until the pull has ended, or no connection could be opened to begin it with.
-        Raises what no other path would mend."""
+        """Keep connections open until the pull has ended, or none could be opened to begin with.
+        Raises errors that any other path would have too."""
         outcome = self._outcome
         while not outcome.ended:
             outcome.changed.clear()
@@ -135,7 +132,7 @@ class ConnectionPool:
                 await outcome.changed.wait()
 
     async def tick(self) -> None:
-        """For ever: drop what is too slow, and look again where time alone may change something."""
+        """Until cancelled, drop slow connections, and wake `run` where time matters."""
         while True:
             await asyncio.sleep(TICK_S)
             self._transfer.tick()
@@ -143,11 +140,11 @@ class ConnectionPool:
                 self._outcome.changed.set()
 
     def _expects_more(self) -> bool:
-        """Return True while something is read, or may still be."""
-        # In coordinated reading connections may be open, and none has what is missing.
+        """Return True while chunks are read, or may still be."""
+        # In coordinated reading connections may be open, and none may read what is missing.
         if not (self._connections.idle or self._swarm.coordinated):
             return self._resume()
-        # Peers come first. The other two waits begin when they are first asked for, together.
+        # Peers come first. The other two waits begin at their first call, so they begin together.
         waits = self._swarm.waits() or any(
             (self._discovery.waits(), self._connections.waits(time.monotonic()))
         )
@@ -160,7 +157,7 @@ class ConnectionPool:
         return True
 
     def _give_up(self) -> bool:
-        """No more connections will come. Returns False if nothing has begun."""
+        """Expect no more connections. Returns False if no connection was ever open."""
         if not self._transfer.started:
             return False
         self._hopeless = True
@@ -168,12 +165,12 @@ class ConnectionPool:
         return True
 
     def left(self) -> list[LeftSource]:
-        """Return the sources that were left, or could not be used, and are not in use now."""
+        """Return the sources that were given up, or could not be used, and are not in use now."""
         in_use = {entry.path.source.endpoint for entry, _ in self._live.values()}
         return [LeftSource(*each) for each in self._left.items() if each[0] not in in_use]
 
     async def close(self) -> None:
-        """Stop opening; what is open stays its `Connector`'s."""
+        """Stop opening connections. The `Connector` closes those that are open."""
         opening = list(self._opening.values())
         for task in opening:
             task.cancel()
@@ -182,7 +179,7 @@ class ConnectionPool:
     # -- connections ------------------------------------------------------------------------------
 
     def take(self, connection: Connection, entry: Entry) -> None:
-        """Read through a connection that is open already. Raises MxError if that can't be."""
+        """Read through an open connection. Raises MxError if its session can't use the arena."""
         if connection.lease.coordinated and (
             self._coordinate_always or connection.path.medium is Medium.NETWORK
         ):
@@ -229,7 +226,7 @@ class ConnectionPool:
         self._outcome.changed.set()
 
     async def _lose(self, number: int, error: MxError) -> None:
-        """The transfer gave a connection up."""
+        """Close a connection that the transfer gave up."""
         entry, connection = self._live.pop(number, (None, None))
         if entry is None or connection is None:
             return
@@ -241,7 +238,7 @@ class ConnectionPool:
         self._report_lost(entry.source_id)
 
     def _check_leases(self) -> None:
-        """Sinks see lost leases too; this is for connections that only wait."""
+        """Give up connections whose lease is lost. (Sinks do so too, but an idle one has none.)"""
         for number, (_, connection) in list(self._live.items()):
             error = connection.lease.check()
             if error is not None:
@@ -254,7 +251,7 @@ class ConnectionPool:
     # -- the swarm ------------------------------------------------------------------------------
 
     def _follow_swarm(self) -> None:
-        """Coordinate or not, and read from those peers that it reads from."""
+        """Follow the swarm: coordinated or free reading, and which peers to read from."""
         if self._swarm.coordinated and not self._connections.coordinated:
             self._connections.coordinate()
             self._joined.clear()
@@ -276,7 +273,7 @@ class ConnectionPool:
                 self._opening[entry].cancel()
         for number, (entry, connection) in list(self._live.items()):
             if entry in entries:
-                left = PeerLeftError(f"{connection.peer} was left", peer=connection.peer)
+                left = PeerLeftError(f"{connection.peer} is not needed", peer=connection.peer)
                 self._transfer.connection_lost(number, left)
 
     def _report_lost(self, source_id: str) -> None:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Connector:
-    """Opens links on the loop, and closes whatever was connection. The ways to one source by one
+    """Opens connections, and closes all that it opened; on the loop. Paths to one source by one
     transport share a lease."""
 
     def __init__(
@@ -44,11 +44,11 @@ class Connector:
     ) -> None:
         """
         Args:
-            options: The pull's.
-            place: Where its destinations are.
-            transports: By name.
-            on_change: Called on the loop when a lease is lost, or says that reading is coordinated.
-            reader_id: Names the pull, if it can be part of a swarm.
+            options: The pull's options.
+            place: The place of its arena.
+            transports: The transports by name.
+            on_change: Called on the loop when a lease is lost, or reading becomes coordinated.
+            reader_id: Names the pull; "" if it can't be part of a swarm.
         """
         self._reader_id = reader_id
         self._options = options
@@ -56,7 +56,7 @@ class Connector:
         self._transports = transports
         self._on_change = on_change
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._leases: dict[Lease, list[Connection]] = {}  # and what is read on each
+        self._leases: dict[Lease, list[Connection]] = {}  # and the connections on each
         self._granted: dict[tuple[str, str], asyncio.Task[tuple[Lease, Granted]]] = {}
         self._sessions: list[Session] = []
         self._lock = threading.Lock()
@@ -65,27 +65,27 @@ class Connector:
         self._begun: dict[SourcePath, asyncio.Task[tuple[Connection, int]]] = {}
 
     def begin(self, paths: Sequence[SourcePath]) -> None:
-        """Start connecting ahead of `open`, while the manifest is still on its way."""
+        """Start to connect ahead of `open`, while the manifest is fetched."""
         for path in paths:
             if path in self._begun:
                 continue
-            self._begun[path] = asyncio.create_task(self._traced(path), name="mx-link")
+            self._begun[path] = asyncio.create_task(self._traced(path), name="mx-connect")
 
     async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
         """Get a grant from the path's source, and open a session on it.
 
         Args:
             path: The path.
-            need_nbytes: What the source's region must hold.
+            need_nbytes: The least bytes that the source's region must hold.
 
         Raises:
             SourceError: The source refuses, or does not answer.
-            LocalError: This side can't.
+            LocalError: This machine can't open it.
         """
         begun = self._begun.pop(path, None)
         connection, offered_nbytes = await (begun if begun is not None else self._traced(path))
         if begun is not None and connection.lease.check() is not None:
-            # Much was done since it was begun, and the source has ended what was not used.
+            # It was begun long ago, and the source has ended a lease that was not used.
             await self.give_back(connection)
             connection, offered_nbytes = await self._traced(path)
         if offered_nbytes < need_nbytes:
@@ -157,11 +157,11 @@ class Connector:
             self._sessions.append(session)
             return session
 
-        # It blocks, so it has a thread; a cancelled pull waits for it, to close what it opens.
+        # Opening blocks, so it has a thread. A cancelled pull waits for it, to close the session.
         return await uncut(in_thread(connect))
 
     def _stage(self, inner: Session) -> Session:
-        """A session that fills the target's GPU through `inner`, which it owns. Blocks."""
+        """Return a session that fills the target's GPU through `inner`, which it owns. Blocks."""
         try:
             return StagedSession(inner, self._open_device())
         except BaseException:
@@ -170,7 +170,7 @@ class Connector:
             raise
 
     def _open_device(self) -> Device:
-        """The target's, for as long as there are sessions that stage into it."""
+        """Return the target's GPU, which `close` closes after all sessions."""
         with self._lock:
             if self._device is None:
                 self._device = Device.open(load(), self._options.device)
@@ -182,7 +182,7 @@ class Connector:
         if ticket is None:
             raise PeerProtocolError(f"{peer} gave no ticket for {path.transport}", peer=peer)
         if granted.generation != path.source.generation:
-            raise PeerProtocolError(f"{peer} granted another generation than asked", peer=peer)
+            raise PeerProtocolError(f"{peer} granted another generation than requested", peer=peer)
         return Grant(
             grant_id=granted.grant_id,
             ticket=ticket,
@@ -199,22 +199,22 @@ class Connector:
         )
 
     async def give_back(self, connection: Connection) -> None:
-        """Close the session, and the lease if no other stands on it. Once per connection."""
+        """Close the session, and the lease if no other session uses it. Once per connection."""
         connection.session.close()
         await self._leave(connection.lease)
 
     async def _leave(self, lease: ReadLease) -> None:
         self._users[lease] -= 1
         if self._users[lease] <= 0:
-            lease.end()  # now: a source that drains would wait for it
+            lease.end()  # at once: a draining source would wait for it
 
     async def attach(self, connection: Connection, nbytes: int) -> Span:
-        """Map the source's memory, of which the model takes `nbytes`.
+        """Map the source's memory, and return the first `nbytes` of it, which the model takes.
 
         Raises:
-            NotAllowedError: It can only be copied; the connection is still good.
-            SourceError: The source failed.
-            LocalError: This side can't.
+            NotAllowedError: The memory can only be copied; the connection still works.
+            SourceError: The source failed; the connection was given back.
+            LocalError: This machine can't map it.
         """
         try:
             view = await uncut(in_thread(connection.session.attach, 0))
@@ -229,7 +229,7 @@ class Connector:
         return view[:nbytes]
 
     async def close(self) -> None:
-        """Close every session and wait for its end, then end the leases they stood on."""
+        """Close every session and wait for its end, then end their leases."""
         begun = [*self._begun.values(), *self._granted.values()]
         self._begun.clear()
         self._granted.clear()

@@ -1,4 +1,4 @@
-"""What becomes of a layer whose bytes have landed: checked once more, written, announced."""
+"""Handles layers whose chunks are verified: checks their identity, writes them, fires events."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mx.target.report import LayerEvent, VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import Span
 
-#: Threads that compare tensors with the model's identity, beside the transfer.
+#: Threads that compare tensors with the model's identity while the transfer runs.
 CHECKS = 2
 
 
 class Delivery:
-    """One pull's; a transfer's listener, on any thread. `outcome` is told when every layer was
-    announced, and what goes wrong.
+    """One pull's `TransferListener`; thread-safe. It reports to `outcome` when the last layer is
+    ready, and what goes wrong.
 
-    With `out`, raises what `CheckpointWriter` raises, and wants `finish` or `abort`; `keep` is
-    that writer's. With `strong` each layer's tensors are compared with the identity before its
-    event, from memory of a GPU piece by piece; wants `settle`.
+    With `out` (and `keep`, see `CheckpointWriter`, whose errors this raises) the caller calls
+    `finish` or `abort`. With `strong` each layer's tensors are compared with the identity before
+    its event, in memory of a GPU piece by piece; the caller calls `settle`.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Delivery:
 
     @property
     def resumable(self) -> bool:
-        """Return True if an earlier pull has left anything to go on from."""
+        """Return True if an earlier pull has left layers on disk to go on from."""
         return self._output is not None and bool(self._output.left)
 
     def resume(self, transfer: Transfer, cancelled: Callable[[], bool]) -> None:
-        """Read what an earlier pull has written into the transfer's arena, in host memory, and add
-        what of that is right, before the first connection. Blocks."""
+        """Read the layers that an earlier pull has written into the transfer's arena, in host
+        memory, and prefill their right chunks. Call it before the first connection. Blocks."""
         assert self._output is not None
         for layer in self._output.left:
             if cancelled():
@@ -68,7 +68,7 @@ class Delivery:
             transfer.prefill("resume", self._output.folder, chunks, time.monotonic() - began_s)
 
     def layer_ready(self, layer: int, arena: Span) -> None:
-        """Every chunk of the layer is in the arena, and right."""
+        """Deliver a layer: every chunk of it is in the arena, and right."""
         if self._strong:
             self._checks.submit(self._check, arena, layer)
         else:
@@ -81,7 +81,7 @@ class Delivery:
             self.announce(arena, layer, VerifiedBy.STRONG)
 
     def attached(self, arena: Span, layer: int) -> None:
-        """The source's sealed memory was mapped. With `strong` blocks, for a look at every byte.
+        """Deliver a layer of a source's mapped memory. With `strong` hashes every byte, and blocks.
 
         Raises:
             DigestError: A chunk or a tensor is wrong.
@@ -92,7 +92,7 @@ class Delivery:
         self.announce(arena, layer, VerifiedBy.STRONG if self._strong else VerifiedBy.SOURCE)
 
     def announce(self, arena: Span, layer: int, by: VerifiedBy) -> None:
-        """The layer is ready: write it, and log the event."""
+        """Write a layer that is ready, and fire its event."""
         if self._output is not None:
             self._output.layer_ready(layer, self._place(arena, layer))
         place, at_s = self._manifest.layout.layers[layer], time.monotonic() - self._log.started_s
@@ -106,15 +106,15 @@ class Delivery:
         return arena[place.arena_offset : place.arena_offset + place.nbytes]
 
     def side_page(self, digest: bytes, offset: int, data: bytes) -> None:
-        """Take some bytes of the side files of this digest; at offset 0 they begin anew. Blocks,
-        and raises what `CheckpointWriter` raises."""
+        """Write some bytes of the side files with this digest; at offset 0 they begin anew. Blocks,
+        and raises errors of `CheckpointWriter`."""
         if self._output is not None:
             self._output.side_page(digest, offset, data)
 
-    # -- the end; these block --------------------------------------------------------------------
+    # -- the end; these methods block ------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for the checks that run, and drop those that don't yet. Idempotent."""
+        """Wait for the checks that run, and drop those that wait. Idempotent."""
         self._checks.shutdown(cancel_futures=True)
         if self._reader is not None:
             self._reader.close()
@@ -125,10 +125,7 @@ class Delivery:
             self._output.finish()
 
     def abort(self) -> str:
-        """Settle, and remove what was written, or keep it.
-
-        Returns:
-            How to go on from what is kept, or "".
-        """
+        """Settle, and remove what was written, or keep it. Returns how to go on from what is kept,
+        or ""."""
         self.settle()
         return "" if self._output is None else self._output.abort()

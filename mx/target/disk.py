@@ -1,4 +1,4 @@
-"""Reads a model from this machine's disk, as asked for or as a fallback."""
+"""Reads a model from this machine's disk, by request or as a fallback."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def load(
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
 ) -> tuple[Manifest, Arena]:
-    """Read `options.disk` into an arena; blocks. Errors are those of `load_checkpoint`, and those
-    of a bad `out`, which are told before anything is read; CheckpointError where a pinned name
-    means another identity."""
+    """Read the checkpoint at `options.disk` into an arena, which the caller owns. Blocks. Raises
+    errors of `load_checkpoint`, of `Staging` for `out`, which is checked first, and CheckpointError
+    if the identity is not the pinned one."""
     if options.disk is None:
-        raise ConfigError("no checkpoint to read was named", hint="name it with `path=PATH`")
+        raise ConfigError("there is no checkpoint to read", hint="name it with `path=PATH`")
     if options.out is not None:
         Staging(options.out).leave()
     manifest, arena = load_checkpoint(
@@ -37,5 +37,5 @@ def load(
     identity, pin = manifest.ref.identity.hex(), options.name.partition("@")[2]
     if options.fall_back_to_disk and not identity.startswith(pin.lower()):
         arena.release()
-        raise CheckpointError(f"{options.disk} holds {identity}, not the {pin} that was asked for")
+        raise CheckpointError(f"{options.disk} holds {identity}, not {pin} as requested")
     return manifest, arena

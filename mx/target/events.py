@@ -1,5 +1,4 @@
-"""What happens in a pull: its event log, which callers wait on and subscribe to, and how a transfer
-ends."""
+"""A pull's event log, which callers wait on and subscribe to, and the outcome of its transfer."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Callback = Callable[[LayerEvent], None]
 
 
 class Outcome:
-    """What becomes of a transfer: told on any thread, known on the loop, where it is made."""
+    """How a transfer ends: reported on any thread, changed on the loop on which it was made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,11 +39,11 @@ class Outcome:
         self._on_loop(lambda: self.lost.update({connection: error}))
 
     def complete(self) -> None:
-        """Every layer was announced."""
+        """End: every layer is ready."""
         self._on_loop(self._end)
 
     def failed(self, causes: Sequence[MxError]) -> None:
-        """Nothing is left that could finish the transfer."""
+        """End: no connection is left that could finish the transfer."""
 
         def end() -> None:
             self.causes = causes
@@ -53,17 +52,17 @@ class Outcome:
         self._on_loop(end)
 
     def broken(self, error: MxError) -> None:
-        """The pull can't go on."""
+        """End with this error: the pull can't go on."""
         self._on_loop(lambda: self._end(error))
 
     def raised(self, error: BaseException) -> None:
-        """So it can't: something was raised on a thread that others own."""
+        """End with any exception, as an MxError."""
         self.broken(unexpected(error))
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Report whatever the block raises as the pull's failure, and don't raise it: for work on
-        threads that others own, where an error would be lost and the pull would wait for ever."""
+        """Make an exception in the block the pull's failure, and suppress it: on other threads it
+        would be lost, and the pull would wait for ever."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - reported
@@ -84,7 +83,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Subscriber:
-    """A callback and what it has not been told yet."""
+    """A callback, and the events with which it is still to be called."""
 
     callback: Callback
     queue: deque[LayerEvent] = field(default_factory=deque)
@@ -92,11 +91,11 @@ class _Subscriber:
 
 
 class EventLog:
-    """Thread-safe. Events come in the order in which layers become ready; `event(i)` is the
-    i-th layer's. `started_s` (monotonic) is when the pull was called for."""
+    """One pull's events, in the order in which layers become ready. Thread-safe."""
 
     def __init__(self, started_s: float, tensors_of: TensorsOf = no_tensors) -> None:
-        """`tensors_of` gives the tensors of a layer that is ready; events hand it on."""
+        """`started_s` is when the pull was called for (monotonic); `tensors_of` returns a ready
+        layer's tensors, and is passed on by events."""
         self.started_s = started_s
         self.tensors_of = tensors_of
         self.first_read_s = 0.0
@@ -110,24 +109,26 @@ class EventLog:
         self._error: MxError | None = None
         self._report: PullReport | None = None
 
-    # -- told ---------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------
 
     def planned(self, n_layers: int) -> None:
+        """Record how many layers there are."""
         with self._condition:
             self._n_layers = n_layers
             self._wake()
 
     def reading_began(self, now_s: float) -> None:
-        """A connection is open, and read through."""
+        """Record that a connection is open, and read through."""
         self.first_read_s = self.first_read_s or now_s
         self.phase = "reading"
 
     def waiting(self) -> None:
-        """There is no source to read from, for now."""
+        """Record that there is no source to read from, for now."""
         self.phase = "waiting for a source"
 
     def layer_ready(self, event: LayerEvent) -> bool:
-        """Record and announce. True if it was the last one. Raises what a callback raises."""
+        """Record the event, and call the subscribers. Returns True if it is the last layer's.
+        Raises what a callback raises."""
         with self._condition:
             if event.index in self._events:
                 return False
@@ -138,24 +139,26 @@ class EventLog:
             last = len(self._events) == self._n_layers
             self._wake()
         for subscriber in subscribers:
-            self._tell(subscriber)
+            self._call(subscriber)
         return last
 
     def finished(self, report: PullReport) -> None:
+        """Record that the pull is complete."""
         with self._condition:
             if self._error is None:
                 self._report = report
             self._wake()
 
     def failing(self, error: MxError) -> None:
-        """It will be `failed`, and its memory goes before: nothing may wait on the device for
-        this pull any more, since freeing waits for the device."""
+        """Call the failure watchers, before the pull's memory is freed and `failed` is called: no
+        GPU work may wait for this pull any more, since freeing waits for the GPU."""
         with self._condition:
             watchers, self._failure_watchers = self._failure_watchers, []
         for watcher in watchers:
             watcher(error)
 
     def failed(self, error: MxError) -> None:
+        """Record that the pull has failed. Does nothing if it has ended before."""
         if self._report is None:
             self.failing(error)
         with self._condition:
@@ -163,7 +166,7 @@ class EventLog:
                 self._error = error
             self._wake()
 
-    # -- asked --------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------
 
     @property
     def error(self) -> MxError | None:
@@ -185,7 +188,7 @@ class EventLog:
         return layer in self._events
 
     def first_layer_s(self) -> float:
-        """When layer 0 was ready, since the start; 0.0 without layers."""
+        """Return when layer 0 was ready, since the start; 0.0 if it is not."""
         event = self._events.get(0)
         return 0.0 if event is None else event.at_s
 
@@ -193,28 +196,28 @@ class EventLog:
         return max((event.at_s for event in self._events.values()), default=0.0)
 
     def on_layer(self, callback: Callback) -> None:
-        """Call `callback` for each layer in the order of readiness, those that are ready already
-        at once, on this thread; then on the threads that verify, one call at a time: keep it
-        short. What it raises there fails the pull."""
+        """Call `callback` for each layer, in the order of readiness: at once on this thread for
+        layers that are ready, then on the threads that verify, one call at a time. It should be
+        short; an exception that it raises on those threads fails the pull."""
         subscriber = _Subscriber(callback)
         with self._condition:
             subscriber.queue.extend(self._events.values())
             self._subscribers.append(subscriber)
-        self._tell(subscriber)
+        self._call(subscriber)
 
     def on_failure(self, callback: Callable[[MxError], None]) -> None:
-        """Call `callback` with the pull's error when it fails, before its memory is freed; now, if
-        it has failed. It must not raise."""
+        """Call `callback` with the pull's error when the pull fails, before its memory is freed; at
+        once if it has failed. The callback must not raise."""
         with self._condition:
             if self._error is None:
                 self._failure_watchers.append(callback)
                 return
         callback(self._error)
 
-    def _tell(self, subscriber: _Subscriber) -> None:
+    def _call(self, subscriber: _Subscriber) -> None:
         while True:
             with self._condition:
-                # A thread that is at it sees to what has come meanwhile.
+                # A thread that calls it already goes on with the events that came meanwhile.
                 if subscriber.busy or not subscriber.queue:
                     return
                 subscriber.busy = True
@@ -226,7 +229,7 @@ class EventLog:
                     subscriber.busy = False
 
     def _layer(self, index: int) -> LayerEvent | None:
-        """The event, or None at the end; raises LookupError while neither is known."""
+        """Return the event, or None past the last layer. Raises LookupError while that is open."""
         if index in self._events:
             return self._events[index]
         if self._error is not None:
@@ -243,14 +246,12 @@ class EventLog:
         return self._report
 
     def wait_layer(self, index: int, timeout_s: float | None = None) -> LayerEvent | None:
-        """Block until layer `index` is ready; None if there is no such layer.
-
-        Raises the pull's error if it failed, TimeoutError.
-        """
+        """Block until layer `index` is ready; returns None if there is no such layer. Raises the
+        pull's error if it failed, TimeoutError."""
         return self._block(lambda: self._layer(index), timeout_s)
 
     def wait_planned(self, timeout_s: float | None = None) -> int:
-        """How many layers there are, as soon as it is known. Raises the pull's error."""
+        """Block until it is known how many layers there are. Raises as `wait_layer`."""
         return self._block(self._planned, timeout_s)
 
     def _planned(self) -> int:
@@ -261,6 +262,7 @@ class EventLog:
         return self._n_layers
 
     def wait_end(self, timeout_s: float | None = None) -> PullReport:
+        """Block until the pull is complete. Raises as `wait_layer`."""
         return self._block(self._end, timeout_s)
 
     def _block(self, look: Callable[[], T], timeout_s: float | None) -> T:

@@ -55,7 +55,7 @@ from mx.wire.locate import Located, Locator
 
 
 class Job:
-    """Make one per pull, and run `run` on the loop. `arena` and `manifest` are there once known."""
+    """One pull; call `run` on the loop. `manifest` and `arena` are None until they are known."""
 
     def __init__(
         self, options: PullOptions, transports: Mapping[str, Transport], log: EventLog
@@ -65,8 +65,8 @@ class Job:
         self.manifest: Manifest | None = None
         self.arena: Arena | None = None
         self.node: Node | None = None
-        self.kept = ""  # how to go on from what a pull that failed has left
-        #: By which others know this pull; "" if others can't read from it.
+        self.kept = ""  # how to go on from what a failed pull has left on disk
+        #: The source id by which others know this pull; "" if others can't read from it.
         self.reader_id = ""
         if options.host is not None and options.device == "cpu" and options.into is None:
             self.reader_id = str(uuid.uuid4())
@@ -90,7 +90,7 @@ class Job:
     # -- the run ----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run to the end; the outcome, whatever it is, is in the log. Raises only if cancelled."""
+        """Run to the end; the log gets the report or the error. Raises only if cancelled."""
         try:
             if self.options.disk is not None and not self.options.fall_back_to_disk:
                 report = await self._from_disk()
@@ -98,7 +98,7 @@ class Job:
                 report = await self._from_peers_or_disk()
             self._log.phase = "complete"
             self._log.finished(report)
-        except BaseException as error:  # whatever ends a pull, its callers are to hear of it
+        except BaseException as error:  # callers that wait on the log need any error
             failure = unexpected(error)
             self._log.failing(failure)
             try:
@@ -115,9 +115,9 @@ class Job:
             if not self.options.fall_back_to_disk or self.options.disk is None:
                 raise
             if self._log.layers_ready:
-                raise  # layers were handed out already: their memory cannot be swapped
+                raise  # callers have layers already, whose memory can't be replaced
             if isinstance(error, LocalError) or (isinstance(error, ConfigError) and self.manifest):
-                raise  # it would be no better from disk
+                raise  # reading from disk would fail too
         await uncut(self._discard())
         self.manifest = self._transfer = None
         report = await self._from_disk()
@@ -191,7 +191,8 @@ class Job:
         outcome: Outcome,
         closing: AsyncExitStack,
     ) -> PullReport:
-        """Attach, or transfer over all paths that go together and others when those are lost."""
+        """Attach a source's memory, or transfer over all paths that go together, and over others
+        when those are lost."""
         manifest, options, paths = found.manifest, self.options, found.paths
         connections = Connections(options.patience_s)
         connections.add(paths.paths)
@@ -205,7 +206,7 @@ class Job:
             if connection is not None and view is not None:
                 return await self._deliver_attached(manifest, connection, view, delivery)
             if connection is not None:
-                attached = connection, entry  # it can be copied still
+                attached = connection, entry  # its memory can still be copied
                 break
 
         self.arena = arena = new_arena(options, manifest.layout.arena_nbytes)
@@ -297,8 +298,8 @@ class Job:
     async def _attach(
         self, connector: Connector, connections: Connections, entry: Entry, manifest: Manifest
     ) -> tuple[Connection | None, Span | None]:
-        """Return a connection if it could be opened, and the source's memory if it could be
-        mapped; why not is among the causes."""
+        """Return a connection if one could be opened, and the source's memory if it could be
+        mapped. The causes say why not."""
         nbytes = manifest.layout.arena_nbytes
         connections.begin(entry)
         connection: Connection | None = None
@@ -321,8 +322,7 @@ class Job:
     async def _deliver_attached(
         self, manifest: Manifest, connection: Connection, view: Span, delivery: Delivery
     ) -> PullReport:
-        """Every layer is there: checked, if `strong`, and announced. The map outlives session,
-        lease and source."""
+        """Deliver every layer of the mapped memory, which outlives session, lease and source."""
         connection.session.close()
         self.arena = BorrowedArena(view)
         self._log.reading_began(time.monotonic())
@@ -346,12 +346,12 @@ class Job:
     async def _from_disk(self) -> PullReport:
         self._log.phase = "reading disk"
 
-        def tell(done: int, total: int) -> None:
+        def count(done: int, total: int) -> None:
             self._disk_done = (done, total)
 
-        # Uncut: no thread may write to `into` any more once the pull is closed.
+        # Uncut: once the pull is closed no thread may write to `into`.
         manifest, arena = await uncut(
-            in_thread(disk.load, self.options, progress=tell, cancelled=lambda: self._closed)
+            in_thread(disk.load, self.options, progress=count, cancelled=lambda: self._closed)
         )
         self.arena = arena
         self.manifest = manifest
@@ -363,7 +363,7 @@ class Job:
             delivery.announce(arena.view, index, VerifiedBy.DIGEST)
         nbytes, seconds = manifest.layout.payload_nbytes, self._log.last_layer_s()
         path = PathReport("disk", str(self.options.disk), nbytes, seconds)
-        # Its identity was computed from these very bytes: `strong` has nothing to add.
+        # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return await self._commit(delivery, outcome, self._report(manifest, [path], by))
 
@@ -401,14 +401,14 @@ class Job:
         )
 
     async def leave(self) -> None:
-        """End all reading from this pull's memory. Idempotent."""
+        """Leave the swarm, and end all reads of this pull's memory. Idempotent."""
         node, self.node = self.node, None
         if node is not None:
             await node.close()
             await self._streams.close()
 
     async def _discard(self) -> str:
-        """After a failure: nothing half-done stays in memory, or on disk where nothing could go on
+        """After a failure, free the memory, and remove what was written unless a pull can go on
         from it. Returns how to go on, or ""."""
         await self.leave()
         kept = ""
@@ -421,12 +421,12 @@ class Job:
         return kept
 
     def close(self) -> None:
-        """On the loop: give up, if it is still running."""
+        """Make work on threads (reading disk, prefilling) stop soon; then cancel `run`."""
         self._closed = True
 
 
 async def _beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
-    """Await `work` while the others run beside it; then end them."""
+    """Run the others while `work` runs, and cancel them at its end."""
     failed: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""What one pull wants."""
+"""The options of one pull."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class PullOptions:
     """Made by the API from its arguments and the settings.
 
     `name` may be NAME@IDENTITY; without a `revision` it means "main", or the newest update of it.
-    One of `coordinator`, `peer` and `disk` says where to look;
-    `disk` beside another one is what to fall back to, if `fall_back_to_disk`. `device` is
-    "cpu" or "cuda:UUID", `into` the caller's memory, `reuse` what
-    this process holds (emptied once it was looked through). `host` lets others read what has
-    come; `alone_because` says why it is None where that may surprise. `coordinate_always` believes
-    a source that says that others read there on every medium, not only over networks.
+    One of `coordinator`, `peer` and `disk` says where to look; `disk` beside another one is the
+    fallback, if `fall_back_to_disk`. `device` is "cpu" or "cuda:UUID", `into` the caller's memory,
+    `reuse` the weights that this process holds (the pull empties the list). `host` lets others read
+    from the pull; `alone_because` says why it is None where users may not expect that.
+    `coordinate_always` coordinates on every medium when a source says that others read there, not
+    only over networks.
     """
 
     name: str
@@ -57,10 +57,10 @@ class PullOptions:
 
     @property
     def key(self) -> ModelKey:
-        """What is asked for, as far as that is known before anybody was."""
+        """The requested model, as far as it is known before it is resolved."""
         return ModelKey(self.name.partition("@")[0], self.revision or MAIN, self.variant)
 
     @property
     def patience_s(self) -> float:
-        """For how long a pull asks again where all have as many readers as they admit."""
+        """How many seconds to try again while all sources have as many readers as they admit."""
         return self.wait_s or self.stall_timeout_s

@@ -16,8 +16,8 @@ from mx.transport import Transport, Unavailable
 
 
 def path_between(transport: Transport, here: Place, there: Place) -> Path | None:
-    """The transport's path; for a GPU that it can't reach, that to this host's memory, from which
-    mx copies on."""
+    """Return the transport's path; for a GPU that it can't reach, its path to this host's memory,
+    from which mx copies to the GPU. None if there is neither."""
     path = transport.reach(here, there)
     if path is None and here.device != "cpu":
         path = transport.reach(replace(here, device="cpu"), there)
@@ -30,12 +30,12 @@ def path_between(transport: Transport, here: Place, there: Place) -> Path | None
 def path_or_reason(
     transport: Transport, here: Place, there: Place, *, trusted_fabric: bool
 ) -> Path | str:
-    """The path that a pull may use, or why there is none."""
+    """Return the path that a pull may use, or the reason why there is none."""
     path = path_between(transport, here, there)
     if path is None:
         return "it does not reach from here to there"
     if path.trusting and not trusted_fabric:
-        return "it enforces no bounds: say `trusted_fabric` if that network can be trusted"
+        return "it enforces no bounds: set `trusted_fabric` if that network can be trusted"
     return path
 
 
@@ -45,8 +45,8 @@ def plan_paths(
     transports: Mapping[str, Transport],
     sources: Sequence[SourceRecord],
 ) -> Plan:
-    """What the transports say of each source, ranked and chosen from. Places are believed as far
-    as they are verified."""
+    """Return the plan over all transports' paths to these sources. Places that sources declare
+    count as far as they are verified."""
 
     def reach(name: str, there: Place) -> Path | str:
         trusted = options.trusted_fabric
@@ -68,7 +68,6 @@ def plan_paths(
 
 
 def target_place(options: PullOptions) -> Place:
-    """Where a pull with these options runs. With its interfaces' addresses: without any it would
-    look like a machine that nothing can be routed to. Raises ConfigError for an interface that is
-    not there."""
+    """Return the place where the pull runs, with its interfaces' addresses (a place without any
+    looks unreachable). Raises ConfigError for an interface that does not exist."""
     return discovery.here(options.device, nics=options.nics)

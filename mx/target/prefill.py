@@ -1,8 +1,8 @@
-"""What a pull need not move: chunks that this process holds already, of the same model before an
+"""Fills a pull's arena with chunks that this process holds already: of the same model before an
 update, or of another one that shares layers with it.
 
-Which chunks are the same is in `mx.core.reuse`. What is copied is hashed in its new place like
-anything that comes from elsewhere: held memory may have been written to since.
+`mx.core.reuse` finds equal chunks. Copies are hashed in their new place, like chunks from
+elsewhere: held memory may have been written to since.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
 from mx.transport import host_view
 
-#: Copying and hashing, one thread is no faster than a fast network.
+#: One thread copies and hashes no faster than a fast network.
 THREADS = 2
 
 
 def prefilling(
     delivery: Delivery | None, held: list[Held], *, attachable: bool
 ) -> Callable[[Transfer, Callable[[], bool]], None] | None:
-    """How to begin a pull with what is here: with what an earlier one has written to disk, or with
-    what is held in memory (unless the source's memory is attachable, which costs nothing). None if
-    there is nothing. To be called with the engine, before it has lanes, and with what says that
-    the pull was cancelled; blocks. `held` is emptied as soon as it is of no more use, so that the
-    pull does not keep others' memory."""
+    """Return a function that prefills a transfer with layers that an earlier pull wrote to disk,
+    and with chunks in `held`; None if there are none. A source's memory that is `attachable` costs
+    nothing: `held` is not used then. The function blocks; call it with the transfer, before it has
+    connections, and a function that returns True once the pull is cancelled. `held` is emptied as
+    soon as possible, so that the pull does not keep others' memory."""
     resumable = delivery is not None and delivery.resumable
     if attachable:
         held.clear()
@@ -50,8 +50,7 @@ def prefilling(
 
 
 def reuse(transfer: Transfer, held: Sequence[Held], cancelled: Callable[[], bool]) -> None:
-    """Copy what is the same into the engine's arena, layer by layer, and tell it what of that was
-    right."""
+    """Copy equal chunks into the transfer's arena, layer by layer, and prefill the right ones."""
     grid = transfer.manifest.grid
     copies = same_chunks(transfer.manifest, held)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="mx-reuse") as pool:
@@ -77,5 +76,5 @@ def _copied(transfer: Transfer, copy: Copy) -> bool:
         for at in range(0, segment.nbytes, BLOCK_BYTES):
             copy_bytes(view[at : at + BLOCK_BYTES], there[at : at + BLOCK_BYTES])
             landed += min(BLOCK_BYTES, segment.nbytes - at)
-            hasher.landed(landed)  # while it is in the cache
+            hasher.landed(landed)  # while the bytes are in the cache
     return hasher.digest() == manifest.chunking.digest(copy.index)

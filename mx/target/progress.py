@@ -1,5 +1,4 @@
-"""Tells the coordinator how far a pull is, for people to see. The pull neither waits for it nor
-minds where it fails."""
+"""Reports a pull's progress to the coordinator, for people. The pull does not depend on it."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ from mx.target.report import Progress
 from mx.wire.client import CoordinatorClient
 from mx.wire.progress import Report
 
-#: A pull that is over by then is not worth telling of.
+#: A pull that ends before this is not reported.
 FIRST_S = 0.3
 INTERVAL_S = 1.0
-#: After a failure.
+#: Pause after a failed report.
 AGAIN_S = 2.0
-#: How long the pull's end may be held up by telling of it.
+#: How long the last report may delay the pull's end.
 FAREWELL_S = 0.5
 
 
 class ProgressReporter:
-    """One pull's, on the loop. `close` it when the pull has ended."""
+    """One pull's; on the loop. `close` it when the pull has ended."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class ProgressReporter:
         client: CoordinatorClient | None = None
         try:
             while not await self._closed_within(pause_s):
-                if not self._state.first_read_s:  # nothing comes yet: nothing is to be in its way
+                if not self._state.first_read_s:  # do not compete with the pull's own calls
                     continue
                 client = client or CoordinatorClient(
                     coordinator,
@@ -74,7 +73,7 @@ class ProgressReporter:
                 await client.close()
 
     async def _report(self, report: Report) -> None:
-        """Until the pull has ended, its end included."""
+        """Report until the pull has ended, and its end too."""
         while True:
             ended = self._closing.is_set()
             await report(self._status())
@@ -112,11 +111,11 @@ class ProgressReporter:
         )
 
     def ended(self) -> None:
-        """The pull is over: tell of that, and end."""
+        """Report the pull's end, and end."""
         self._closing.set()
 
     async def close(self) -> None:
-        """`ended`, and wait for it, but not for long. Idempotent."""
+        """`ended`, and wait for it up to `FAREWELL_S`. Idempotent."""
         self.ended()
         if self._task is not None:
             await asyncio.wait((self._task,), timeout=FAREWELL_S)

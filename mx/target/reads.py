@@ -1,4 +1,4 @@
-"""What a pull reads through."""
+"""The connections that a pull reads through."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mx.errors import (
 )
 from mx.transport import Session, Span
 
-#: Errors of a read after which its session is given up: peer or path, not the chunk, are at fault.
+#: A read's errors after which its session is given up: peer or path are at fault, not the chunk.
 CONNECTION_ERRORS = (
     PathError,
     PeerLostError,
@@ -33,14 +33,14 @@ CONNECTION_ERRORS = (
 
 
 class ReadLease(Protocol):
-    """What is checked before a read's bytes are believed."""
+    """The lease of a read, which is checked before the read's bytes are used."""
 
     def check(self) -> MxError | None:
-        """Return None while the lease runs and the generation stands; else why not."""
+        """Return None while the lease holds, and its generation; else the error."""
 
     @property
     def coordinated(self) -> bool:
-        """Did the source say that other pulls read there too?"""
+        """True once the source has said that other pulls read there too."""
 
     def end(self) -> None:
         """Give the lease back; does not block. Idempotent."""
@@ -53,7 +53,7 @@ class Hasher(Protocol):
     def block_digests(self) -> bytes: ...
 
 
-#: Makes one for these segments, which land in these spans.
+#: Makes a hasher for segments that land in these spans.
 MakeHasher = Callable[[Sequence[Segment], Sequence[Span]], Hasher]
 
 
@@ -73,7 +73,7 @@ class Connection:
     session: Session
     opened_at_s: float = 0.0  # monotonic: when it was first read through
     lost: bool = False
-    #: What the transfer knows of it, from when it is added there.
+    #: The transfer's state of it, once it is added there.
     load: ConnectionLoad | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""What a pull tells: layer events, progress, and the report at its end."""
+"""What a pull reports: layer events, progress, and the report at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class VerifiedBy(enum.Enum):
 
 
 def no_tensors(layer: int) -> dict[str, torch.Tensor]:
-    """What a layer's event gives once its pull is gone. Raises ClosedError."""
+    """Raise ClosedError: the event's pull is gone."""
     raise ClosedError(f"the pull of layer {layer} is gone, and its tensors with it")
 
 
@@ -68,8 +68,8 @@ class LayerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A snapshot. Before the manifest is known there are no layers, and bytes only of what is
-    read from disk. `sources` are the HOST:PORT that are being read from."""
+    """A snapshot. Before the manifest is known it has no layers, and counts only bytes read from
+    disk. `sources` are the HOST:PORT of the sources in use."""
 
     bytes_done: int = 0
     bytes_total: int = 0
@@ -82,7 +82,7 @@ class Progress:
 
 
 def summary(progress: Progress) -> str:
-    """ "reading, 3/26 layers, 72.1 MB of 633 MB"."""
+    """Return a line like "reading, 3/26 layers, 72.1 MB of 633 MB"."""
     return (
         f"{progress.phase}, {progress.layers_ready}/{count(progress.layers_total, 'layer')}, "
         f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
@@ -90,7 +90,7 @@ def summary(progress: Progress) -> str:
 
 
 class Reading(Protocol):
-    """What an engine says of how far it is."""
+    """The progress of a transfer: `mx.target.transfer.Transfer`."""
 
     @property
     def retries(self) -> int: ...
@@ -101,8 +101,8 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PathReport:
-    """What went over one path. An attached path moved nothing: its bytes are what it mapped.
-    `rail` names the pair of interfaces, where the path is one of several."""
+    """What came over one path; if `attached`, `bytes` were mapped, and none was moved. `rail`
+    names the pair of interfaces, where the path is one of several."""
 
     transport: str
     source: str
@@ -171,7 +171,7 @@ class PullReport:
 def progress_of(
     layout: Layout, reading: Reading | None, is_ready: Callable[[int], bool], phase: str
 ) -> Progress:
-    """A snapshot. Without an engine that reads a layer is there or not."""
+    """Return a snapshot. Without a transfer (`reading`) a layer counts whole or not at all."""
     done = None if reading is None else reading.progress()[1]
     connections = () if reading is None else reading.connections
     layers = []
@@ -193,8 +193,7 @@ def progress_of(
 
 
 def unexpected(error: BaseException) -> MxError:
-    """Any error as one of mx's, the original as its cause: whoever waits for a pull is to hear
-    of whatever ended it."""
+    """Return any exception as an MxError, with the original as its cause."""
     if isinstance(error, MxError):
         return error
     found: MxError
@@ -212,7 +211,7 @@ def unexpected(error: BaseException) -> MxError:
 
 
 def again(error: MxError, how: str) -> MxError:
-    """The error, whose hint also says how to go on from what is kept."""
+    """Add to the error's hint how to go on from what is kept, and return it."""
     rest = error.hint.removeprefix("start the pull again").removeprefix("; ")
     error.hint = "; ".join(filter(None, [how, rest])) if how else error.hint
     return error
@@ -221,7 +220,7 @@ def again(error: MxError, how: str) -> MxError:
 def final_error(
     model: str, layout: Layout, layers_ready: int, bytes_done: int, causes: Sequence[MxError]
 ) -> MxError:
-    """What a pull that ran out of sources fails with: how far it came, and each cause once."""
+    """Return the error of a pull that ran out of sources: how far it came, and each cause once."""
     said = "; ".join(dict.fromkeys(cause.message for cause in causes)) or "no source was left"
     far = (
         f"pull of {model} stopped after {layers_ready} of {count(len(layout.layers), 'layer')}, "

@@ -1,5 +1,4 @@
-"""Looks for sources of what is pulled: until there is one, beside those that are being read, and
-when none is left."""
+"""Looks for sources of a pull's model, before and while it is read."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from mx.wire.locate import Located, Locator
 
 T = TypeVar("T")
 
-#: Beside those that are being read, others are looked for this often,
+#: Pause between look-ups while there is a source to read from,
 ORDINARY_S = 1.0
-#: but less often where many are listed: each of them that still pulls asks for them all.
+#: longer where many are listed: each of them that still pulls looks all of them up.
 SOURCES_PER_S = 50.0
-#: With nobody to read from, the first look is after this, and each further one after twice that,
+#: With no source to read from, the first pause, which doubles each time,
 FIRST_S = 0.2
 #: up to this.
 LONGEST_S = 2.0
@@ -42,8 +41,7 @@ LONGEST_S = 2.0
 
 @dataclass(frozen=True)
 class Found:
-    """A model, and the paths to sources that hold all of it; there may be none where others hold
-    parts."""
+    """A model, and the paths to sources that hold all of it (none, if only parts are held)."""
 
     located: Located
     manifest: Manifest
@@ -58,14 +56,14 @@ async def find(
     relays_do: bool,
     side_files: bool,
 ) -> Found:
-    """Look once.
+    """Look the model up once, and fetch its manifest.
 
     Args:
-        locator: Asks the coordinator or the peer that was named.
+        locator: Looks it up at the coordinator, or at the peer that the user named.
         plan: Finds the paths to sources.
-        begin: Called with the paths while the manifest is still on its way.
-        relays_do: Are sources that hold a part better than nothing?
-        side_files: Fetch those too, into memory.
+        begin: Called with the paths before the manifest is fetched.
+        relays_do: True if sources that hold only parts are enough.
+        side_files: Fetch the side files too, into memory.
 
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.
@@ -86,15 +84,15 @@ async def find(
             + (paths.why_none() or "none is registered"),
             hint="start one with mx serve, or name one with `peer=HOST:PORT`",
         )
-    if side_files:  # who reads here later may write them
+    if side_files:  # later readers of this pull may write them
         sides = await locator.side_files(manifest, located)
         manifest = replace(manifest, documents=manifest.documents | sides)
     return Found(located, manifest, paths)
 
 
 class SideFiles:
-    """Fetches the side files of what was found, to `write`: from the sources that were found, and
-    after a failure from those that there are then."""
+    """Fetches a model's side files to `write`: from the sources that were found, and after a
+    failure from those that are listed then."""
 
     def __init__(self, locator: Locator, found: Found, write: WritePage) -> None:
         self._locator = locator
@@ -103,7 +101,7 @@ class SideFiles:
         self._sources: Sequence[SourceRecord] | None = found.located.sources
 
     async def fetch(self) -> None:
-        """One attempt. Raises as `find`, and what `write` raises."""
+        """Try once. Raises as `find`, and what `write` raises."""
         if self._in_memory():
             return await in_thread(write_side_files, self._found.manifest, self._write)
         sources, self._sources = self._sources, None
@@ -117,7 +115,7 @@ class SideFiles:
 
 
 def write_side_files(manifest: Manifest, write: WritePage) -> None:
-    """Give the side files that a manifest has among its documents to `write`. Blocks."""
+    """Pass the side files among the manifest's documents to `write`. Blocks."""
     for digest in {side.digest for side in manifest.packaging.side_files}:
         write(digest, 0, manifest.documents[digest])
 
@@ -125,8 +123,8 @@ def write_side_files(manifest: Manifest, write: WritePage) -> None:
 async def patiently(
     attempt: Callable[[], Awaitable[T]], wait_s: float, on_wait: Callable[[], None]
 ) -> T:
-    """What `attempt` gives, tried again for up to `wait_s` while it fails only because nobody is
-    there yet; `on_wait` is called before each pause. Raises its last error."""
+    """Return the result of `attempt`, which is repeated for up to `wait_s` while it fails only for
+    want of a source; `on_wait` is called before each pause. Raises its last error."""
     until_s = time.monotonic() + wait_s
     pause_s = FIRST_S
     while True:
@@ -146,13 +144,13 @@ async def patiently(
 
 
 def _may_pass(error: MxError) -> bool:
-    """Is it only that nobody is there?"""
+    """Return True if the error may pass when a source comes, or the coordinator."""
     none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
     return isinstance(error, none_opened) or type(error) is CoordinatorError
 
 
 class Resolver:
-    """Looks for more sources from when it is known what is pulled; on the loop."""
+    """Looks for more sources of a model that was found; on the loop."""
 
     def __init__(
         self,
@@ -170,16 +168,15 @@ class Resolver:
     ) -> None:
         """
         Args:
-            locator: Asks the coordinator or the peer that was named.
-            located: What is pulled.
-            connections: Paths to new sources are added to them.
+            locator: Looks sources up.
+            located: The model.
+            connections: Get the paths to new sources.
             plan: Finds the paths to sources.
-            on_sources: Called with all that hold the same manifest, or parts of it, each time they
-                were looked up.
-            came: Gives how many bytes have come so far.
+            on_sources: Called after each look-up with all sources of the weights, whole or not.
+            came: Returns how many bytes have come so far.
             outcome: Its `changed` is set when there are new sources.
-            log: Is told when a wait begins.
-            causes: A wait in vain is added to them.
+            log: Records when a wait begins.
+            causes: Get an error when a wait was in vain.
             wait_s: How long to wait for a source while there is none.
         """
         self._locator = locator
@@ -198,8 +195,8 @@ class Resolver:
         self._hurry = asyncio.Event()
 
     def waits(self) -> bool:
-        """Return True while a new source is worth waiting for. The wait begins when this is first
-        called, and anew if bytes have come since it did."""
+        """Return True while a new source is worth waiting for. The wait begins with the first call,
+        and anew with the first call after more bytes have come."""
         if self._wait_s <= 0:
             return False
         now_s, came = time.monotonic(), self._came()
@@ -215,12 +212,12 @@ class Resolver:
         return False
 
     async def run(self) -> None:
-        """For ever: look for sources, often while there is none."""
+        """Look for sources until cancelled, more often while there is none."""
         pause_s = ORDINARY_S
         while True:
             hurried = await self._hurried(pause_s)
             idle = self._connections.idle
-            # A peer that was named, and is being read from, has no others to tell of.
+            # A peer that the user named lists no other sources while it is read from.
             if idle or self._locator.asks_coordinator:
                 await self._look()
             if not idle:
@@ -231,7 +228,7 @@ class Resolver:
                 pause_s = min(2 * pause_s, LONGEST_S)
 
     async def _hurried(self, seconds: float) -> bool:
-        """Pause so long, or until a wait begins. Returns True if one did."""
+        """Pause, at most until a wait begins. Returns True if one has begun."""
         try:
             await asyncio.wait_for(self._hurry.wait(), seconds)
         except TimeoutError:
@@ -242,7 +239,7 @@ class Resolver:
     async def _look(self) -> None:
         try:
             sources = await self._locator.again(self._located)
-        except MxError:  # it looks again, and nothing that runs depends on it
+        except MxError:  # `run` looks again, and running reads don't depend on it
             return
         self._listed = len(sources)
         new = [each for each in sources if each.whole and self._connections.wants(each.source_id)]

@@ -1,8 +1,7 @@
 """The data side of a pull: the core machine, the sessions, and the sinks between them.
 
-Sinks are called on the transports' threads; each reports to the machine under one lock and
-carries out what it answers, so that the next read is issued from the thread that finished the
-last one and no event loop stands in a chunk's way.
+Sinks are called on the transports' threads. Each reports to the machine under one lock and carries
+out its commands: the thread that finished a read issues the next one, without an event loop.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from mx.transport import Piece, Read, Span
 
 
 class TransferListener(Protocol):
-    """Is told what becomes of a transfer, on any thread; must not block."""
+    """Called on any thread with what happens in a transfer; must not block."""
 
     def layer_ready(self, layer: int, arena: Span) -> None:
         """Every chunk of the layer is in the arena, and verified."""
 
     def connection_lost(self, connection: int, error: MxError) -> None:
-        """Nothing more is read through it."""
+        """The connection was given up."""
 
     def failed(self, causes: Sequence[MxError]) -> None:
-        """Nothing is left that could finish the pull."""
+        """No connection is left that could finish the transfer."""
 
     def broken(self, error: MxError) -> None:
-        """Something was raised that this code did not expect."""
+        """A sink raised an unexpected exception."""
 
 
 class _PartSink:
@@ -69,8 +68,8 @@ class _PartSink:
 
 
 class Transfer:
-    """Drives one pull into `arena` (writable, `layout.arena_nbytes` long; the caller keeps it
-    until `close` and `join` are through)."""
+    """Reads one model into `arena` (writable, `layout.arena_nbytes` long; the caller keeps it until
+    `join` has returned)."""
 
     def __init__(
         self,
@@ -97,12 +96,12 @@ class Transfer:
 
     @property
     def arena(self) -> Span:
-        """What it drives the pull into; nothing once it is joined."""
+        """The memory that is filled; empty once the transfer is joined."""
         return self._arena
 
     @property
     def holdings(self) -> Holdings:
-        """The chunks that are verified; to be read, and subscribed to by `subscribe`."""
+        """The chunks that are verified. Subscribe by `subscribe`, which takes the lock."""
         return self._machine.holdings
 
     @property
@@ -129,7 +128,7 @@ class Transfer:
         ] + list(self._prefilled.values())
 
     def progress(self) -> tuple[int, list[int]]:
-        """Return the payload bytes landed in all, and layer by layer (those in flight counted)."""
+        """Return the payload bytes that have landed, in all and by layer, also of running reads."""
         with self._lock:
             layers = self._machine.landed_nbytes()
             sinks = list(self._in_flight.values())
@@ -138,7 +137,7 @@ class Transfer:
         return sum(layers), layers
 
     def start(self) -> None:
-        """Begin: layers without bytes are ready. The first connection does it too. Idempotent."""
+        """Begin: layers without bytes are ready. The first connection calls it too. Idempotent."""
         with self._lock:
             if self.started:
                 return
@@ -147,26 +146,23 @@ class Transfer:
         self._run(commands)
 
     def subscribe(self, listener: HoldingsListener) -> int:
-        """Tell `listener` of every chunk that is verified from now on, under the transfer's lock.
-
-        Returns:
-            The chunks that are verified now, as a bit set: `listener` hears of all others.
-        """
+        """Report every chunk that is verified from now on to `listener`, under the transfer's lock.
+        Returns the chunks that are verified now, as a bit set."""
         with self._lock:
             return self.holdings.subscribe(listener)
 
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0) -> int:
-        """These chunks are in the arena already, hashed and found right. Best called before the
-        first connection, since a chunk that is being read is passed over.
+        """Count chunks as verified that are in the arena, hashed and found right. Best called
+        before the first connection, since chunks that are being read are skipped.
 
         Args:
-            label: What the report calls the way they came, with `source`.
+            label: Names the path in the report, with `source`.
             source: Where they came from.
             chunks: Their numbers.
             seconds: How long it took.
 
         Returns:
-            The bytes of those that were news.
+            The bytes of those that were not verified before.
         """
         with self._lock:
             before = sum(self._machine.landed_nbytes())
@@ -199,7 +195,7 @@ class Transfer:
         return number
 
     def connection_lost(self, number: int, error: MxError) -> None:
-        """Give a connection up; its parts go back as its reads end."""
+        """Give a connection up; its parts are missing again when its reads have ended."""
         with self._lock:
             connection = self._connections[number]
             if connection.lost:
@@ -218,12 +214,13 @@ class Transfer:
         self._run(commands)
 
     def no_more_connections(self) -> None:
+        """Fail once the open connections can't read what is missing."""
         with self._lock:
             commands = self._machine.no_more_connections()
         self._run(commands)
 
     def expect_connections(self) -> None:
-        """There may be more after all."""
+        """Do not fail for want of connections: another one may come."""
         with self._lock:
             self._machine.expect_connections()
 
@@ -241,14 +238,14 @@ class Transfer:
         self._run(commands)
 
     def allow(self, source: str, chunk: int) -> bool:
-        """The chunk may be read from this source. Returns False if it is verified already."""
+        """Let the chunk be read from this source. Returns False if it is verified already."""
         with self._lock:
             commands = self._machine.allow(source, chunk, time.monotonic())
         self._run(commands or ())
         return commands is not None
 
     def withdraw(self, source: str, chunk: int) -> None:
-        """The chunk is to come from another source: give up connections that read it there."""
+        """Stop reading the chunk from this source: give up the connections that do."""
         with self._lock:
             connections = self._machine.withdraw(source, chunk)
         for number in connections:
@@ -257,19 +254,15 @@ class Transfer:
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close every session; outstanding reads are aborted, and the listener hears of no
-        outcome any more."""
+        """Close every session: reads are aborted, and the listener gets no `failed` any more."""
         with self._lock:
             self._machine.abort(ClosedError("the pull was closed"))
         for connection in self.connections:
             connection.session.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until no session touches the arena any more, and let go of it.
-
-        Without that the arena would live until the garbage collector finds the cycle of transfer,
-        listener and sinks.
-        """
+        """Wait until no session touches the arena, and drop the reference to it: else the arena
+        would live until the garbage collector finds the cycle of transfer, listener and sinks."""
         deadline_s = time.monotonic() + timeout_s
         joined = all(
             [
@@ -286,11 +279,11 @@ class Transfer:
     # -- from the sinks, on the transports' threads ------------------------------------------
 
     def raised(self, error: BaseException) -> None:
-        """A sink raised what this code did not expect."""
+        """Report an unexpected exception of a sink."""
         self._listener.broken(unexpected(error))
 
     def part_done(self, sink: _PartSink) -> None:
-        # Lease first, then generation, then digest: bytes read past a lease prove nothing.
+        # Lease first, then generation, then digest: bytes read after the lease prove nothing.
         error = self._connections[sink.connection].lease.check()
         if error is not None:
             self.connection_lost(sink.connection, error)
@@ -344,7 +337,7 @@ class Transfer:
         try:
             self._connections[connection].session.read(reads)
         except MxError as error:
-            # Its traceback holds on to the reads, and they to the arena.
+            # Its traceback refers to the reads, and they to the arena.
             refused = error.with_traceback(None)
             self.connection_lost(connection, refused)
             for sink in sinks:

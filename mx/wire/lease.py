@@ -1,9 +1,9 @@
 """A reader's lease on one source: a stream that stays open while the pull reads.
 
-The first message opens, each further one renews. The reader counts the lease from when it sent
-the request that was answered, the source from when it answered, so that the reader's ends first.
-It ends with a half-close, which tells the source that nothing is believed any more that is read;
-a source that hears no such thing has to wait until the lease runs out.
+The first message opens the lease, each further one renews it. The reader counts the lease from when
+it sent its request, the source from when it answered, so that the reader's ends first. The lease
+ends with a half-close: the reader uses no bytes that it reads later. A source that receives none
+has to wait until the lease runs out.
 """
 
 from __future__ import annotations
@@ -38,25 +38,27 @@ from mx.wire.rpc import Malformed, Stub
 from mx.wire.tls import diagnose
 from mx.wire.v1 import peer_pb2
 
-#: A source may promise more, but is asked this often whether it is still there.
+#: A lease is renewed as if it were no longer than this, to notice a source that has stopped.
 _MAX_LEASE_S = 60.0
-#: Who is busy is asked again after this at the latest.
+#: A busy source is tried again after this at the latest.
 _MAX_RETRY_S = 30.0
-#: How long the source may take to hear that a lease is given back.
+#: How long to wait for the source's answer when a lease is given back.
 _FAREWELL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
+    """What a source grants: a ticket for each transport, and the size of each region."""
+
     grant_id: str
     generation: int
     tickets: dict[str, bytes]
     region_nbytes: tuple[int, ...]
-    pacer: Pacer | None = None  # how fast to read; None: as fast as it comes
+    pacer: Pacer | None = None  # how fast to read; None: without a bound
 
 
 class Lease:
-    """Made and closed on the loop; `check` may be called from any thread."""
+    """One reader's lease. Made, opened and closed on the loop; `check` works on any thread."""
 
     def __init__(
         self,
@@ -69,12 +71,12 @@ class Lease:
     ) -> None:
         """
         Args:
-            channel: To the source.
-            source: Who gives the lease.
+            channel: The channel to the source.
+            source: The source.
             on_change: Called on the loop when the lease is lost, or reading becomes coordinated.
-            read_nbytes: Gives the bytes read on the lease so far, for the source.
-            reader_id: Names the pull, if it can be part of a swarm.
-            tls: The channel's.
+            read_nbytes: Returns the bytes read on the lease so far; renewals report them.
+            reader_id: Names the pull; "" if it can't be part of a swarm.
+            tls: The channel's files.
         """
         self._reader_id = reader_id
         self._source = source
@@ -92,14 +94,23 @@ class Lease:
         self._error: MxError | None = None
         self._pacer: Pacer | None = None
         self._read_nbytes = read_nbytes
-        self.coordinated = False  # did the source say that other pulls read there too?
+        self.coordinated = False  # True once the source has said that other pulls read there too
 
     @property
     def peer(self) -> str:
         return self._source.endpoint
 
     async def open(self, place: Place, transports: Sequence[str], timeout_s: float) -> Granted:
-        """Ask for a grant. Raises SourceError if the source refuses or does not answer."""
+        """Get a grant. Called once.
+
+        Args:
+            place: The reader's place.
+            transports: The transports for which tickets are needed.
+            timeout_s: How many seconds the source has to answer.
+
+        Raises:
+            SourceError: The source refuses, or does not answer.
+        """
         # Not kept: a closed pull that is still referred to must not keep gRPC's threads.
         stub, self._stub = self._stub, None
         assert stub is not None  # opened once
@@ -114,7 +125,7 @@ class Lease:
             reader_id=self._reader_id,
         )
         try:
-            event = await self._ask(request, timeout_s)
+            event = await self._first_event(request, timeout_s)
             if event.WhichOneof("event") == "stale":
                 raise StaleGenerationError(
                     f"{self.peer} was updated: it holds generation {event.stale.generation} by now",
@@ -145,6 +156,7 @@ class Lease:
         )
 
     def check(self) -> MxError | None:
+        """Return None while the lease holds; else why it does not."""
         if self._error is not None:
             return self._error
         if time.monotonic() > self._valid_until_s:
@@ -153,9 +165,9 @@ class Lease:
             )
         return None
 
-    async def _ask(self, request: peer_pb2.OpenRequest, timeout_s: float) -> Any:
-        """Write the first message, read the event that answers it. Raises SourceError."""
-        async with self._talking(timeout_s):
+    async def _first_event(self, request: peer_pb2.OpenRequest, timeout_s: float) -> Any:
+        """Send the first message, and return the event that answers it. Raises SourceError."""
+        async with self._translating(timeout_s):
             await self._call.write(request)
             while True:
                 event = await self._next()
@@ -163,8 +175,8 @@ class Lease:
                     return event
 
     @contextlib.asynccontextmanager
-    async def _talking(self, timeout_s: float) -> AsyncIterator[None]:
-        """What goes wrong in it is raised as a SourceError."""
+    async def _translating(self, timeout_s: float) -> AsyncIterator[None]:
+        """Raise errors of gRPC in the block, and a timeout, as SourceErrors."""
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -187,7 +199,7 @@ class Lease:
         return event
 
     async def _listen(self) -> None:
-        """To the stream's end: what the source says is heard at once, not at the next renewal."""
+        """Act on the source's events at once, until the stream ends."""
         try:
             while True:
                 event = await self._next()
@@ -199,13 +211,13 @@ class Lease:
                         if self._renewed is not None and not self._renewed.done():
                             self._renewed.set_result(lease_s)
                     case "draining":
-                        pass  # no new grants are given: what runs may finish
+                        pass  # there are no new grants, and running reads may finish
                     case "coordinated":
                         self.coordinated = True
                         self._on_change()
-                    case "busy":  # nothing was read for long, and the place is another's now
+                    case "busy":  # nothing was read for long: another reader has its place now
                         self._lose(self._busy(event.busy.retry_after_s))
-                    case "stale":  # go on listening: it waits to hear that this was heard
+                    case "stale":  # go on listening: the source waits for the half-close
                         self._lose(
                             StaleGenerationError(
                                 f"{self.peer} was updated: its weights of generation "
@@ -215,7 +227,8 @@ class Lease:
                         )
                     case _:
                         raise PeerProtocolError(
-                            f"{self.peer} says what makes no sense within a lease", peer=self.peer
+                            f"{self.peer} sent an event that has no place in a lease",
+                            peer=self.peer,
                         )
         except grpc.aio.AioRpcError as error:
             self._lose(translate(error, who=self._remote))
@@ -223,15 +236,15 @@ class Lease:
             self._lose(error)
 
     async def _renew(self) -> None:
-        """Until the lease is lost. A renewal that is not answered is the sign of a stopped
-        process."""
+        """Renew until the lease is lost. A renewal without an answer means that the source's
+        process has stopped."""
         try:
             while self._error is None:
                 await asyncio.sleep(self._lease_s / 4)
                 request = self._renewal()
                 sent_at_s = time.monotonic()
                 self._renewed = asyncio.get_running_loop().create_future()
-                async with self._talking(self._lease_s * 0.4):
+                async with self._translating(self._lease_s * 0.4):
                     await self._call.write(request)
                     self._lease_s = await self._renewed
                 self._valid_until_s = sent_at_s + self._lease_s
@@ -258,7 +271,7 @@ class Lease:
         return min(lease_s, _MAX_LEASE_S)
 
     async def _ending(self) -> MxError:
-        """Why the stream ended."""
+        """Return the error that says why the stream ended."""
         code, details = await self._call.code(), await self._call.details()
         if code == grpc.StatusCode.OK:
             return PeerLostError(f"{self.peer} ended the lease", peer=self.peer)
@@ -272,7 +285,7 @@ class Lease:
             self._on_change()
 
     def end(self) -> None:
-        """Begin to give the lease back: what is read from now on is not believed. Idempotent."""
+        """Begin to give the lease back: `check` fails from now on. Does not block. Idempotent."""
         if self._farewell is not None:
             return
         self._on_change = lambda: None
@@ -287,7 +300,7 @@ class Lease:
         if self._call is None:
             return
         if self._listener is not None and heard:
-            # Waited for from outside: cutting what awaits a call of gRPC's cuts the call.
+            # A task of its own: cancelling a coroutine that awaits a gRPC call cancels the call.
             closing = asyncio.create_task(self._last_words(), name="mx-lease-last")
             await asyncio.wait((closing, self._listener), timeout=_FAREWELL_S)
             closing.cancel()
@@ -295,15 +308,15 @@ class Lease:
         cut(self._call)
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
-        self._call = self._listener = self._renewer = None  # the connection lives as long as it
+        self._call = self._listener = self._renewer = None  # the call keeps its connection alive
 
     async def _last_words(self) -> None:
         if self._read_nbytes():
-            await self._call.write(self._renewal())  # so that all that was read is counted
+            await self._call.write(self._renewal())  # so that the source counts all bytes read
         await self._call.done_writing()
 
     async def close(self) -> None:
-        """`end`, and wait for it. The source withdraws the grant."""
+        """`end`, and wait until the lease is given back. The source withdraws the grant."""
         self.end()
         assert self._farewell is not None
         await asyncio.shield(self._farewell)

@@ -1,4 +1,4 @@
-"""Finding a model: through the coordinator, or by asking one peer that the user named."""
+"""Looks a model up: at the coordinator, or at a peer that the user named."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Where(Protocol):
 
 @dataclass(frozen=True)
 class Located:
-    """What was found. `sources` all hold the manifest of `ref`; `inlined` are those of its
-    documents that came along."""
+    """A model that was found. All `sources` hold the manifest of `ref`, or parts of it; `inlined`
+    are those of its documents that came with the answer, by digest."""
 
     key: ModelKey
     ref: ManifestRef
@@ -62,7 +62,7 @@ class Located:
 
 
 class Locator:
-    """One pull's search; on the loop. `close` it."""
+    """One pull's look-ups; on the loop. `close` it."""
 
     def __init__(self, where: Where) -> None:
         self._where = where
@@ -75,26 +75,33 @@ class Locator:
 
     @property
     def asks_coordinator(self) -> bool:
+        """True if it looks models up at the coordinator, False if at a peer."""
         return self._where.peer is None
 
     async def locate(self) -> Located:
-        """Raises UnknownModelError, CoordinatorError, SourceError."""
+        """Return the model and its sources.
+
+        Raises:
+            UnknownModelError: There is no such model.
+            CoordinatorError: The coordinator does not answer, or refuses.
+            SourceError: The named peer does not answer, or refuses.
+        """
         if self._where.peer is not None:
-            return await self._ask_peer(self._where.peer)
+            return await self._describe(self._where.peer)
         found = await self._coordinator().resolve(
             self._where.name, self._where.revision, self._where.variant
         )
         return Located(found.model, found.ref, tuple(found.sources), found.documents)
 
     async def again(self, located: Located) -> list[SourceRecord]:
-        """Who holds the very manifest that was found, now. Raises as `locate`, which came
-        before."""
+        """Return the sources that hold the located weights, or parts of them, now. Raises as
+        `locate`."""
         if self._where.peer is not None:
-            sources = (await self._ask_peer(self._where.peer)).sources
+            sources = (await self._describe(self._where.peer)).sources
         else:
             key, pin = located.key, located.ref.identity.hex()
             client = self._coordinator()
-            # In every revision: the label may stand for other weights by now.
+            # In all revisions: the revision's name may stand for other weights by now.
             found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
             sources = tuple(found.sources)
         return [source for source in sources if _same(source.ref, located.ref)]
@@ -110,7 +117,7 @@ class Locator:
             )
         return self._client
 
-    async def _ask_peer(self, address: str) -> Located:
+    async def _describe(self, address: str) -> Located:
         where = self._where
         name, _, pin = where.name.partition("@")
         remote = Remote(Role.SOURCE, address, where.tls)
@@ -139,7 +146,14 @@ class Locator:
         return Located(found[0].model, found[0].ref, tuple(found[:1]))
 
     async def documents(self, located: Located) -> dict[bytes, bytes]:
-        """The manifest's four documents: from the coordinator, else from any source."""
+        """Fetch the manifest's four documents: from the coordinator, else from any source.
+
+        Returns:
+            Their bytes by digest.
+
+        Raises:
+            NoSourceError, or the last error: Neither the coordinator nor a source gave them.
+        """
         sizes = dict(zip(located.ref.digests, located.ref.sizes, strict=True))
         refs = [(digest, size) for digest, size in sizes.items() if digest not in located.inlined]
         if not refs:
@@ -179,7 +193,12 @@ class Locator:
     async def write_side_files(
         self, manifest: Manifest, sources: Sequence[SourceRecord], write: WritePage
     ) -> None:
-        """Fetch the side files, which only sources hold, to `write`, page by page."""
+        """Fetch the side files, which only sources hold, and pass them to `write` page by page.
+
+        Raises:
+            NoSourceError: No source gave all of them.
+            LocalError: `write` raised it.
+        """
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
         if not refs:
             return
@@ -189,7 +208,7 @@ class Locator:
             try:
                 await fetch_to(self._channel(source.endpoint), refs, write, who=remote)
                 return
-            except LocalError:  # of the disk: no other source would help
+            except LocalError:  # of `write`: another source would not help
                 raise
             except MxError as error:
                 causes.append(error)
@@ -222,7 +241,7 @@ def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
 
 
 def _same(one: ManifestRef, other: ManifestRef) -> bool:
-    """Do they stand for the same bytes in the same places, checked in the same chunks? Files and
+    """Return True if both describe the same bytes, in the same places and chunks. Their files and
     metadata may differ."""
     return (one.identity, one.layout, one.chunking) == (
         other.identity,
@@ -232,13 +251,13 @@ def _same(one: ManifestRef, other: ManifestRef) -> bool:
 
 
 def _is_meant(revision: str, wanted: str, *, pinned: bool) -> bool:
-    """As `mx.core.bindings.Bindings.find` sees it."""
+    """Return True if a model of this revision is wanted, by `mx.core.bindings.Bindings.find`."""
     return revision == wanted or (not wanted and (pinned or is_main(revision)))
 
 
 def _dialable(record: SourceRecord, address: str) -> SourceRecord:
-    """The record with the address that was seen to answer: a source behind another name or
-    address translation does not know how it is reached."""
+    """Return the record with the address that answered: a source behind another name, or behind
+    address translation, does not know the address at which readers reach it."""
     host, port = split_address(address)
     if not port:
         raise PeerProtocolError(f"{address} has no port", peer=address)

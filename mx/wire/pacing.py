@@ -1,7 +1,7 @@
-"""Reads of a source that has bounds but can't hold its readers to them: they hold themselves.
+"""Limits a reader's rate where the source can't: the reader keeps to its share by itself.
 
-Where a source sends, it limits what it sends. Where memory is read from afar (shm, ucx, cuda) it
-tells each reader its share, and the reader issues its reads no faster than that, slice by slice.
+A source that sends limits what it sends. Where readers fetch from its memory (shm, ucx, cuda) the
+source reports its share to each reader, which issues its reads no faster than that, slice by slice.
 """
 
 from __future__ import annotations
@@ -18,28 +18,37 @@ from mx.transport import Piece, Read, ReportedErrors, Session, Sink, Span
 
 
 class Pacer:
-    """One lease's share, for all sessions that stand on it. Thread-safe."""
+    """One lease's share of a source's bandwidth, for all its sessions. Thread-safe."""
 
     def __init__(
         self, bytes_per_s: float, peer: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`peer` names who said so. Raises PeerProtocolError for what is no rate."""
+        """
+        Args:
+            bytes_per_s: The share.
+            peer: Names the source in errors.
+            clock: A monotonic clock.
+
+        Raises:
+            PeerProtocolError: `bytes_per_s` is not positive and finite.
+        """
         self._peer = peer
         self._clock = clock
         self._lock = threading.Lock()
         self._bucket = TokenBucket(self._believed(bytes_per_s), clock())
 
     def set_rate(self, bytes_per_s: float) -> None:
-        """Raises PeerProtocolError."""
+        """Change the share. Raises PeerProtocolError unless it is positive and finite."""
         with self._lock:
             self._bucket.set_rate(self._believed(bytes_per_s), self._clock())
 
     @property
     def slice_nbytes(self) -> int:
+        """The most bytes to read at once, by the present rate."""
         return slice_nbytes(self._bucket.bytes_per_s)
 
     def delay_s(self, nbytes: int) -> float:
-        """Take this many bytes; how many seconds to wait before they are read."""
+        """Count a read of this many bytes. Returns how many seconds to wait before it."""
         with self._lock:
             return self._bucket.take(nbytes, self._clock())
 
@@ -48,31 +57,31 @@ class Pacer:
             raise PeerProtocolError(
                 f"{self._peer} gave a share of {bytes_per_s} bytes per second", peer=self._peer
             )
-        # Nobody is made to wait for ever by a small number.
+        # A tiny share must not make the reader wait for ever.
         return max(bytes_per_s, LEAST_BYTES_PER_S)
 
 
 def slices(read: Read, nbytes: int) -> Iterator[tuple[list[Piece], int]]:
-    """Cut a read into parts of `nbytes` and a rest: (its pieces, its bytes)."""
+    """Cut a read into slices of `nbytes`, the last one shorter. Yields (pieces, bytes) of each."""
     pieces: list[Piece] = []
-    room = nbytes
+    left = nbytes
     for piece in read.pieces:
         done = 0
         while done < len(piece.view):
-            take = min(room, len(piece.view) - done)
+            take = min(left, len(piece.view) - done)
             view = piece.view[done : done + take]
             pieces.append(Piece(piece.region, piece.region_offset + done, view))
             done += take
-            room -= take
-            if not room:
+            left -= take
+            if not left:
                 yield pieces, nbytes
-                pieces, room = [], nbytes
+                pieces, left = [], nbytes
     if pieces:
-        yield pieces, nbytes - room
+        yield pieces, nbytes - left
 
 
 class _SliceSink:
-    """Passes a slice's progress on as that of the whole read."""
+    """The sink of one slice: reports progress as that of the whole read."""
 
     def __init__(self, sink: Sink, before_nbytes: int) -> None:
         self._sink = sink
@@ -91,16 +100,22 @@ class _SliceSink:
         self._ended.set()
 
     def wait(self) -> MxError | None:
-        """Until it has ended, as each read of a session does: what went wrong, if anything."""
+        """Block until the slice's read has ended, as every read does. Returns its error, if any."""
         self._ended.wait()
         return self._error
 
 
 class PacedSession:
-    """`mx.transport.Session` over another one, which it owns, at a pacer's rate. One thread
-    issues what is read; it starts with the first read."""
+    """A session that reads through another one at a pacer's rate. See `mx.transport.Session`. One
+    thread issues the reads; it starts with the first read."""
 
     def __init__(self, inner: Session, pacer: Pacer, peer: str) -> None:
+        """
+        Args:
+            inner: The session to read through, which this one owns.
+            pacer: The rate.
+            peer: Names the source in errors.
+        """
         self.depth = inner.depth
         self._inner = inner
         self._pacer = pacer
@@ -114,7 +129,7 @@ class PacedSession:
         self._inner.adopt(arena)
 
     def attach(self, region: int) -> Span:
-        """Moves no bytes, so it is not paced."""
+        """Attach through the inner session. It moves no bytes, so it is not paced."""
         return self._inner.attach(region)
 
     def read(self, reads: Sequence[Read]) -> None:
@@ -153,14 +168,15 @@ class PacedSession:
                     read.sink.failed(error)
 
     def _next(self) -> Read | None:
-        """The next read, those that are left when the session is closed included; then None."""
+        """Wait for the next read, and return it. Returns None once the session is closed and all
+        reads that it had by then were returned."""
         with self._wake:
             while not self._queue and not self._closed:
                 self._wake.wait()
             return self._queue.popleft() if self._queue else None
 
     def _carry(self, read: Read) -> MxError | None:
-        """Read it all, slice by slice. What went wrong, if anything."""
+        """Read all slices, one after the other. Returns the error, if any."""
         landed = 0
         for pieces, nbytes in slices(read, self._pacer.slice_nbytes):
             if not self._pause(self._pacer.delay_s(nbytes)):
@@ -177,7 +193,7 @@ class PacedSession:
         return None
 
     def _pause(self, seconds: float) -> bool:
-        """Wait so long. False: the session was closed."""
+        """Wait. Returns False if the session was closed."""
         with self._wake:
             self._wake.wait_for(lambda: self._closed, seconds)
             return not self._closed

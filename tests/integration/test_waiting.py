@@ -210,7 +210,7 @@ def test_a_wait_in_vain_says_how_far_it_came(net: Net) -> None:
     kill(source)
     assert pull.wait(30) == EXIT_INCOMPLETE
     assert "of 10 layers" in pull.err
-    assert "nobody else came within 2 s" in pull.err
+    assert "no other source came within 2 s" in pull.err
     assert "Traceback" not in pull.err
 
 

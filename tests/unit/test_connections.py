@@ -1,4 +1,4 @@
-"""Which ways a pull opens, and what it opens instead of those that it loses."""
+"""Which paths a pull opens, and which it opens instead of those that it loses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.unit.test_transfer import HeldSession, Lease, manifest_of_three_chunk
 
 
 def on_one_host(name: str) -> SourceRecord:
-    """A source on the host that all of them are on: they are not read from beside one another."""
+    """A source on one host with all others: a pull reads from one of them at a time."""
     return replace(source(name), endpoint=f"host:{ord(name[0])}")
 
 
@@ -203,7 +203,7 @@ class FakeTransfer:
     def tick(self) -> None: ...
 
 
-def test_the_ways_that_go_together_are_opened_at_once() -> None:
+def test_paths_that_go_together_are_opened_at_once() -> None:
     stage = Stage()
     stage.play(stage.end)
     assert stage.tried == [TCP0, TCP1]
@@ -211,14 +211,14 @@ def test_the_ways_that_go_together_are_opened_at_once() -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLostError("cut"), PathError("UCX fails")])
-def test_a_way_that_is_lost_is_replaced_by_another_over_the_same_rail(error: MxError) -> None:
+def test_a_lost_path_is_replaced_by_another_over_the_same_rail(error: MxError) -> None:
     stage = Stage()
     stage.play(lambda: stage.lose(0, error), stage.end)
     assert stage.tried == [TCP0, TCP1, UCX0]
     assert stage.given_back == [TCP0]
 
 
-def test_a_way_that_cannot_be_opened_is_replaced_and_said_why() -> None:
+def test_a_path_that_cannot_be_opened_is_replaced_and_reported() -> None:
     refused = LocalError("no memory to register")
     stage = Stage({TCP0: refused})
     stage.play(stage.end)
@@ -236,7 +236,7 @@ def test_a_source_that_stopped_is_left_for_another() -> None:
     assert stage.tried == [TCP0, TCP1, OTHER]
 
 
-def test_a_slow_way_is_taken_again_when_nothing_else_is_left() -> None:
+def test_a_slow_path_is_used_again_when_nothing_else_is_left() -> None:
     stage = Stage({UCX0: PeerLostError("no"), OTHER: PeerLostError("no")})
     stage.play(
         lambda: stage.lose(0, PathSlowError("slow")),
@@ -247,7 +247,7 @@ def test_a_slow_way_is_taken_again_when_nothing_else_is_left() -> None:
     assert stage.tried[3:] == [OTHER, TCP0]
 
 
-def test_the_engine_hears_when_nothing_is_left() -> None:
+def test_the_transfer_fails_when_no_path_is_left() -> None:
     gone = PeerLostError("gone")
     stage = Stage({UCX0: gone, OTHER: gone})
     stage.play(
@@ -258,7 +258,7 @@ def test_the_engine_hears_when_nothing_is_left() -> None:
     assert sorted(map(str, stage.causes)) == ["gone", "gone"]
 
 
-def test_a_way_that_cannot_be_made_a_lane_is_replaced() -> None:
+def test_a_session_that_cannot_be_used_is_replaced() -> None:
     stage = Stage()
     refused = LocalError("no memory to register")
     stage.unfit = {TCP0: refused}
@@ -268,7 +268,7 @@ def test_a_way_that_cannot_be_made_a_lane_is_replaced() -> None:
     assert stage.causes == [refused]
 
 
-def test_nobody_there_ends_it() -> None:
+def test_without_a_source_the_pool_ends() -> None:
     gone = PeerLostError("gone")
     stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), gone))
     stage.play()
@@ -276,7 +276,7 @@ def test_nobody_there_ends_it() -> None:
     assert len(stage.causes) == 4
 
 
-def test_what_no_other_way_would_mend_is_raised() -> None:
+def test_an_error_that_every_path_would_have_is_raised() -> None:
     stage = Stage({TCP0: ConfigError("bad certificate")})
     try:
         stage.play()
@@ -286,7 +286,7 @@ def test_what_no_other_way_would_mend_is_raised() -> None:
         raise AssertionError("it was swallowed")
 
 
-# -- those that are found later -------------------------------------------------------------------
+# -- sources that are found later -----------------------------------------------------------------
 
 LATER = path(on_one_host("later"), "tcp", 0)
 
@@ -304,7 +304,7 @@ def test_a_source_that_comes_later_is_there_when_the_first_is_lost() -> None:
     assert stage.no_more == 0
 
 
-def test_who_hopes_is_not_told_that_no_more_come() -> None:
+def test_the_transfer_does_not_fail_while_a_source_may_come() -> None:
     stage = Stage()
     stage.hoping = True
     lost = [lambda n=n: stage.lose(n, PeerTimeoutError("stopped")) for n in range(3)]
@@ -319,15 +319,15 @@ def test_who_hopes_is_not_told_that_no_more_come() -> None:
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_when_no_whole_source_is_left_others_are_asked_before_it_is_given_up(
+def test_when_no_whole_source_is_left_the_swarm_is_used_before_giving_up(
     from_the_start: bool,
 ) -> None:
     paths = (TCP0, TCP1, UCX0, OTHER)
     stage = Stage(dict.fromkeys(paths, PeerLostError("cut")) if from_the_start else None)
-    asked: list[int] = []
+    turned: list[int] = []
 
-    def ask() -> None:
-        asked.append(len(stage.tried))
+    def turn_to_peers() -> None:
+        turned.append(len(stage.tried))
         stage.coordinate()
         stage.swarm.expects = True
         stage.join(LATER)
@@ -336,14 +336,14 @@ def test_when_no_whole_source_is_left_others_are_asked_before_it_is_given_up(
         if not from_the_start:
             stage.lose(connection, PeerTimeoutError("stopped"))
 
-    stage.swarm.none_left = ask
+    stage.swarm.none_left = turn_to_peers
     stage.play(lambda: lose(0), lambda: lose(1), lambda: lose(2), stage.end)
-    assert asked == [len(stage.tried) - 1]  # once, after all others
+    assert turned == [len(stage.tried) - 1]  # once, after all others
     assert stage.tried[-1] == LATER
     assert stage.no_more == 0
 
 
-def test_in_a_swarm_one_that_is_found_again_and_again_is_tried_once() -> None:
+def test_in_a_swarm_a_source_that_is_found_repeatedly_is_tried_once() -> None:
     stage = Stage(dict.fromkeys((TCP0, TCP1, UCX0, OTHER), PeerLostError("cut")))
     stage.swarm.none_left = stage.coordinate
     stage.swarm.expects = True
@@ -360,7 +360,7 @@ def test_in_a_swarm_one_that_is_found_again_and_again_is_tried_once() -> None:
     assert stage.tried.count(OTHER) == 2
 
 
-def test_a_source_that_was_lost_is_tried_again_only_if_there_is_nobody_else() -> None:
+def test_a_lost_source_is_tried_again_only_if_there_is_no_other() -> None:
     stage = Stage()
     stage.hoping = True
     stage.play(
@@ -405,7 +405,7 @@ def test_in_a_swarm_later_ones_wait_until_there_is_none() -> None:
     assert stage.no_more == 0
 
 
-# -- those that are busy --------------------------------------------------------------------------
+# -- busy sources ---------------------------------------------------------------------------------
 
 
 def busy(peer: str = "b", retry_after_s: float = 0.0) -> PeerBusyError:
@@ -436,12 +436,12 @@ def test_another_source_is_read_from_while_one_is_busy() -> None:
     assert [left.source for left in stage.pool.left()] == [A.endpoint]
 
 
-def test_where_all_are_busy_they_are_asked_again() -> None:
+def test_when_all_sources_are_busy_they_are_tried_again() -> None:
     stage = BusyStage(3)
     stage.play()
     assert stage.tried.count(TCP0) == 4
     assert stage.added
-    assert len(stage.causes) <= 4  # each way complains once
+    assert len(stage.causes) <= 4  # each path adds its error once
 
 
 def test_patience_with_busy_sources_has_an_end() -> None:
@@ -451,7 +451,7 @@ def test_patience_with_busy_sources_has_an_end() -> None:
     assert stage.causes and all(isinstance(cause, PeerBusyError) for cause in stage.causes)
 
 
-def test_who_is_busy_is_not_asked_sooner_than_it_says() -> None:
+def test_a_busy_source_is_not_tried_before_its_retry_time() -> None:
     paths = (TCP0, TCP1, UCX0, OTHER)
     stage = Stage(dict.fromkeys(paths, busy(retry_after_s=30.0)), patience_s=0.6)
     stage.play()
@@ -459,7 +459,7 @@ def test_who_is_busy_is_not_asked_sooner_than_it_says() -> None:
     assert not stage.connections.wants(A.source_id)
 
 
-def test_a_place_that_was_given_to_another_is_asked_for_again() -> None:
+def test_a_source_that_gave_the_place_to_another_reader_is_tried_again() -> None:
     stage = Stage(dict.fromkeys((OTHER,), busy(retry_after_s=30.0)), patience_s=60.0)
 
     def lose() -> None:
@@ -474,10 +474,10 @@ def test_a_place_that_was_given_to_another_is_asked_for_again() -> None:
     assert TCP0 in stage.added[2:]
 
 
-# -- what is told of those that were left -----------------------------------------------------
+# -- sources that were given up ---------------------------------------------------------------
 
 
-def test_who_was_left_is_named_with_the_reason() -> None:
+def test_a_source_that_was_given_up_is_reported_with_the_reason() -> None:
     stage = Stage()
     stage.play(
         lambda: stage.lose(0, PeerTimeoutError("it stopped")),
@@ -489,7 +489,7 @@ def test_who_was_left_is_named_with_the_reason() -> None:
     ]
 
 
-def test_who_lost_a_way_but_is_still_read_from_was_not_left() -> None:
+def test_a_source_that_lost_one_path_of_two_is_not_reported() -> None:
     stage = Stage()
     stage.play(lambda: stage.lose(0, PeerLostError("cut")), stage.end)
     assert stage.pool.left() == []

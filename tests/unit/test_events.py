@@ -1,4 +1,4 @@
-"""Where a pull stands, as each kind of waiter hears it."""
+"""The events of a pull, for each kind of waiter."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def report() -> PullReport:
     return PullReport("m", "00", 1, 1.0, 1.0, 1, "digest")
 
 
-def test_a_callback_hears_each_layer_once_in_order_never_twice_at_a_time() -> None:
+def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_time() -> None:
     state = EventLog(0.0)
     state.planned(4)
     state.layer_ready(event(2))
     heard: list[int] = []
     entered, go_on = threading.Event(), threading.Event()
 
-    def slow(told: LayerEvent) -> None:
-        if told.index == 0:
+    def slow(event: LayerEvent) -> None:
+        if event.index == 0:
             entered.set()
             assert go_on.wait(10)
-        heard.append(told.index)
+        heard.append(event.index)
 
     state.on_layer(slow)
     assert heard == [2]
@@ -51,12 +51,12 @@ def test_a_callback_hears_each_layer_once_in_order_never_twice_at_a_time() -> No
     assert heard == [2, 0, 3, 1]
 
 
-def test_what_a_callback_raises_reaches_who_announces_and_who_registers() -> None:
+def test_an_exception_of_a_callback_is_raised_where_the_event_or_the_callback_is_added() -> None:
     state = EventLog(0.0)
     state.planned(2)
 
-    def refuse(told: LayerEvent) -> None:
-        raise RuntimeError(told.name)
+    def refuse(event: LayerEvent) -> None:
+        raise RuntimeError(event.name)
 
     state.on_layer(refuse)
     with pytest.raises(RuntimeError, match=r"layer\.0"):
@@ -83,7 +83,7 @@ def test_the_first_outcome_counts() -> None:
     assert state.wait_end(0).model == "m"
 
 
-def test_a_waiter_whose_loop_was_closed_hinders_nobody() -> None:
+def test_a_waiter_whose_loop_was_closed_does_not_hinder_others() -> None:
     state = EventLog(0.0)
     loop = asyncio.new_event_loop()
     waiting = loop.create_task(state.wait_end_async())

@@ -1,4 +1,4 @@
-"""Looking for holders: how long, whom for, and what is made of them."""
+"""Looking for sources: how long, how often, and what is done with them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ A, B = source("a"), source("b")
 
 
 def attempts(*outcomes: MxError | str) -> Any:
-    """Something to attempt, that ends so, one time after the other."""
+    """An attempt that has these results, one after the other."""
     left = list(outcomes)
 
     async def attempt() -> str:
@@ -55,7 +55,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     "error",
     [UnknownModelError("?"), NoSourceError("?"), PeerLostError("?"), CoordinatorError("?")],
 )
-async def test_what_may_pass_is_tried_again(error: MxError) -> None:
+async def test_an_error_that_may_pass_leads_to_another_attempt(error: MxError) -> None:
     waits: list[int] = []
     found = await patiently(attempts(error, error, "there"), 60, lambda: waits.append(1))
     assert found == "there"
@@ -66,7 +66,7 @@ async def test_what_may_pass_is_tried_again(error: MxError) -> None:
     "error",
     [NotAllowedError("?"), BindingError("?"), ConfigError("?"), PeerRefusedError("?")],
 )
-async def test_what_will_not_pass_is_raised_at_once(error: MxError) -> None:
+async def test_an_error_that_does_not_pass_is_raised_at_once(error: MxError) -> None:
     with pytest.raises(type(error)) as caught:
         await patiently(attempts(error, "there"), 60, lambda: None)
     assert caught.value.message == "?"
@@ -85,16 +85,16 @@ async def test_a_wait_in_vain_ends_with_the_last_error() -> None:
 
 
 class FakeLocator:
-    """Answers with whatever `sources` are just now."""
+    """Answers with the present `sources`."""
 
     asks_coordinator = True
 
     def __init__(self) -> None:
         self.sources: Sequence[SourceRecord] | MxError = ()
-        self.asked = 0
+        self.looked_up = 0
 
     async def again(self, located: Located) -> list[SourceRecord]:
-        self.asked += 1
+        self.looked_up += 1
         if isinstance(self.sources, MxError):
             raise self.sources
         return list(self.sources)
@@ -145,19 +145,19 @@ class Stage:
         paths = [SourcePath(each, "tcp", 1.0, False, "", Medium.NETWORK, None) for each in sources]
         return Plan(tuple(paths), (), ())
 
-    async def until_asked(self, more: int) -> None:
-        enough = self.locator.asked + more
-        while self.locator.asked < enough:
+    async def until_looked_up(self, more: int) -> None:
+        enough = self.locator.looked_up + more
+        while self.locator.looked_up < enough:
             await asyncio.sleep(0.001)
 
 
 async def test_new_sources_are_found_beside_those_in_use() -> None:
     stage = Stage(0)
     stage.locator.sources = CoordinatorError("it is gone for a while")
-    await stage.until_asked(2)
+    await stage.until_looked_up(2)
     stage.locator.sources = [A, B]
     stage.connections.unwanted = {A.source_id}
-    await stage.until_asked(3)
+    await stage.until_looked_up(3)
     await stage.close()
     assert stage.connections.added == [B.source_id]
     assert [A.source_id, B.source_id] in stage.heard
@@ -165,14 +165,14 @@ async def test_new_sources_are_found_beside_those_in_use() -> None:
     assert stage.causes == []
 
 
-async def test_a_named_peer_is_left_alone_while_it_is_read_from() -> None:
+async def test_a_named_peer_is_not_looked_up_while_it_is_read_from() -> None:
     stage = Stage(60)
     stage.locator.asks_coordinator = False
     await asyncio.sleep(0.05)
-    assert stage.locator.asked == 0
+    assert stage.locator.looked_up == 0
     stage.connections.idle = True
     assert stage.resolver.waits()
-    await stage.until_asked(2)
+    await stage.until_looked_up(2)
     await stage.close()
 
 

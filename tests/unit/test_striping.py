@@ -1,7 +1,7 @@
-"""How the pull machine shares work out among lanes: simulated ones, of any speed and fate.
+"""How the machine divides work among connections: simulated ones, of any speed and fate.
 
-That no block is asked for twice at once, nothing is asked of a lane that is lost, every chunk is
-checked once and whole, and every layer told of once, is asserted by the simulation as it goes.
+The simulation asserts that no block is read twice at once, that nothing is read through a lost
+connection, that every chunk is checked once and whole, and every layer reported once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.simulated_connections import (
 )
 
 EXAMPLES = settings(max_examples=50)
-#: What is told of a lane beforehand is wrong by no more than this factor either way.
+#: A connection's expected bandwidth is wrong by no more than this factor, up or down.
 WRONG = 2.0
 
 
@@ -38,7 +38,7 @@ def speeds(draw: st.DrawFn, at_least: int = 1, at_most: int = 8, factor: float =
 
 
 class Steady(NamedTuple):
-    """A lane whose speed never changes."""
+    """A connection whose speed never changes."""
 
     bytes_per_s: float
     estimate_bytes_per_s: float
@@ -64,7 +64,7 @@ def steady(draw: st.DrawFn, at_least: int = 1) -> list[Steady]:
 
 @st.composite
 def steady_pulls(draw: st.DrawFn) -> tuple[list[Steady], list[int]]:
-    """Lanes, and the layers in MiB of a model that keeps them busy for long."""
+    """Connections, and the layers in MiB of a model that keeps them busy for long."""
     connections = draw(steady())
     return connections, draw(layers(len(connections), 640))
 
@@ -73,7 +73,7 @@ def steady_pulls(draw: st.DrawFn) -> tuple[list[Steady], list[int]]:
 def troubled(
     draw: st.DrawFn, connection: SimulatedConnection, ends_s: float
 ) -> SimulatedConnection:
-    """The same lane, that may die, stop, slow down or pause before `ends_s`."""
+    """The same connection, which may die, stop, slow down or pause before `ends_s`."""
     ((_, speed),) = connection.speeds
     at_s = draw(st.floats(0, ends_s))
     match draw(st.sampled_from(("dies", "stops", "slows", "pauses", "nothing"))):
@@ -90,7 +90,7 @@ def troubled(
 
 
 def layers(connections: int, mib_per_connection: int) -> st.SearchStrategy[list[int]]:
-    """Sizes in MiB: a model that keeps so many lanes busy for so long."""
+    """Sizes in MiB: a model that keeps so many connections busy for so long."""
     count = 24
     least = max(1, connections * mib_per_connection // count)
     return st.lists(st.integers(least, 3 * least), min_size=count, max_size=count)
@@ -108,8 +108,8 @@ BURST_LAYERS_MIB = [
     202, 258, 212, 531, 372, 440, 322, 435, 504, 332, 211, 317,
     434, 421, 261, 257, 417, 186, 202, 518, 322, 225, 419, 186,
 ]  # fmt: skip
-#: Four streams side by side looked 22% faster than they were: their lane took 2.3 chunks too many,
-#: and ended last.
+#: Four streams side by side looked 22% faster than they were: their connection took 2.3 chunks too
+#: many, and ended last.
 BURSTS = (
     [
         Steady(2697098537.016598, 2932514550.2206297, 2),
@@ -128,7 +128,7 @@ BURSTS = (
 @EXAMPLES
 @given(steady_pulls())
 @example(BURSTS)
-def test_lanes_carry_their_shares_end_together_and_keep_nearly_to_the_order(
+def test_connections_carry_their_shares_end_together_and_keep_nearly_to_the_order(
     pull: tuple[list[Steady], list[int]],
 ) -> None:
     steadies, layer_mib = pull
@@ -143,7 +143,7 @@ def test_lanes_carry_their_shares_end_together_and_keep_nearly_to_the_order(
         assert connection.nbytes <= nbytes * speed_of(connection) / together + allowed
     slowest = min(map(speed_of, connections))
     assert run.now_s <= nbytes / together + allowed / slowest
-    # Layers wait for no more than what all lanes hold, and a slow one's parts that were far off.
+    # Layers wait for no more than all connections hold, and a slow one's parts far ahead.
     held = sum(connection.depth for connection in connections) * CHUNK_BYTES
     before = 0
     for layer, mib in enumerate(layer_mib):
@@ -154,7 +154,7 @@ def test_lanes_carry_their_shares_end_together_and_keep_nearly_to_the_order(
 
 @EXAMPLES
 @given(st.data(), st.integers(2, 8), st.floats(7.5, 10), st.sampled_from((1, 2, 4)))
-def test_equal_lanes_end_within_a_few_percent(
+def test_equal_connections_end_within_a_few_percent(
     data: st.DataObject, count: int, magnitude: float, streams: int
 ) -> None:
     speed = 10**magnitude
@@ -169,8 +169,8 @@ def test_equal_lanes_end_within_a_few_percent(
 def test_interfaces_that_promise_far_too_much_are_seen_through(
     data: st.DataObject, magnitude: float
 ) -> None:
-    """As limited links do that say 10 Gbit/s. Found by pulls over such: a lane whose speed was seen
-    waited for those of which nothing was, and the slowest was called late before anything was."""
+    """As limited links do that report 10 Gbit/s. Pulls over such links found it: a measured
+    connection waited for unmeasured ones, and the slowest was late before it was measured."""
     parts = data.draw(st.lists(st.floats(1 / 8, 1), min_size=2, max_size=8))
     connections = [SimulatedConnection([(0.0, part * 10**magnitude)], 1.25e9) for part in parts]
     layer_mib = data.draw(layers(len(connections), 96))
@@ -182,7 +182,7 @@ def test_interfaces_that_promise_far_too_much_are_seen_through(
 
 @EXAMPLES
 @given(st.data())
-def test_what_happens_to_lanes_costs_no_more_than_those_lanes(data: st.DataObject) -> None:
+def test_faults_of_connections_cost_no_more_than_those_connections(data: st.DataObject) -> None:
     first, *others = (each.connection() for each in data.draw(steady(at_least=2)))
     layer_mib = data.draw(layers(1 + len(others), 96))
     nbytes = total_nbytes(layer_mib)
@@ -194,13 +194,13 @@ def test_what_happens_to_lanes_costs_no_more_than_those_lanes(data: st.DataObjec
     for connection in connections:
         # Only what it had in flight is read again.
         assert connection.wasted_nbytes <= connection.depth * CHUNK_BYTES
-    # The first lane could have done it by itself: the others' end is at worst waited for.
+    # The first connection could have done it alone: at worst it waits for the others' end.
     assert run.now_s <= 1.1 * alone_s + STALL_S + 2 * TICK_S
 
 
 @EXAMPLES
 @given(st.data())
-def test_when_all_lanes_die_the_pull_fails_and_names_each(data: st.DataObject) -> None:
+def test_when_all_connections_die_the_pull_fails_and_names_each(data: st.DataObject) -> None:
     connections = [each.connection() for each in data.draw(steady())]
     layer_mib = data.draw(layers(len(connections), 96))
     ends_s = total_nbytes(layer_mib) / sum(map(speed_of, connections))
@@ -213,18 +213,18 @@ def test_when_all_lanes_die_the_pull_fails_and_names_each(data: st.DataObject) -
     assert run.now_s == max(connection.dies_at_s for connection in connections)
 
 
-def test_a_lane_that_dies_at_once_costs_nothing_else() -> None:
+def test_a_connection_that_dies_at_once_costs_nothing_else() -> None:
     connections = [
         SimulatedConnection([(0, 1e9)]),
         SimulatedConnection([(0, 1e9)], dies_at_s=0.001),
     ]
     run = Simulation(grid_of([64] * 10), connections).run()
     assert run.completed
-    assert run.machine.retries == 2  # the parts that it was first asked for
+    assert run.machine.retries == 2  # its first parts
     assert math.isclose(run.now_s, 640 * MIB / 1e9, rel_tol=0.02)
 
 
-def test_a_lane_that_slows_to_a_trickle_near_the_end_of_a_part_is_late() -> None:
+def test_a_connection_that_slows_to_a_trickle_near_the_end_of_a_part_is_late() -> None:
     """Found by these tests: the few bytes yet to come seemed to be near for ever."""
     slow = SimulatedConnection(
         [(0, 1e8), (0.0419, 1.0)], estimate=1e8, streams=1

@@ -1,4 +1,4 @@
-"""One pull's part in a swarm: what it says to neighbours of different use."""
+"""One pull's part in a swarm: its messages to neighbours of different use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = to_bytes(0b111)
 
 
 class Heard:
-    """A neighbour's end: everything that it was told."""
+    """A neighbour's end: every message that it was sent."""
 
     def __init__(self, source_id: str) -> None:
         self.record = make_record(make_documents("w"), source_id=source_id)
@@ -38,7 +38,7 @@ class Heard:
 
 
 class Reads:
-    """Of a pull that reaches only those that are named."""
+    """The node of a pull that reaches only the named sources."""
 
     def __init__(self, reached: Sequence[str]) -> None:
         self.reached = reached
@@ -62,7 +62,7 @@ class Reads:
 
 
 class FakeHost:
-    """What others find a pull by; keeps what it is listed with."""
+    """The host of a pull; keeps what it is listed with."""
 
     def __init__(self, record: SourceRecord | None = None) -> None:
         self.found = record
@@ -99,8 +99,8 @@ async def _never(record: SourceRecord) -> PeerStream:
 
 
 async def greeted(neighbours: Sequence[Heard], reads: Reads, coordinated_first: bool) -> None:
-    """What a pull says at first to these, which hold everything; and, asked for a chunk that it
-    has not got, to each of them."""
+    """Greet these neighbours, which hold everything; then each requests a chunk that the pull does
+    not hold. The neighbours keep the messages that they get."""
 
     node = node_of(reads, _never)
     listening = []
@@ -124,7 +124,7 @@ async def greeted(neighbours: Sequence[Heard], reads: Reads, coordinated_first: 
         await node.close()
 
 
-def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() -> None:
+def test_a_neighbour_without_a_path_gets_answers_but_no_requests() -> None:
     for coordinated_first in (True, False):
         near, far = Heard("near"), Heard("far")
         reads = Reads(["near"])
@@ -133,8 +133,8 @@ def test_a_neighbour_that_no_way_leads_to_is_asked_for_nothing_but_answered() ->
         assert sorted(near.heard) == ["reject 0", "request 0"]
 
 
-def test_the_server_hears_of_neighbours_that_were_dialled() -> None:
-    """Those that greet tell the server themselves; whether a grant may rest depends on it."""
+def test_neighbours_that_were_dialled_are_reported_to_the_server() -> None:
+    """Those that dial are known to the server; whether a grant may rest depends on it."""
     traded: list[tuple[str, int]] = []
 
     async def run() -> None:
@@ -170,7 +170,7 @@ def test_the_server_hears_of_neighbours_that_were_dialled() -> None:
 
 
 def test_sources_that_a_peer_names_are_not_dialled() -> None:
-    """It tells of pulls, of which few are dialled at a time."""
+    """It names pulls, of which few are dialled at a time."""
     dialled: list[str] = []
 
     async def dial(record: SourceRecord) -> PeerStream:

@@ -1,4 +1,4 @@
-"""The receiver, one thing at a time."""
+"""The receiver, one rule at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bits(*chunks: int) -> int:
     return sum(1 << chunk for chunk in chunks)
 
 
-def test_the_lowest_chunk_first_from_whom_has_the_least_to_give() -> None:
+def test_the_lowest_chunk_is_requested_first_from_the_least_loaded_peer() -> None:
     receiver = LoneReceiver(8, width=1)
     receiver.joined(1, bits(2, 3, 4, 5))
     assert receiver.plan(0.0) == [Request(1, 2)]
@@ -36,7 +36,7 @@ def test_the_lowest_chunk_first_from_whom_has_the_least_to_give() -> None:
     assert receiver.landed(2, 0, 2.0) == [Request(2, 3)]
 
 
-def test_of_two_that_hold_the_same_the_faster_one() -> None:
+def test_of_two_peers_that_hold_the_same_the_faster_one_gets_the_request() -> None:
     receiver = LoneReceiver(8, width=1)
     receiver.joined(1, bits(0, 2, 3))
     assert receiver.plan(0.0) == [Request(1, 0)]
@@ -45,7 +45,7 @@ def test_of_two_that_hold_the_same_the_faster_one() -> None:
     assert receiver.landed(2, 1, 3.0) == [Request(1, 2)]
 
 
-def test_an_offer_comes_before_everything_else() -> None:
+def test_a_suggestion_comes_before_everything_else() -> None:
     receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     receiver.joined(1, bits(0, 1, 2))
@@ -54,7 +54,7 @@ def test_an_offer_comes_before_everything_else() -> None:
     assert receiver.landed(1, 0, 1.0) == [Request(0, 7)]
 
 
-def test_an_offer_of_what_is_here_or_asked_of_another_is_declined() -> None:
+def test_a_suggestion_of_a_chunk_that_is_held_or_requested_is_declined() -> None:
     receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     receiver.joined(1, bits(3))
@@ -64,7 +64,7 @@ def test_an_offer_of_what_is_here_or_asked_of_another_is_declined() -> None:
     assert receiver.suggested(0, 3, 0.0) == [Decline(0, 3)]
 
 
-def test_an_offer_made_twice_is_one() -> None:
+def test_a_suggestion_made_twice_counts_once() -> None:
     receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     assert receiver.suggested(0, 2, 0.0) == [Request(0, 2)]
@@ -73,7 +73,7 @@ def test_an_offer_made_twice_is_one() -> None:
     assert receiver.landed(0, 2, 1.0) == [Request(0, 3)]
 
 
-def test_an_offer_whose_chunk_came_from_elsewhere_meanwhile() -> None:
+def test_a_suggestion_whose_chunk_came_from_elsewhere_is_declined() -> None:
     receiver = LoneReceiver(8, width=1)
     receiver.joined(0)
     receiver.suggested(0, 2, 0.0)
@@ -82,7 +82,7 @@ def test_an_offer_whose_chunk_came_from_elsewhere_meanwhile() -> None:
     assert receiver.landed(0, 2, 1.0) == [Decline(0, 3)]
 
 
-def test_what_the_dead_had_offered_is_asked_of_others_unless_it_is_here() -> None:
+def test_suggestions_of_a_dead_peer_are_requested_from_others_unless_held() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(0)
     for chunk in (0, 1, 2):
@@ -93,27 +93,27 @@ def test_what_the_dead_had_offered_is_asked_of_others_unless_it_is_here() -> Non
     assert receiver.landed(1, 0, 2.0) == [Request(1, 2)]
 
 
-def test_a_busy_neighbour_is_asked_again_when_it_has_room() -> None:
+def test_a_neighbour_that_rejected_gets_a_request_when_it_has_a_free_slot() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     assert receiver.plan(0.0) == [Request(1, 0)]
     assert receiver.busy(1, 0, 0.0) == [Interested(1)]
     assert receiver.tick(BUSY_S / 2) == []
     assert receiver.unchoked(1, BUSY_S / 2) == [Request(1, 0)]
-    assert receiver.busy(1, 0, BUSY_S / 2) == [Interested(1)], "it has to be told again"
+    assert receiver.busy(1, 0, BUSY_S / 2) == [Interested(1)], "it has to be sent again"
 
 
-def test_whoever_has_others_to_ask_does_not_want_to_hear_of_room() -> None:
+def test_a_receiver_with_other_peers_to_turn_to_is_not_interested() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0, 1))
     receiver.joined(2, bits(0, 1))
     assert receiver.plan(0.0) == [Request(1, 0)]
     assert receiver.busy(1, 0, 0.0) == [Request(2, 0)]
     assert receiver.landed(2, 0, 0.1) == [Request(2, 1)]
-    assert receiver.busy(2, 1, 0.2) == [Interested(1), Interested(2)], "now there is nobody else"
+    assert receiver.busy(2, 1, 0.2) == [Interested(1), Interested(2)], "now there is no other peer"
 
 
-def test_a_busy_neighbour_that_forgets_is_asked_again() -> None:
+def test_a_neighbour_that_announces_no_free_slot_gets_a_request_after_a_while() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
@@ -121,7 +121,7 @@ def test_a_busy_neighbour_that_forgets_is_asked_again() -> None:
     assert receiver.tick(BUSY_S) == [Request(1, 0)]
 
 
-def test_room_that_is_not_needed_is_passed_on() -> None:
+def test_a_free_slot_that_is_not_needed_is_answered_with_not_interested() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.joined(2)
@@ -129,7 +129,7 @@ def test_room_that_is_not_needed_is_passed_on() -> None:
     assert receiver.unchoked(2, 0.0) == [NotInterested(2)]
 
 
-def test_wrong_bytes_are_not_asked_for_again_of_the_same_one() -> None:
+def test_a_wrong_chunk_is_not_requested_again_from_the_same_peer() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
@@ -138,7 +138,7 @@ def test_wrong_bytes_are_not_asked_for_again_of_the_same_one() -> None:
     assert receiver.plan(0.2) == [Request(2, 0)]
 
 
-def test_wrong_bytes_are_asked_for_again_when_there_is_nothing_else() -> None:
+def test_a_wrong_chunk_is_requested_again_when_there_is_nothing_else() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
@@ -147,7 +147,7 @@ def test_wrong_bytes_are_asked_for_again_when_there_is_nothing_else() -> None:
 
 
 def warmed(chunks: int = 40) -> tuple[Receiver, float]:
-    """Three neighbours, each with two chunks given in 0.1 s each; one of them is asked for more."""
+    """Three neighbours that gave two chunks in 0.1 s each; one of them has another request."""
     receiver = LoneReceiver(chunks, width=1)
     now_s = 0.0
     for peer in (1, 2, 3):
@@ -161,7 +161,7 @@ def warmed(chunks: int = 40) -> tuple[Receiver, float]:
     return receiver, now_s
 
 
-def test_a_late_chunk_is_asked_of_another_instead() -> None:
+def test_a_late_chunk_is_requested_from_another_peer_instead() -> None:
     receiver, now_s = warmed()
     (late,) = receiver.requested(6)
     commands = receiver.tick(now_s + 2)
@@ -171,7 +171,7 @@ def test_a_late_chunk_is_asked_of_another_instead() -> None:
     assert receiver.hedges == 0
 
 
-def test_near_the_end_a_late_chunk_is_asked_of_another_too() -> None:
+def test_near_the_end_a_late_chunk_is_requested_from_another_peer_too() -> None:
     receiver, now_s = warmed(chunks=7)
     (late,) = receiver.requested(6)
     receiver.tick(now_s + 2)
@@ -182,7 +182,7 @@ def test_near_the_end_a_late_chunk_is_asked_of_another_too() -> None:
     assert receiver.left == 0
 
 
-def test_one_that_was_late_is_shunned() -> None:
+def test_a_peer_that_was_late_is_shunned() -> None:
     receiver, now_s = warmed()
     (late,) = receiver.requested(6)
     receiver.tick(now_s + 2)
@@ -195,7 +195,7 @@ def test_one_that_was_late_is_shunned() -> None:
         receiver.tick(now_s)
 
 
-def test_what_only_shunned_ones_hold_is_asked_of_them() -> None:
+def test_chunks_that_only_shunned_peers_hold_are_requested_from_them() -> None:
     receiver, now_s = warmed(chunks=7)
     (late,) = receiver.requested(6)
     receiver.tick(now_s + 2)
@@ -205,7 +205,7 @@ def test_what_only_shunned_ones_hold_is_asked_of_them() -> None:
     assert receiver.requested(6) == (late,)
 
 
-def test_holdings_are_told_in_time_and_once() -> None:
+def test_holdings_are_announced_in_time_and_once() -> None:
     receiver = LoneReceiver(8)
     receiver.joined(1, bits(0, 1))
     receiver.joined(2)
@@ -217,7 +217,7 @@ def test_holdings_are_told_in_time_and_once() -> None:
     assert not receiver.announce_at_s
 
 
-def test_holdings_are_told_sooner_where_chunks_come_fast() -> None:
+def test_holdings_are_announced_sooner_where_chunks_come_fast() -> None:
     receiver = LoneReceiver(8, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
@@ -226,7 +226,7 @@ def test_holdings_are_told_sooner_where_chunks_come_fast() -> None:
     assert 0.01 < receiver.announce_at_s <= 0.02
 
 
-def test_a_newcomer_is_told_everything() -> None:
+def test_all_holdings_are_announced_to_a_new_neighbour() -> None:
     receiver = LoneReceiver(8)
     receiver.landed(ELSEWHERE, 3, 0.0)
     receiver.announcements()
@@ -241,15 +241,15 @@ def test_members_of_a_bit_set(chunks: set[int]) -> None:
 
 
 def starved(receiver: Receiver) -> list[Command]:
-    """Nothing comes for as long as it waits."""
+    """Let time pass without a chunk until free reading begins."""
     assert not any(isinstance(each, ReadFreely) for each in receiver.tick(0.0))
     assert not any(isinstance(each, ReadFreely) for each in receiver.tick(FREE_S))
     return receiver.tick(FREE_S + 0.1)
 
 
-def test_one_that_gets_nothing_reads_without_asking_one_chunk_at_a_time() -> None:
+def test_a_receiver_that_gets_nothing_reads_one_chunk_at_a_time_without_requests() -> None:
     receiver = LoneReceiver(3)
-    receiver.joined(0, whole=True)  # an origin that offers nothing
+    receiver.joined(0, whole=True)  # an origin that suggests nothing
     assert starved(receiver) == [ReadFreely(0, 0)]
     assert receiver.free
     assert receiver.busy(0, 0, 6.3) == []
@@ -258,7 +258,7 @@ def test_one_that_gets_nothing_reads_without_asking_one_chunk_at_a_time() -> Non
     assert receiver.tick(6.6) == [ReadFreely(0, 1)]
 
 
-def test_it_asks_again_once_a_whole_source_has_given_a_slot() -> None:
+def test_free_reading_ends_once_a_whole_source_has_given_a_slot() -> None:
     receiver = LoneReceiver(4)
     receiver.joined(0, whole=True)
     assert starved(receiver) == [ReadFreely(0, 0)]
@@ -269,7 +269,7 @@ def test_it_asks_again_once_a_whole_source_has_given_a_slot() -> None:
     assert receiver.tick(6.5) == []
 
 
-def test_chunks_that_come_keep_it_asking() -> None:
+def test_while_chunks_come_free_reading_does_not_begin() -> None:
     receiver = LoneReceiver(100, width=1)
     receiver.joined(0, whole=True)
     receiver.joined(1, (1 << 100) - 1)
@@ -280,7 +280,7 @@ def test_chunks_that_come_keep_it_asking() -> None:
     assert not receiver.free
 
 
-def test_what_only_one_that_never_answers_was_asked_for_is_taken_over() -> None:
+def test_a_chunk_requested_from_a_silent_peer_is_read_freely() -> None:
     receiver = LoneReceiver(1)
     receiver.joined(1, 1)
     assert receiver.plan(0.0) == [Request(1, 0)]
@@ -288,7 +288,7 @@ def test_what_only_one_that_never_answers_was_asked_for_is_taken_over() -> None:
     assert starved(receiver) == [Cancel(1, 0), ReadFreely(0, 0)]
 
 
-def test_a_slot_that_is_taken_back_is_asked_for_elsewhere_and_may_land_all_the_same() -> None:
+def test_a_chunk_whose_slot_is_taken_back_is_requested_elsewhere_and_may_still_land() -> None:
     receiver = LoneReceiver(1)
     receiver.joined(1, 1)
     assert receiver.plan(0.0) == [Request(1, 0)]
@@ -298,7 +298,7 @@ def test_a_slot_that_is_taken_back_is_asked_for_elsewhere_and_may_land_all_the_s
     assert receiver.left == 0
 
 
-def test_of_several_whole_sources_a_slow_one_is_left_for_the_next() -> None:
+def test_free_reading_turns_from_a_slow_source_to_the_next() -> None:
     receiver = LoneReceiver(1)
     receiver.joined(0, whole=True)
     receiver.joined(1, whole=True)

@@ -1,4 +1,4 @@
-"""What a pull is listed with is what it gives, whenever others could first find it."""
+"""A pull gives exactly the chunks that it is listed with, whenever others could first find it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def manifest_of_three_layers() -> Manifest:
 
 
 def given(node: Node) -> list[int]:
-    """The chunks that a neighbour gets when it asks for each."""
+    """Return the chunks that a neighbour is allowed when it requests each."""
     neighbour = Heard("neighbour")
     number = node.joined(neighbour.record, neighbour.stream, b"", seeds=False)
     found = []
@@ -67,8 +67,8 @@ def given(node: Node) -> list[int]:
 
 
 @pytest.mark.parametrize("coordinated", [False, True])
-def test_what_came_before_is_given_and_nothing_is_listed_that_is_not(coordinated: bool) -> None:
-    """One chunk from disk, one read alone, then others come, then the last one."""
+def test_earlier_chunks_are_given_and_no_chunk_is_listed_that_is_not(coordinated: bool) -> None:
+    """A chunk is from disk, one is read alone, then other pulls come, then the last chunk."""
 
     async def main() -> None:
         manifest = manifest_of_three_layers()
@@ -94,7 +94,7 @@ def test_what_came_before_is_given_and_nothing_is_listed_that_is_not(coordinated
             session.land()
             await asyncio.sleep(0.01)
             if not coordinated:
-                node.coordinate()  # others come when it is through
+                node.coordinate()  # other pulls come when it is complete
             node.reading_ended()
             assert given(node) == [0, 1, 2]
             assert node.complete
@@ -107,7 +107,7 @@ def test_what_came_before_is_given_and_nothing_is_listed_that_is_not(coordinated
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
-def test_a_pull_does_not_take_itself_for_a_peer_that_gives() -> None:
+def test_a_pull_does_not_count_itself_as_a_source_of_parts() -> None:
     async def main() -> None:
         transfer = transfer_of_three_layers()
         node = Node(
@@ -146,7 +146,7 @@ def test_without_a_host_a_pull_reads_freely() -> None:
 
 
 class Unwelcoming(peer_pb2_grpc.PeerServicer):
-    """A peer that wants no neighbours."""
+    """A peer that refuses every hello."""
 
     def __init__(self) -> None:
         self.greeted = 0
@@ -175,8 +175,8 @@ def sockets() -> int:
     return found
 
 
-def test_peers_that_are_not_talked_to_leave_no_connection_behind() -> None:
-    """Others name them, as many as they like."""
+def test_peers_that_refuse_leave_no_channel_behind() -> None:
+    """Other peers may name any number of them."""
 
     async def main() -> None:
         peer, streams = Unwelcoming(), StreamDialer(None, insecure=True)

@@ -1,6 +1,6 @@
-"""A few receivers and an origin, over a network that is slow, loses reads and loses peers: whoever
-lives ends up with everything, as long as somebody who lives holds each chunk, though others take
-slots and offers and read nothing."""
+"""A few receivers and an origin, over a network that is slow, loses reads and loses peers: each
+living node gets everything, as long as a living node holds each chunk, though some peers take
+slots and suggestions and read nothing."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Node:
         self, number: int, chunks: int, rng: random.Random, address: str, *, hog: bool = False
     ) -> None:
         self.number = number
-        self.hog = hog  # asks for slots, accepts offers, and reads nothing
+        self.hog = hog  # requests slots, accepts suggestions, and reads nothing
         self.address = address
         self.receiver = LoneReceiver(chunks, width=rng.randint(1, 3))
         self.width = rng.randint(1, 3)
-        self.sent: Counter[str] = Counter()  # chunks, to whom
+        self.sent: Counter[str] = Counter()  # chunks sent, by reader
         sees = rng.random() < 0.7  # else its readers fetch for themselves
         self.standing = Standing(1, lambda reader: self.sent[reader.name] if sees else None)
         self.gate = Slots(width=self.width, standing=self.standing)
@@ -97,7 +97,7 @@ class World:
         if to.alive and sender.number in to.knows:
             call(to, sender, *args)
 
-    # -- who is there ---------------------------------------------------------------------------
+    # -- nodes that come and go -----------------------------------------------------------------
 
     def join(self, node: Node) -> None:
         if not node.alive:
@@ -159,7 +159,7 @@ class World:
         else:
             self.suggestion(self.seeder.gone(dead.number, self.now_s))
 
-    # -- asking ---------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     def do(self, node: Node, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -200,7 +200,7 @@ class World:
         assert source.gate.reading < 2 * source.width + len(self.hogs) + 1
 
     def taken_freely(self, source: Node, reader: Node, chunk: int) -> None:
-        """It reads, whatever the gate says."""
+        """The node reads, whether it is allowed or not."""
         if chunk in (c for s, c in reader.reads if s == source.number):
             return
         reader.reads.add((source.number, chunk))
@@ -214,7 +214,7 @@ class World:
         if node.hog:
             return
         if source.number not in node.receiver.requested(chunk):
-            self.send(node, source, self.dropped, chunk)  # an answer to an earlier ask
+            self.send(node, source, self.dropped, chunk)  # the answer to an earlier request
             return
         node.reads.add((source.number, chunk))
         self.after(source.pace_s * self.rng.uniform(0.5, 2), self.read, node, source, chunk)
@@ -248,7 +248,7 @@ class World:
         elif not node.hog:
             self.do(node, node.receiver.announced(peer.number, chunks, self.now_s))
 
-    # -- answering ------------------------------------------------------------------------------
+    # -- answers --------------------------------------------------------------------------------
 
     def answer(self, source: Node, answers: Iterable[Allow | Unchoke | Reject]) -> None:
         for each in answers:
@@ -321,10 +321,10 @@ class World:
     losses=st.integers(0, 8),
     deaths=st.lists(st.tuples(st.integers(0, 6), st.floats(0, 8), st.floats(0, 20)), max_size=5),
 )
-def test_whoever_lives_gets_everything(
+def test_every_living_node_gets_everything(
     nodes: int, chunks: int, seed: int, losses: int, deaths: list[tuple[int, float, float]]
 ) -> None:
-    """A death: who, when, and how long nobody notices."""
+    """Deaths are (node, when, how long until others notice)."""
     world = World(nodes, chunks, seed, losses)
     for number, at_s, notice_s in deaths:
         if number <= nodes:
@@ -342,7 +342,7 @@ def test_whoever_lives_gets_everything(
     hogs=st.integers(1, 6),
     nat=st.booleans(),
 )
-def test_those_that_take_slots_and_do_not_read_delay_the_others_at_most(
+def test_readers_that_take_slots_and_do_not_read_can_only_delay_the_others(
     nodes: int, chunks: int, seed: int, hogs: int, nat: bool
 ) -> None:
     world = World(nodes, chunks, seed, losses=0, hogs=hogs, nat=nat)

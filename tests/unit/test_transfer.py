@@ -1,4 +1,4 @@
-"""The engine against sessions that end their reads when the test says so."""
+"""The transfer against sessions that end their reads when the test says so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def manifest_of_three_chunks() -> Manifest:
 
 
 class HeldSession:
-    """Keeps what it is asked until the test ends it; after `close`, refuses more."""
+    """Keeps its reads until the test ends them; after `close`, refuses more."""
 
     depth = 6
 
@@ -135,7 +135,7 @@ def setting() -> Setting:
 
 
 def test_a_chunk_is_read_by_one_session_at_a_time(setting: Setting) -> None:
-    """A session that was given up may still write: nobody else's bytes may lie there then."""
+    """A session that was given up may still write: no other session's bytes may lie there."""
     first = setting.connection()
     assert len(first.reads) == 3
     second = setting.connection()
@@ -167,7 +167,7 @@ def test_a_session_that_refuses_reads_is_lost_and_holds_on_to_nothing(setting: S
     assert setting.transfer.holdings.whole
     setting.transfer.close()
     assert setting.transfer.join(1)
-    setting.arena.extend(b"nobody exports it")  # BufferError if a view is left
+    setting.arena.extend(b"no view is left")  # BufferError if a view is left
 
 
 def test_bytes_past_a_lease_are_not_believed_whatever_the_source_says(setting: Setting) -> None:
@@ -180,7 +180,7 @@ def test_bytes_past_a_lease_are_not_believed_whatever_the_source_says(setting: S
     assert session.closed
 
 
-def test_what_nobody_foresaw_ends_the_pull(setting: Setting) -> None:
+def test_an_unexpected_exception_ends_the_pull(setting: Setting) -> None:
     setting.listener.raises = KeyError("unforeseen")
     session = setting.connection()
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_what_nobody_foresaw_ends_the_pull(setting: Setting) -> None:
     assert setting.listener.broke.__cause__ is setting.listener.raises
 
 
-def test_a_closed_engine_tells_no_outcome(setting: Setting) -> None:
+def test_a_closed_transfer_reports_no_outcome(setting: Setting) -> None:
     session = setting.connection()
     setting.transfer.no_more_connections()
     setting.transfer.close()
@@ -213,7 +213,7 @@ class Chunks:
         raise AssertionError("no chunk is wrong")
 
 
-def test_what_is_there_already_is_asked_of_nobody(setting: Setting) -> None:
+def test_prefilled_chunks_are_not_read(setting: Setting) -> None:
     transfer, chunks = setting.transfer, Chunks()
     assert transfer.subscribe(chunks) == 0
     setting.arena[: 2 * MIB] = BYTES[: 2 * MIB]
@@ -222,7 +222,7 @@ def test_what_is_there_already_is_asked_of_nobody(setting: Setting) -> None:
     assert transfer.progress() == (2 * MIB, [2 * MIB])
     session = setting.connection()
     assert [read.tag for read in session.reads] == ["chunk 2"]
-    assert transfer.prefill("reuse", "another model", [2]) == 0  # a lane may write there now
+    assert transfer.prefill("reuse", "another model", [2]) == 0  # a connection may write there now
     session.land()
     assert setting.transfer.holdings.whole
     assert setting.listener.ready == [0]
@@ -235,7 +235,7 @@ def test_what_is_there_already_is_asked_of_nobody(setting: Setting) -> None:
 
 
 def test_a_subscriber_knows_of_every_chunk_whenever_it_comes(setting: Setting) -> None:
-    """What was there before, and read before, is in its snapshot; the rest it is told."""
+    """Chunks prefilled or read before are in its snapshot; later ones are reported to it."""
     transfer, chunks = setting.transfer, Chunks()
     setting.arena[:MIB] = BYTES[:MIB]
     transfer.prefill("resume", "/some/folder", [0])
@@ -248,7 +248,7 @@ def test_a_subscriber_knows_of_every_chunk_whenever_it_comes(setting: Setting) -
     assert transfer.subscribe(Chunks()) == 0b111
 
 
-def test_a_chunk_that_lands_while_somebody_subscribes_is_known_once() -> None:
+def test_a_chunk_that_lands_during_a_subscription_is_reported_once() -> None:
     for _ in range(200):
         setting, chunks = Setting(), Chunks()
         session = setting.connection()
@@ -267,21 +267,21 @@ def test_a_chunk_that_lands_while_somebody_subscribes_is_known_once() -> None:
         assert sorted([*members(found), *chunks.landed]) == [0, 1, 2]
 
 
-def test_the_last_chunk_is_told_before_the_end(setting: Setting) -> None:
-    """Whoever is told that a pull is complete finds all of it with those that read from it."""
+def test_the_last_chunk_is_reported_before_the_end(setting: Setting) -> None:
+    """When a pull is complete, its readers can already read all of it."""
     chunks = Chunks()
     setting.transfer.subscribe(chunks)
-    told_at_end: list[list[int]] = []
-    setting.listener.layer_ready = lambda layer, arena: told_at_end.append(  # type: ignore[method-assign]
+    known_at_end: list[list[int]] = []
+    setting.listener.layer_ready = lambda layer, arena: known_at_end.append(  # type: ignore[method-assign]
         list(chunks.landed)
     )
     session = setting.connection()
     for _ in range(3):
         session.land()
-    assert told_at_end == [[0, 1, 2]]
+    assert known_at_end == [[0, 1, 2]]
 
 
-def test_a_model_that_is_all_there_needs_no_lane(setting: Setting) -> None:
+def test_a_prefilled_model_needs_no_connection(setting: Setting) -> None:
     assert setting.transfer.prefill("resume", "/some/folder", [2, 1, 0, 2]) == len(BYTES)
     assert setting.transfer.holdings.whole
     assert setting.listener.ready == [0]

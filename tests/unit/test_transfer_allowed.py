@@ -1,4 +1,4 @@
-"""A gated pull reads chunks only where they are permitted."""
+"""In coordinated reading a pull reads chunks only from sources that allow them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCES = ("a", "b", "c")
 
 
 def coordinated(layers: int = 6) -> tuple[TransferMachine, Driver]:
-    """A lane for each source; the lane's number is the source's place in SOURCES."""
+    """A connection for each source, whose number is the source's place in SOURCES."""
     grid = grid_of([1] * layers)
     machine = machine_of(grid)
     driver = Driver(machine, grid)
@@ -32,7 +32,7 @@ def allow(machine: TransferMachine, driver: Driver, source: str, chunk: int) -> 
     return commands is not None
 
 
-def test_nothing_is_read_that_nobody_has_permitted() -> None:
+def test_a_chunk_that_no_source_allows_is_not_read() -> None:
     machine, driver = coordinated()
     assert not driver.in_flight
     assert allow(machine, driver, "b", 3)
@@ -40,7 +40,7 @@ def test_nothing_is_read_that_nobody_has_permitted() -> None:
     assert (part.chunk, connection) == (3, 1)
 
 
-def test_a_permit_for_a_source_without_a_lane_waits_for_one() -> None:
+def test_a_chunk_allowed_by_a_source_without_a_connection_waits_for_one() -> None:
     machine, driver = coordinated()
     assert allow(machine, driver, "d", 2)
     assert not driver.in_flight
@@ -48,7 +48,7 @@ def test_a_permit_for_a_source_without_a_lane_waits_for_one() -> None:
     assert [(part.chunk, connection) for part, connection in driver.in_flight.items()] == [(2, 9)]
 
 
-def test_what_has_landed_needs_no_permit() -> None:
+def test_a_verified_chunk_is_not_allowed_again() -> None:
     machine, driver = coordinated()
     allow(machine, driver, "a", 0)
     (part,) = driver.in_flight
@@ -56,7 +56,7 @@ def test_what_has_landed_needs_no_permit() -> None:
     assert not allow(machine, driver, "b", 0)
 
 
-def test_another_takes_over_once_the_late_ones_read_has_ended() -> None:
+def test_another_source_takes_over_once_the_late_read_has_ended() -> None:
     machine, driver = coordinated()
     allow(machine, driver, "a", 0)
     (part,) = driver.in_flight
@@ -69,7 +69,7 @@ def test_another_takes_over_once_the_late_ones_read_has_ended() -> None:
     assert [(part.chunk, connection) for part, connection in driver.in_flight.items()] == [(0, 1)]
 
 
-def test_wrong_bytes_take_the_permit_back() -> None:
+def test_a_source_that_sends_wrong_bytes_allows_the_chunk_no_longer() -> None:
     machine, driver = coordinated()
     allow(machine, driver, "a", 0)
     (part,) = driver.in_flight
@@ -79,24 +79,24 @@ def test_wrong_bytes_take_the_permit_back() -> None:
     assert list(driver.in_flight.values()) == [1]
 
 
-def test_without_a_gate_all_is_read_by_whoever_has_it() -> None:
+def test_in_free_reading_every_source_is_read_from() -> None:
     machine, driver = coordinated(3)
     driver.take(machine.read_freely())
     assert {part.chunk for part in driver.in_flight} == {0, 1, 2}
 
 
-def test_a_gated_pull_fails_when_nobody_will_permit_what_is_missing() -> None:
+def test_a_coordinated_pull_fails_when_no_source_will_allow_what_is_missing() -> None:
     machine, driver = coordinated()
     allow(machine, driver, "a", 0)
     driver.take(machine.no_more_connections())
-    assert driver.failure is None  # something is on its way
+    assert driver.failure is None  # a chunk is being read
     (part,) = driver.in_flight
     driver.landed(part)
     assert driver.failure is not None
 
 
 @given(st.integers(0, 1 << 32))
-def test_any_order_of_permits_and_losses_ends_with_every_chunk_once(seed: int) -> None:
+def test_any_order_of_allows_and_losses_ends_with_every_chunk_once(seed: int) -> None:
     rng = random.Random(seed)
     machine, driver = coordinated(rng.randrange(1, 8))
     connections = 3

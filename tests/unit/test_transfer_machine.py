@@ -58,12 +58,12 @@ def blocks_of(part: Part, *, right: bool = True) -> bytes:
 
 
 class Driver:
-    """Plays the shell: keeps the books of what was commanded and checks them on the way."""
+    """Carries out the machine's commands, and checks that they agree with each other."""
 
     def __init__(self, machine: TransferMachine, grid: ChunkGrid) -> None:
         self.machine = machine
         self.grid = grid
-        self.in_flight: dict[Part, int] = {}  # -> lane
+        self.in_flight: dict[Part, int] = {}  # -> connection
         self.covered: dict[int, set[int]] = {}  # chunk -> blocks in flight or landed
         machine.holdings.subscribe(self)
         self.done: set[int] = set()
@@ -80,7 +80,7 @@ class Driver:
                 case Assign(connection, parts):
                     assert connection not in self.lost
                     for part in parts:
-                        self._asked(part, connection)
+                        self._requested(part, connection)
                 case LayerReady(layer):
                     assert layer not in self.ready
                     self.ready.append(layer)
@@ -91,7 +91,7 @@ class Driver:
                     assert self.failure is None
                     self.failure = command
 
-    def _asked(self, part: Part, connection: int) -> None:
+    def _requested(self, part: Part, connection: int) -> None:
         assert part.chunk not in self.done, "read again"
         blocks = set(range(part.begin, part.end))
         covered = self.covered.setdefault(part.chunk, set())
@@ -169,7 +169,7 @@ def test_every_chunk_lands_once_whatever_happens(
         elif event < 0.8:
             driver.failed(part, PeerProtocolError("no"))
         else:
-            # Its reads end one by one: until then nobody else may be asked for those parts.
+            # Its reads end one by one: until then no other connection may read those parts.
             driver.lost.add(connection)
             driver.take(machine.connection_lost(connection, PeerLostError("gone"), driver.now_s))
             assert machine.connection_lost(connection, PeerLostError("gone"), driver.now_s) == []
@@ -182,18 +182,18 @@ def test_every_chunk_lands_once_whatever_happens(
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
-def test_chunks_are_asked_for_in_order_and_layers_become_ready_in_order(layers: list[int]) -> None:
+def test_chunks_are_read_in_order_and_layers_become_ready_in_order(layers: list[int]) -> None:
     grid = grid_of(layers)
     machine = machine_of(grid)
     driver = Driver(machine, grid)
     driver.take(machine.start())
     driver.take(machine.add_connection(0, 1))
-    asked = []
+    read = []
     while driver.in_flight:
         (part,) = driver.in_flight
-        asked.append(part.chunk)
+        read.append(part.chunk)
         driver.landed(part)
-    assert asked == list(range(len(grid)))
+    assert read == list(range(len(grid)))
     with_bytes = [layer for layer in driver.ready if layers[layer]]
     assert with_bytes == sorted(with_bytes)
     assert driver.completed
@@ -203,7 +203,7 @@ def whole(chunk: int) -> Part:
     return Part(chunk, 0, 1)
 
 
-def test_a_wrong_chunk_is_asked_of_another_source() -> None:
+def test_a_wrong_chunk_is_read_from_another_source() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
     assert machine.add_connection(0, 1, source="a") == [Assign(0, (whole(0),))]
@@ -213,7 +213,7 @@ def test_a_wrong_chunk_is_asked_of_another_source() -> None:
     assert machine.retries == 1
 
 
-def test_the_only_source_is_asked_again_and_all_its_lanes_dropped_at_the_second_lie() -> None:
+def test_the_only_source_is_read_from_again_and_dropped_after_two_wrong_chunks() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
     machine.add_connection(0, 1, source="a")
@@ -231,14 +231,14 @@ def test_the_only_source_is_asked_again_and_all_its_lanes_dropped_at_the_second_
     assert machine.ended
 
 
-def test_a_chunk_of_two_senders_that_is_wrong_is_asked_of_one_to_know_whose_fault() -> None:
+def test_a_wrong_chunk_of_two_senders_is_read_from_one_to_know_which_is_at_fault() -> None:
     grid = grid_of([2], chunk_mib=2)
     machine = machine_of(grid)
     machine.start()
     driver = Driver(machine, grid)
     driver.take(machine.add_connection(0, 1, source="a", bytes_per_s=1e6))
     (part,) = driver.in_flight
-    # Two lanes of one speed share the chunk when it comes back.
+    # Two connections of one speed share the chunk when it comes back.
     machine.connection_lost(0, PeerLostError("gone"))
     driver.lost.add(0)
     driver.take(machine.add_connection(1, 1, source="b", bytes_per_s=1e6))
@@ -255,13 +255,13 @@ def test_a_chunk_of_two_senders_that_is_wrong_is_asked_of_one_to_know_whose_faul
     assert driver.completed
 
 
-def test_loss_of_the_last_lane_waits_while_another_may_come() -> None:
+def test_the_loss_of_the_last_connection_waits_while_another_may_come() -> None:
     machine = machine_of(grid_of([2]))
     machine.start()
     machine.add_connection(0, 4)  # half of its depth until it was seen to be fast
     gone = PeerLostError("gone")
     assert machine.connection_lost(0, gone) == []
-    assert machine.add_connection(1, 4) == []  # the lost lane may still write where the chunks lie
+    assert machine.add_connection(1, 4) == []  # the lost one may still write there
     assert machine.failed(0, whole(1), gone) == [Assign(1, (whole(1),))]
     assert machine.failed(0, whole(0), gone) == [Assign(1, (whole(0),))]
     machine.no_more_connections()
@@ -271,7 +271,7 @@ def test_loss_of_the_last_lane_waits_while_another_may_come() -> None:
     assert machine.retries == 3
 
 
-def test_the_last_read_of_a_lost_lane_may_complete_the_pull() -> None:
+def test_the_last_read_of_a_lost_connection_may_complete_the_pull() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
     machine.add_connection(0, 1)
@@ -281,7 +281,7 @@ def test_the_last_read_of_a_lost_lane_may_complete_the_pull() -> None:
     assert machine.ended
 
 
-def test_what_is_left_when_a_lost_lane_has_ended_is_not_waited_for() -> None:
+def test_the_pull_fails_when_the_last_lost_connection_has_ended() -> None:
     machine = machine_of(grid_of([2]))
     machine.start()
     machine.add_connection(0, 1)
@@ -291,7 +291,7 @@ def test_what_is_left_when_a_lost_lane_has_ended_is_not_waited_for() -> None:
     assert land(machine, 0, whole(0)) == [Fail((gone,))]
 
 
-def test_a_read_that_keeps_failing_ends_its_lane() -> None:
+def test_a_read_that_keeps_failing_ends_its_connection() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
     machine.add_connection(0, 1)
@@ -304,7 +304,7 @@ def test_a_read_that_keeps_failing_ends_its_lane() -> None:
     assert isinstance(commands[-1], Fail)
 
 
-def test_a_lane_that_stops_gives_its_chunks_back_once_the_others_would_be_sooner() -> None:
+def test_a_stopped_connection_is_dropped_once_the_others_would_be_sooner() -> None:
     machine = machine_of(grid_of([4]))
     machine.start()
     machine.add_connection(0, 1, 0.0, bytes_per_s=1e9)
@@ -318,7 +318,7 @@ def test_a_lane_that_stops_gives_its_chunks_back_once_the_others_would_be_sooner
         if not any(isinstance(command, Assign) for command in following):
             break
         part = next(c for c in following if isinstance(c, Assign)).parts[0]
-    assert machine.holdings.left == 1  # lane 0's, which never came
+    assert machine.holdings.left == 1  # connection 0's, which never came
     assert machine.tick(now_s + 0.5) == []
     (dropped,) = machine.tick(now_s + 5.0)
     assert isinstance(dropped, DropConnection)
@@ -329,7 +329,7 @@ def test_a_lane_that_stops_gives_its_chunks_back_once_the_others_would_be_sooner
     ]
 
 
-def test_a_lane_that_has_slowed_down_is_not_waited_for_by_early_layers() -> None:
+def test_early_layers_do_not_wait_for_a_connection_that_has_slowed_down() -> None:
     machine = machine_of(grid_of([1000]))
     machine.start()
     driver = Driver(machine, machine._grid)
@@ -340,7 +340,7 @@ def test_a_lane_that_has_slowed_down_is_not_waited_for_by_early_layers() -> None
         for part in list(driver.in_flight):
             driver.landed(part)
     slow = next(part for part, connection in driver.in_flight.items() if connection == 0)
-    for _ in range(90):  # lane 0 stops: all the rest of the model would be sooner than a redo
+    for _ in range(90):  # connection 0 stops; most of the model is left
         driver.now_s += 0.0105
         driver.landed(
             next(part for part, connection in driver.in_flight.items() if connection == 1)
@@ -354,7 +354,7 @@ def test_a_lane_that_has_slowed_down_is_not_waited_for_by_early_layers() -> None
     assert slow in driver.in_flight  # the lowest that is missing: at once
 
 
-def test_the_only_lane_is_never_late() -> None:
+def test_the_only_connection_is_never_late() -> None:
     machine = machine_of(grid_of([4]))
     machine.start()
     machine.add_connection(0, 1, 0.0, bytes_per_s=1e9)
@@ -388,7 +388,7 @@ def test_abort_ends_it_once() -> None:
     assert machine.add_connection(0, 1) == []
 
 
-def test_one_number_is_one_lane() -> None:
+def test_one_number_is_one_connection() -> None:
     machine = machine_of(grid_of([1]))
     machine.add_connection(0, 1)
     with pytest.raises(ValueError, match="there already"):

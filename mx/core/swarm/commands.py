@@ -6,40 +6,40 @@ from typing import NamedTuple
 
 
 class Request(NamedTuple):
-    """Ask `peer` for `chunk`."""
+    """Request `chunk` from `peer`."""
 
     peer: int
     chunk: int
 
 
 class Cancel(NamedTuple):
-    """Give up the ask or the read of `chunk` from `peer`: another brings it."""
+    """Cancel the request for `chunk` at `peer`, or the read: another peer gives it."""
 
     peer: int
     chunk: int
 
 
 class Decline(NamedTuple):
-    """Tell the origin that its offer is not taken: the chunk is here, or asked of another."""
+    """Decline the origin's suggestion: the chunk is held here, or requested from another peer."""
 
     peer: int
     chunk: int
 
 
 class NotInterested(NamedTuple):
-    """Tell `peer`, which said that it has room, that nothing is wanted of it now."""
+    """Answer `peer`, which announced a free slot, that no chunk is wanted from it now."""
 
     peer: int
 
 
 class Interested(NamedTuple):
-    """Tell `peer`, which was busy, to say when it has room."""
+    """Have `peer`, which rejected a request, announce when a slot is free."""
 
     peer: int
 
 
 class ReadFreely(NamedTuple):
-    """Read `chunk` from `peer`, a whole source, without asking."""
+    """Read `chunk` from `peer`, a whole source, without a request."""
 
     peer: int
     chunk: int

@@ -1,20 +1,21 @@
-"""The receiving side of a swarm: which neighbour is asked for which chunk next. Events in, asks
-out; no IO, no clock.
+"""The receiving side of a swarm: which chunk is requested next, and from which neighbour. Events
+in, commands out; no IO, and time is an argument.
 
-A receiver wants its lowest missing chunk first, and of those that hold it asks the one that has the
-least to give to others, for its pace. An origin offers chunks of its own accord
-(`mx.core.swarm.origin.Seeder`): what it offers comes before everything else. A neighbour without
-room says "busy"; whoever then finds nobody else to ask says that it wants to hear of room there,
-and is told. A chunk is asked of one neighbour; of another when it is late: instead of the first, or
-near the end beside it (a hedge). A neighbour that does less than a quarter of what the median one
-does is shunned: asked for nothing that somebody else can give. When nothing comes for long, chunks
-are read from a whole source without asking (`mx.core.swarm.free`).
+A receiver requests its lowest missing chunk from the least-loaded peer that holds it. An origin
+suggests chunks (`mx.core.swarm.origin.Seeder`): suggestions come before everything else. A
+neighbour without a free slot rejects the request. A receiver with no other peer to turn to then
+says that it is interested, and the neighbour announces its next free slot. A chunk is requested
+from one neighbour, and when it is late from another: in place of the first, or beside it near the
+end (a hedge). A neighbour that takes more than four times as long as the median one is shunned: it
+gets requests only for chunks that no other peer can give. When no chunk has come for long, chunks
+are read from a whole source without requests (`mx.core.swarm.free`).
 
 Sets of chunks are integers used as bit sets (bit c: chunk c): the union of two sets of 4,096
-chunks, or the lowest member of one, costs a tenth of a microsecond in plain Python.
+chunks, or the lowest chunk of one, costs a tenth of a microsecond in plain Python.
 
-Peers are numbers that the caller gives, as lanes are in `mx.core.transfer`; `now_s` are readings of
-one monotonic clock. What docs/swarm.md says was tried, and what came of it, explains the figures.
+Peers are numbers that the caller chooses, like connections in `mx.core.transfer`; `now_s` are
+readings of one monotonic clock. docs/swarm.md explains the figures: it says what was tried, and
+with which result.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from mx.core.swarm.commands import (
 )
 from mx.core.swarm.free import FREE_S, FreeReading
 
-#: Asks outstanding, as many as a source serves at a time (`mx.core.swarm.slots.WIDTH`). Two hide
-#: the round trips of a network of up to 1 Gbit/s; docs/swarm.md has those for faster ones.
+#: Requests outstanding, as many as a source serves at a time (`mx.core.swarm.slots.WIDTH`). Two
+#: hide the round trips of a network of up to 1 Gbit/s; docs/swarm.md has those for faster ones.
 WIDTH = 2
-#: Holdings are told to neighbours this long after the first that they don't know of has landed ...
+#: New chunks are announced to neighbours this long after the first of them has landed ...
 ANNOUNCE_S = 0.05
-#: ... or, where chunks come faster, after this part of what the latest took.
+#: ... or, where chunks come faster, after this part of the giver's time per chunk.
 ANNOUNCE_PART = 0.5
-#: A neighbour that was busy, and says nothing more, is asked again after this.
+#: A neighbour that rejected a request, and announces no free slot, gets requests again after this.
 BUSY_S = 0.5
-#: A chunk is late after this many times what one takes from the median neighbour ...
+#: A chunk is late after this many times the median neighbour's time per chunk ...
 LATE_FACTOR = 4.0
 #: ... and not before this.
 LATE_S = 0.3
 #: A neighbour that takes this many times as long as the median one is shunned.
 SLOW_FACTOR = 4.0
-#: A neighbour's pace counts after this many chunks.
+#: A neighbour's time per chunk counts after this many chunks.
 SEEN = 2
 #: Late chunks are hedged when no more than this many are missing.
 END_CHUNKS = 4
-#: How much of the past each chunk leaves in a neighbour's pace.
+#: The weight of the past in a neighbour's average time per chunk.
 _KEPT = 0.7
 
 
@@ -73,47 +74,47 @@ class _Peer:
     seconds: float = 0.0  # per chunk, averaged over the latest
     seen: int = 0
     busy_until_s: float = 0.0
-    waited_for: bool = False  # it was told to say when it has room
+    waited_for: bool = False  # it knows that we are interested in its next free slot
     shunned: bool = False
-    bad: int = 0  # chunks that failed; not asked for again while anything else can be
-    whole: bool = False  # it holds everything, whatever it says to hold
+    bad: int = 0  # chunks that failed; requested again only when nothing else can be
+    whole: bool = False  # it holds everything, whatever it announces
 
     @property
     def cost(self) -> float:
-        """What asking it costs others: whoever holds much can give much. Whoever has given nothing
-        so far comes first."""
+        """The peer's load, as far as it can be known: a peer that holds much gets many requests.
+        One that has given nothing so far comes first."""
         return self.seconds * (1 + self.have.bit_count())
 
 
 class Receiver:
-    """One pull's part in a swarm. Not thread-safe; every method that returns commands returns
-    them in order. Events of peers that are gone, or about what was not asked, are ignored."""
+    """One pull's requests. Not thread-safe. Methods return commands in the order in which they are
+    to be carried out. Events of peers that are gone, or about chunks that were not requested, are
+    ignored."""
 
     def __init__(
         self, chunks: int, holdings: Held, *, width: int = WIDTH, free_s: float = FREE_S
     ) -> None:
         """
         Args:
-            chunks: How many the model has.
-            holdings: Knows which of them are verified here; `landed` follows each change.
+            chunks: How many chunks the model has.
+            holdings: The chunks that are verified here; the caller reports each change by `landed`.
             width: How many requests may be outstanding. Late ones, which may never be answered,
                 don't count.
-            free_s: When nothing has come for so long, chunks are read without a request.
+            free_s: Seconds without a chunk after which chunks are read without a request.
         """
         self.width = width
         self._holdings = holdings
         self._all = (1 << chunks) - 1
         self._free = FreeReading(free_s)
-        self._taken: set[tuple[int, int]] = set()  # (peer, chunk) that are read without asking
+        self._taken: set[tuple[int, int]] = set()  # (peer, chunk) that are read without a request
         self._wanted = self._all & ~holdings.bits  # neither held, requested nor suggested
         self._requests = 0  # outstanding, and not late
         self._late: set[tuple[int, int]] = set()  # (peer, chunk): the others that are outstanding
         self._peers: dict[int, _Peer] = {}
-        self._requesters: dict[int, list[int]] = {}  # chunk asked for -> of whom
-        self._suggestions: deque[tuple[int, int]] = (
-            deque()
-        )  # (peer, chunk), taken when there is room
-        self._announced = holdings.bits  # peers learn of these when they join
+        self._requesters: dict[int, list[int]] = {}  # requested chunk -> from which peers
+        # (peer, chunk), to be requested when fewer than `width` requests are outstanding
+        self._suggestions: deque[tuple[int, int]] = deque()
+        self._announced = holdings.bits  # announced to peers that join by `joined`
         self.announce_at_s: float | None = None  # when `announcements` is to be called
         self.hedges = 0
 
@@ -129,7 +130,7 @@ class Receiver:
 
     @property
     def free(self) -> bool:
-        """Is it reading without asking?"""
+        """Return True while chunks are read without requests."""
         return self._free.on
 
     @property
@@ -138,25 +139,33 @@ class Receiver:
 
     @property
     def can_be_given(self) -> bool:
-        """Does any neighbour hold something that is missing here?"""
+        """Return True if a neighbour holds a chunk that is missing here."""
         return any(peer.have & ~self.held for peer in self._peers.values())
 
     def requested(self, chunk: int) -> tuple[int, ...]:
-        """Who is being asked for the chunk: at most one, and another as a hedge."""
+        """Return the peers from which the chunk is requested: at most one, and one as a hedge."""
         return tuple(self._requesters.get(chunk, ()))
 
     # -- neighbours -----------------------------------------------------------------------------
 
     def joined(self, peer: int, have: int = 0, *, whole: bool = False) -> int:
-        """A neighbour, which holds `have`; `plan` follows. Returns what it is to be told first:
-        all that is held here. `whole`: it holds everything, though it may not say so."""
+        """Add a neighbour. The caller calls `plan` next.
+
+        Args:
+            peer: Its number, not in use.
+            have: The chunks that it holds.
+            whole: True if it holds everything, though it may not announce that.
+
+        Returns:
+            The chunks to announce to it first: all that are held here.
+        """
         if peer in self._peers:
             raise ValueError(f"peer {peer} is there already")
         self._peers[peer] = _Peer(have, whole=whole)
         return self.held
 
     def gone(self, peer: int, now_s: float) -> list[Command]:
-        """The neighbour is dead: what it was asked for is asked of others."""
+        """Remove a neighbour that is gone: its chunks are requested from others."""
         state = self._peers.pop(peer, None)
         if state is None:
             return []
@@ -168,7 +177,7 @@ class Receiver:
         return self.plan(now_s)
 
     def announced(self, peer: int, chunks: int, now_s: float) -> list[Command]:
-        """The neighbour holds these too."""
+        """Record that the neighbour holds these chunks too."""
         state = self._peers.get(peer)
         if state is None:
             return []
@@ -180,7 +189,8 @@ class Receiver:
     # -- answers --------------------------------------------------------------------------------
 
     def suggested(self, peer: int, chunk: int, now_s: float) -> list[Command]:
-        """The origin keeps this chunk for us. It is asked for as soon as there is room."""
+        """Follow the origin's suggestion: the chunk is requested as soon as fewer than `width`
+        requests are outstanding. A chunk that is not wanted any more is declined."""
         if (
             peer not in self._peers
             or peer in self.requested(chunk)
@@ -194,8 +204,8 @@ class Receiver:
         return self.plan(now_s)
 
     def busy(self, peer: int, chunk: int, now_s: float) -> list[Command]:
-        """The neighbour has no room for this ask, or takes back the slot that it has given. What
-        is being read may come all the same."""
+        """Turn to other peers: the neighbour rejects the request, or takes its slot back. A read
+        that runs may still complete."""
         state = self._peers.get(peer)
         if state is None or (peer, chunk) in self._taken:
             return []
@@ -206,7 +216,7 @@ class Receiver:
         return self.plan(now_s)
 
     def unchoked(self, peer: int, now_s: float) -> list[Command]:
-        """The neighbour that was busy has room: it waits for an ask or a pass."""
+        """Answer a neighbour that has a free slot with a request, or with NotInterested."""
         state = self._peers.get(peer)
         if state is None:
             return []
@@ -218,8 +228,8 @@ class Receiver:
         return commands
 
     def failed(self, peer: int, chunk: int, now_s: float) -> list[Command]:
-        """The read failed, or brought wrong bytes: this one is not asked for the chunk again,
-        unless it announces it again, or nothing else can be asked for (`tick`)."""
+        """Record that the read failed, or brought wrong bytes. The chunk is not requested from this
+        peer again, unless it announces it again, or nothing else can be requested (`tick`)."""
         state = self._peers.get(peer)
         if state is None or state.requested.pop(chunk, None) is None:
             return []
@@ -229,8 +239,14 @@ class Receiver:
         return self.plan(now_s)
 
     def landed(self, peer: int, chunk: int, now_s: float) -> list[Command]:
-        """The chunk is here, verified, from `peer` (any number that is no peer's: from elsewhere,
-        such as a disk). Also right when the ask was given up meanwhile."""
+        """Record that the chunk is verified here, whether it is still requested or not.
+
+        Args:
+            peer: The peer that sent it. Any number that is no peer's if it came from elsewhere,
+                such as a disk.
+            chunk: Its number.
+            now_s: The time.
+        """
         commands: list[Command] = []
         self._free.landed(now_s)
         for other in self._requesters.pop(chunk, ()):
@@ -254,18 +270,18 @@ class Receiver:
         return commands + self.plan(now_s)
 
     def announcements(self) -> list[tuple[int, int]]:
-        """What to tell whom, now that `announce_at_s` has come: (peer, chunks). A neighbour is
-        not told of what it holds itself."""
+        """Return (peer, chunks to announce to it), once `announce_at_s` has come. Chunks are not
+        announced to a neighbour that holds them."""
         news, self.announce_at_s = self.held & ~self._announced, None
         self._announced |= news
-        return [(n, tell) for n, peer in self._peers.items() if (tell := news & ~peer.have)]
+        return [(n, chunks) for n, peer in self._peers.items() if (chunks := news & ~peer.have)]
 
-    # -- who is asked for what ------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> list[Command]:
-        """Ask for as much as there is room for."""
+        """Request chunks until `width` requests are outstanding."""
         commands: list[Command] = []
-        self._wanted &= ~self.held  # `landed` may be on its way
+        self._wanted &= ~self.held  # their `landed` may not have been called yet
         while self._requests < self.width:
             if self._suggestions:
                 number, chunk = self._suggestions.popleft()
@@ -282,7 +298,8 @@ class Receiver:
         return commands
 
     def _wait(self, now_s: float) -> list[Command]:
-        """Nobody can be asked now: hear of room at those that were busy."""
+        """No request can be sent now: be interested in free slots of the neighbours that rejected
+        one."""
         commands: list[Command] = []
         for number, peer in self._peers.items():
             refused = peer.busy_until_s > now_s and not peer.requested
@@ -292,7 +309,8 @@ class Receiver:
         return commands
 
     def _pick(self, now_s: float) -> tuple[int, int] | None:
-        """The cheapest holder of the lowest wanted chunk that may be asked for, and it."""
+        """Return the least-loaded holder of the lowest wanted chunk that can be requested, and the
+        chunk."""
         wanted = self._wanted
         lowest = 0  # of the best, as a bit
         cost = 0.0
@@ -311,7 +329,7 @@ class Receiver:
         return found, lowest.bit_length() - 1
 
     def _last_resort(self, now_s: float) -> tuple[int, int] | None:
-        """What only shunned ones can give is asked of them, rather than of nobody."""
+        """Return a request for a chunk that only shunned or late peers hold, if there is one."""
         there = self._wanted
         late = {number for number, _ in self._late}
         for number, peer in self._peers.items():
@@ -337,7 +355,7 @@ class Receiver:
         return Request(number, chunk)
 
     def _release(self, number: int, chunk: int) -> None:
-        """One that was asked will not bring the chunk."""
+        """End a request: this peer does not give the chunk."""
         self._ended(number, chunk)
         requesters = self._requesters[chunk]
         requesters.remove(number)
@@ -355,7 +373,7 @@ class Receiver:
     # -- late and slow --------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Command]:
-        """Time has passed; to be called a few times a second."""
+        """Look for late chunks and slow peers. To be called a few times a second."""
         paces = [peer.seconds for peer in self._peers.values() if peer.seen >= SEEN]
         commands: list[Command] = []
         usual_s = 0.0
@@ -379,7 +397,8 @@ class Receiver:
         return commands + self._read_freely(now_s, limit_s)
 
     def _again(self, late: int, chunk: int, now_s: float) -> list[Command]:
-        """Ask another for a late chunk, if there is one; if not, for other chunks at least."""
+        """Request a late chunk from another peer. If no other can give it, its request does not
+        count as outstanding, so that other chunks are requested."""
         able = [
             (peer.shunned, peer.cost, number)
             for number, peer in self._peers.items()
@@ -395,16 +414,16 @@ class Receiver:
             self.hedges += 1
             return [self._request(other, chunk, now_s)]
         state = self._peers[late]
-        # What it took so far is its pace at best.
+        # Its time per chunk is at least the time that it has taken so far.
         state.seconds = max(state.seconds, now_s - state.requested.pop(chunk))
         state.seen = max(state.seen + 1, SEEN)
         self._release(late, chunk)
         return [Cancel(late, chunk), self._request(other, chunk, now_s)]
 
-    # -- without asking -------------------------------------------------------------------------
+    # -- without requests -----------------------------------------------------------------------
 
     def _read_freely(self, now_s: float, limit_s: float) -> list[Command]:
-        """Take one chunk after the other from a whole source, beside what is asked for."""
+        """Read one chunk after the other from a whole source, beside the requests to others."""
         whole = {n: p.whole for n, p in self._peers.items() if p.whole or p.have == self._all}
         if not (self._free.due(now_s) and whole and self.left and self.width):
             return []
