@@ -12,6 +12,7 @@ from mx.core.holdings import Holdings
 from mx.core.types import Manifest, ModelKey, SourceRecord
 from mx.errors import MxError
 from mx.memory.arena import Arena
+from mx.runtime import uncut
 
 if TYPE_CHECKING:
     from mx.swarm.node import Node
@@ -63,6 +64,7 @@ class Sharing:
         """
         self.sources: Sequence[SourceRecord] = ()  # as found last
         self._host = host
+        self._failed = False  # to listen
         self._alone_because = alone_because
         self._due_s = time.monotonic() + (0.0 if expected_s > LONG_S else LONG_S / 2)
         self._timer: asyncio.TimerHandle | None = None
@@ -71,12 +73,12 @@ class Sharing:
     @property
     def possible(self) -> bool:
         """Return True if others may be let read here."""
-        return self._host is not None
+        return self._host is not None and not self._failed
 
     @property
     def begun(self) -> bool:
         """Return True if others can read here, or will be able to soon."""
-        return self._task is not None and self._host is not None
+        return self._task is not None and self.possible
 
     @property
     def host(self) -> Host | None:
@@ -85,7 +87,7 @@ class Sharing:
 
     def record(self) -> SourceRecord | None:
         """Return the record by which others find this pull; None before they can."""
-        return None if self._host is None else self._host.record()
+        return None if self._host is None or self._failed else self._host.record()
 
     def plan(self, node: Node) -> None:
         """Plan to `begin` as soon as the pull turns out to take long. Called when it reads."""
@@ -94,7 +96,7 @@ class Sharing:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._due, node)
 
     def _due(self, node: Node) -> None:
-        if self._host is not None:
+        if self.possible:
             self.begin(node)
         elif self._alone_because:
             log.warning("%s", self._alone_because)
@@ -107,10 +109,11 @@ class Sharing:
     async def _run(self, node: Node) -> None:
         assert self._host is not None
         try:
-            await self._host.start(node)
+            # Uncut: what a host that is cancelled half-way has opened, `close` would not know.
+            await uncut(self._host.start(node))
         except MxError as error:
             log.warning("other pulls can't read from this one: %s", str(error))
-            self._host = None
+            self._failed = True
             node.read_freely()
             return
         node.peers.met(self.sources)
