@@ -19,6 +19,7 @@ from mx.core.types import (
     SourceRecord,
     SourceRole,
 )
+from mx.errors import LocalError
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, StreamDialer
@@ -214,5 +215,43 @@ def test_peers_that_refuse_leave_no_channel_behind() -> None:
             await node.close()
             await streams.close()
             await listening.stop()
+
+    asyncio.run(main())
+
+
+class SlowHost(FakeHost):
+    """Takes a moment to listen, and may fail to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+        self.steps: list[str] = []
+
+    async def start(self, node: Node) -> None:
+        self.steps.append("starts")
+        await asyncio.sleep(0.05)
+        self.steps.append("started")
+        if self.fails:
+            raise LocalError("no transport can offer it")
+
+    async def close(self) -> None:
+        self.steps.append("closed")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_host_is_closed_whatever_became_of_its_start(fails: bool, at_once: bool) -> None:
+    async def main() -> None:
+        host, transfer = SlowHost(fails=fails), transfer_of_three_layers()
+        node = Node(
+            "own", LAYERS, MIB, transfer, Sharing(host), lambda _: True, never, lambda: None
+        )
+        node.coordinate()
+        assert node.coordinated
+        await asyncio.sleep(0.01 if at_once else 0.1)
+        if fails and not at_once:
+            assert not node.coordinated and not node.sharing.possible
+        await node.close()
+        assert host.steps == ["starts", "started", "closed"]
 
     asyncio.run(main())
