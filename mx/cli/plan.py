@@ -14,7 +14,7 @@ from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api.planning import PlannedPull
-    from mx.core.planner import SourcePath
+    from mx.core.planner import Rejected, SourcePath
 
 
 def plan(
@@ -102,7 +102,7 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         {
             "source": rejected.source.endpoint,
             "transport": rejected.transport,
-            "use": "impossible",
+            "use": _use(rejected),
             "bytes": 0,
             "reason": in_flags(rejected.reason),
         }
@@ -117,6 +117,10 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         "estimate_s": None if estimate_s is None else round(estimate_s, 6),
         "paths": paths,
     }
+
+
+def _use(rejected: Rejected) -> str:
+    return "skipped" if rejected.unasked else "impossible"
 
 
 def _path_json(path: SourcePath) -> dict[str, object]:
@@ -161,7 +165,7 @@ def _show(planned: PlannedPull) -> None:
         table.add_row(
             rejected.source.endpoint,
             rejected.transport,
-            "impossible",
+            _use(rejected),
             "-",
             "-",
             in_flags(rejected.reason),
