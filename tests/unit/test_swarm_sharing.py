@@ -247,10 +247,10 @@ def test_a_host_is_closed_whatever_became_of_its_start(fails: bool, at_once: boo
             "own", LAYERS, MIB, transfer, Sharing(host), lambda _: True, never, lambda: None
         )
         node.coordinate()
-        assert node.coordinated
+        coordinated = [node.coordinated]
         await asyncio.sleep(0.01 if at_once else 0.1)
-        if fails and not at_once:
-            assert not node.coordinated and not node.sharing.possible
+        coordinated.append(node.coordinated)
+        assert coordinated == [True, at_once or not fails]
         await node.close()
         assert host.steps == ["starts", "started", "closed"]
 
