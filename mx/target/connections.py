@@ -105,7 +105,7 @@ class ConnectionPool:
         self._left: dict[str, str] = {}  # endpoint -> why
         self._complaints: set[tuple[str, str, str]] = set()
         self._fatal: BaseException | None = None
-        self._hopeless = False
+        self._hopeless = self._closed = False
 
     # -- the pool's work --------------------------------------------------------------------------
 
@@ -171,6 +171,7 @@ class ConnectionPool:
 
     async def close(self) -> None:
         """Stop opening connections. The `Connector` closes those that are open."""
+        self._closed = True
         opening = list(self._opening.values())
         for task in opening:
             task.cancel()
@@ -180,10 +181,7 @@ class ConnectionPool:
 
     def take(self, connection: Connection, entry: Entry) -> None:
         """Read through an open connection. Raises MxError if its session can't use the arena."""
-        if connection.lease.coordinated and (
-            self._coordinate_always or connection.path.medium is Medium.NETWORK
-        ):
-            self._swarm.coordinate()
+        self._coordinate_if_shared(connection)
         now_s = connection.opened_at_s = time.monotonic()
         connection.session.adopt(self._transfer.arena)
         self._log.reading_began(now_s)
@@ -243,12 +241,16 @@ class ConnectionPool:
             error = connection.lease.check()
             if error is not None:
                 self._transfer.connection_lost(number, error)
-            elif connection.lease.coordinated and (
-                self._coordinate_always or connection.path.medium is Medium.NETWORK
-            ):
-                self._swarm.coordinate()
+            else:
+                self._coordinate_if_shared(connection)
 
     # -- the swarm ------------------------------------------------------------------------------
+
+    def _coordinate_if_shared(self, connection: Connection) -> None:
+        """Coordinate if the source says that others read there, and there is a link to share."""
+        shared = self._coordinate_always or connection.path.medium is Medium.NETWORK
+        if shared and connection.lease.coordinated:
+            self._swarm.coordinate()
 
     def _follow_swarm(self) -> None:
         """Follow the swarm: coordinated or free reading, and which peers to read from."""
@@ -277,6 +279,7 @@ class ConnectionPool:
                 self._transfer.connection_lost(number, left)
 
     def _report_lost(self, source_id: str) -> None:
-        if self._connections.is_lost(source_id):
+        # Neighbours go on reading here after the pull: its end is no reason to leave them.
+        if not self._closed and self._connections.is_lost(source_id):
             excluded = self._connections.excluded(source_id)
             self._swarm.lost(source_id, for_good=excluded)

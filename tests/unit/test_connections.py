@@ -59,6 +59,7 @@ class FakeSwarm:
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
         self.expects = False
+        self.lost_ids: list[str] = []
         self.none_left: Callable[[], None] = lambda: None
 
     def coordinate(self) -> None:
@@ -70,7 +71,8 @@ class FakeSwarm:
     def waits(self) -> bool:
         return self.expects
 
-    def lost(self, source_id: str, *, for_good: bool) -> None: ...
+    def lost(self, source_id: str, *, for_good: bool) -> None:
+        self.lost_ids.append(source_id)
 
     def reading_began(self) -> None: ...
 
@@ -493,3 +495,23 @@ def test_a_source_that_lost_one_path_of_two_is_not_reported() -> None:
     stage = Stage()
     stage.play(lambda: stage.lose(0, PeerLostError("cut")), stage.end)
     assert stage.pool.left() == []
+
+
+class HangingStage(Stage):
+    """LATER never answers."""
+
+    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+        if path == LATER:
+            self.tried.append(path)
+            await asyncio.Event().wait()
+        return await super().open(path, need_nbytes)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_end_of_a_pull_is_no_reason_to_leave_a_neighbour(ends: bool) -> None:
+    """Its path is still being opened when the pull ends; without that end, it fails."""
+    stage = HangingStage() if ends else Stage({LATER: PeerLostError("cut")})
+    stage.swarm.expects = True
+    stage.play(stage.coordinate, lambda: stage.join(LATER), lambda: None, stage.end)
+    assert LATER in stage.tried
+    assert (LATER.source.source_id in stage.swarm.lost_ids) is not ends
