@@ -48,7 +48,7 @@ from mx.target.report import (
     progress_of,
     unexpected,
 )
-from mx.target.resolver import Found, Resolver, SideFiles, find, patiently, write_side_files
+from mx.target.resolver import Found, Resolver, SideFiles, find, retry_until_found, write_side_files
 from mx.target.transfer import Transfer
 from mx.transport import Span, Transport
 from mx.wire.locate import Located, Locator
@@ -138,7 +138,7 @@ class Job:
             closing.push_async_callback(in_thread, delivery.settle)
             if self.options.out is not None:
                 sides = SideFiles(locator, found, delivery.side_page)
-                await patiently(sides.fetch, self.options.wait_s, self._log.waiting)
+                await retry_until_found(sides.fetch, self.options.wait_s, self._log.waiting)
             with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
                 report = await self._read(locator, connector, found, delivery, outcome, closing)
                 span.set(retries=report.retries, paths=len(report.paths))
@@ -153,7 +153,7 @@ class Job:
             self.key = located.key
             connector.begin(paths.chosen)
 
-        found = await patiently(
+        found = await retry_until_found(
             lambda: find(
                 locator,
                 self._plan,

@@ -120,7 +120,7 @@ def write_side_files(manifest: Manifest, write: WritePage) -> None:
         write(digest, 0, manifest.documents[digest])
 
 
-async def patiently(
+async def retry_until_found(
     attempt: Callable[[], Awaitable[T]], wait_s: float, on_wait: Callable[[], None]
 ) -> T:
     """Return the result of `attempt`, which is repeated for up to `wait_s` while it fails only for

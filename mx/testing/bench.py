@@ -327,7 +327,7 @@ class Bench:
         rail: Rail | None = None,
         trusted_fabric: bool = False,
     ) -> Session:
-        """Open a session with a ticket, whoever made it."""
+        """Open a session with a ticket, of any origin."""
         session = self.transport.open(
             Grant(
                 grant_id,

@@ -25,7 +25,7 @@ from mx.errors import (
 )
 from mx.target import resolver
 from mx.target.events import EventLog, Outcome
-from mx.target.resolver import Resolver, patiently
+from mx.target.resolver import Resolver, retry_until_found
 from mx.wire.locate import Located, Locator
 from tests.unit.test_planner import source
 
@@ -57,7 +57,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_an_error_that_may_pass_leads_to_another_attempt(error: MxError) -> None:
     waits: list[int] = []
-    found = await patiently(attempts(error, error, "there"), 60, lambda: waits.append(1))
+    found = await retry_until_found(attempts(error, error, "there"), 60, lambda: waits.append(1))
     assert found == "there"
     assert len(waits) == 2
 
@@ -68,20 +68,20 @@ async def test_an_error_that_may_pass_leads_to_another_attempt(error: MxError) -
 )
 async def test_an_error_that_does_not_pass_is_raised_at_once(error: MxError) -> None:
     with pytest.raises(type(error)) as caught:
-        await patiently(attempts(error, "there"), 60, lambda: None)
+        await retry_until_found(attempts(error, "there"), 60, lambda: None)
     assert caught.value.message == "?"
 
 
 async def test_without_waiting_there_is_one_attempt() -> None:
     with pytest.raises(NoSourceError) as caught:
-        await patiently(attempts(NoSourceError("?"), "there"), 0, lambda: None)
+        await retry_until_found(attempts(NoSourceError("?"), "there"), 0, lambda: None)
     assert caught.value.message == "?"
 
 
 async def test_a_wait_in_vain_ends_with_the_last_error() -> None:
     errors = [NoSourceError("first"), *(PeerLostError("?") for _ in range(1000))]
     with pytest.raises(PeerLostError, match="waited"):
-        await patiently(attempts(*errors), 0.02, lambda: None)
+        await retry_until_found(attempts(*errors), 0.02, lambda: None)
 
 
 class FakeLocator:

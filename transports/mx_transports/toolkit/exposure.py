@@ -441,7 +441,7 @@ class SendingExposure(SocketExposure):
     def view(self, region: int, offset: int, nbytes: int) -> memoryview | None:
         """Return so many bytes of a region, or None where it has none there.
 
-        Whoever holds the view keeps the region's memory; `released` waits for no view but those
+        The holder of the view keeps the region's memory; `released` waits for no view but those
         that `serve` has.
         """
         view = self._views.get(region)
