@@ -115,7 +115,7 @@ def key_from_wire(message: pb.ModelKey) -> ModelKey:
 def digest_from_wire(data: bytes, what: str) -> bytes:
     """Return a 32-byte blake3 digest; `what` names it in errors."""
     if len(data) != 32:
-        raise _refuse(f"{what}: a digest has 32 bytes, not {len(data)}")
+        raise _refuse(f"held: a digest has 32 bytes, not {len(data)}")
     return data
 
 
@@ -160,28 +160,26 @@ def ranges_to_wire(ranges: Iterable[tuple[int, int]]) -> list[pb.Range]:
     return [pb.Range(begin=begin, end=end) for begin, end in ranges]
 
 
-def ranges_from_wire(
-    message: Sequence[pb.Range], what: str = "held"
-) -> tuple[tuple[int, int], ...]:
-    """Return half-open ranges of layers: not empty, ascending, disjoint, and within the bounds of
-    a layout. `what` names them in errors."""
+def ranges_from_wire(message: Sequence[pb.Range]) -> tuple[tuple[int, int], ...]:
+    """Return half-open ranges of held layers: not empty, ascending, disjoint, and within the bounds
+    of a layout."""
     if len(message) > MAX_RANGES:
-        raise _refuse(f"{what}: more than {MAX_RANGES} ranges")
+        raise _refuse(f"held: more than {MAX_RANGES} ranges")
     ranges = tuple((item.begin, item.end) for item in message)
     last_end = 0
     for begin, end in ranges:
         if not last_end <= begin < end:
-            raise _refuse(f"{what}: [{begin}, {end}) is empty, out of order or overlaps")
+            raise _refuse(f"held: [{begin}, {end}) is empty, out of order or overlaps")
         last_end = end
     if last_end > MAX_LAYERS:
-        raise _refuse(f"{what}: layer {last_end - 1} is beyond the limit of {MAX_LAYERS} layers")
+        raise _refuse(f"held: layer {last_end - 1} is beyond the limit of {MAX_LAYERS} layers")
     return ranges
 
 
 def rate_from_wire(value: float, what: str) -> float:
     """Return a rate or time: finite, not negative, and small enough to add up."""
     if not 0 <= value <= MAX_QUANTITY:  # refuses NaN too
-        raise _refuse(f"{what}: {value:g} is not a valid rate or time")
+        raise _refuse(f"held: {value:g} is not a valid rate or time")
     return value
 
 

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from mx import forks
-from mx.errors import ConfigError, ForkError
+from mx.errors import ClosedError, ConfigError, ForkError, LocalError, MxError
 
 T = TypeVar("T")
 
@@ -73,6 +73,39 @@ async def uncut(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it
         raise
+
+
+async def beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
+    """Run the others while `work` runs, and cancel them at its end."""
+    failed: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [tasks.create_task(each) for each in others]
+            await work
+            for helper in helpers:
+                helper.cancel()
+    except BaseExceptionGroup as group:
+        failed = group.exceptions[0]
+    if failed is not None:
+        raise failed
+
+
+def unexpected(error: BaseException) -> MxError:
+    """Return any exception as an MxError, with the original as its cause."""
+    if isinstance(error, MxError):
+        return error
+    found: MxError
+    if isinstance(error, asyncio.CancelledError):
+        found = ClosedError("the pull was closed before it was complete")
+    elif isinstance(error, OSError | MemoryError):
+        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
+    else:
+        found = LocalError(
+            f"unexpected {type(error).__name__}: {error}",
+            hint="if it comes from no code of yours, it is a defect: please report the traceback",
+        )
+    found.__cause__ = error
+    return found
 
 
 async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:

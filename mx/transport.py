@@ -18,7 +18,7 @@ of the session is left. Destinations stay valid until then: that is the caller's
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -337,6 +337,25 @@ class Read:
 
     def __post_init__(self) -> None:
         self.nbytes = sum(len(piece.view) for piece in self.pieces)
+
+
+def slices(read: Read, nbytes: int) -> Iterator[tuple[list[Piece], int]]:
+    """Cut a read into slices of `nbytes`, the last one shorter. Yields (pieces, bytes) of each."""
+    pieces: list[Piece] = []
+    left = nbytes
+    for piece in read.pieces:
+        done = 0
+        while done < len(piece.view):
+            take = min(left, len(piece.view) - done)
+            view = piece.view[done : done + take]
+            pieces.append(Piece(piece.region, piece.region_offset + done, view))
+            done += take
+            left -= take
+            if not left:
+                yield pieces, nbytes
+                pieces, left = [], nbytes
+    if pieces:
+        yield pieces, nbytes - left
 
 
 @runtime_checkable

@@ -13,8 +13,9 @@ from mx.api.planning import PlannedPull, plan
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
 from mx.api.target import Pull, pull
+from mx.core.progress import Progress
 from mx.errors import MxError
-from mx.target.report import LayerEvent, Progress, PullReport
+from mx.target.report import LayerEvent, PullReport
 
 __all__ = [
     "LayerEvent",

@@ -17,6 +17,7 @@ from mx.api.layers import layer_tensors, tensors_of
 from mx.api.options import pull_options, writable_bytes
 from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
+from mx.core.progress import Progress, summary
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
 from mx.cuda.driver import load
@@ -30,7 +31,7 @@ from mx.target.events import EventLog
 from mx.target.job import Job
 from mx.target.options import PullOptions
 from mx.target.progress import ProgressReporter
-from mx.target.report import LayerEvent, Progress, PullReport, summary
+from mx.target.report import LayerEvent, PullReport
 from mx.transport import DeviceView, Span, host_view
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mx.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from mx.api import Progress, Pull, PullReport
-    from mx.target.report import LayerProgress
+    from mx.core.progress import LayerProgress
 
 #: A table of more rows than this is no longer looked at.
 MAX_ROWS = 16

@@ -1,17 +1,20 @@
-"""The progress that pulls report, which `mx top` shows. Pure; `now` is an argument.
+"""The progress of pulls: the snapshot that a pull gives its caller, and what pulls report to the
+coordinator, which `mx top` shows. Pure; `now` is an argument.
 
-No other part depends on it. A report that is not renewed in time is forgotten. A pull that has
-ended stays for a moment, so that a short pull can be seen at all.
+No other part depends on the reports. A report that is not renewed in time is forgotten. A pull that
+has ended stays for a moment, so that a short pull can be seen at all.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mx.core.types import ModelKey
+from mx.core.types import Layout, ModelKey
 from mx.errors import CapacityError, NotAllowedError
+from mx.units import count, format_bytes
 
 #: A pull reports at most once a second; one that has not reported for this long is forgotten.
 EXPIRE_S = 5.0
@@ -19,6 +22,76 @@ EXPIRE_S = 5.0
 ENDED_S = 3.0
 MAX_PULLS = 4096
 _LEAST_INTERVAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProgress:
+    name: str
+    nbytes: int
+    done_nbytes: int
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A snapshot. Before the manifest is known it has no layers, and counts only bytes read from
+    disk. `sources` are the HOST:PORT of the sources in use."""
+
+    bytes_done: int = 0
+    bytes_total: int = 0
+    layers_ready: int = 0
+    layers_total: int = 0
+    layers: tuple[LayerProgress, ...] = ()
+    phase: str = "resolving"
+    sources: tuple[str, ...] = ()
+    retries: int = 0
+
+
+def summary(progress: Progress) -> str:
+    """Return a line like "reading, 3/26 layers, 72.1 MB of 633 MB"."""
+    return (
+        f"{progress.phase}, {progress.layers_ready}/{count(progress.layers_total, 'layer')}, "
+        f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
+    )
+
+
+def progress_of(
+    layout: Layout,
+    done_nbytes: Sequence[int] | None,
+    is_ready: Callable[[int], bool],
+    phase: str,
+    sources: Iterable[str] = (),
+    retries: int = 0,
+) -> Progress:
+    """Return a snapshot.
+
+    Args:
+        layout: The model's.
+        done_nbytes: The bytes that have landed, by layer; None: a layer counts whole once it is
+            ready, and before not at all.
+        is_ready: Returns True for a layer that is ready.
+        phase: What the pull does now, for people.
+        sources: The sources in use; repeated ones count once.
+        retries: How often a chunk was read again.
+    """
+    layers = []
+    for layer in layout.layers:
+        nbytes = sum(length for _, length in layer.runs)
+        ready = is_ready(layer.index)
+        done = nbytes if ready else 0
+        if done_nbytes is not None:
+            done = done_nbytes[layer.index]
+        layers.append(LayerProgress(layer.name, nbytes, done, ready))
+    return Progress(
+        sum(layer.done_nbytes for layer in layers),
+        layout.payload_nbytes,
+        sum(layer.ready for layer in layers),
+        len(layers),
+        tuple(layers),
+        phase,
+        tuple(dict.fromkeys(sources)),
+        retries,
+    )
 
 
 class PullPhase(enum.Enum):

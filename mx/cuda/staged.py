@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from mx.cuda.device import Device
 from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, Slot
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError
-from mx.transport import DeviceView, Piece, Read, ReportedErrors, Session, Span
+from mx.transport import DeviceView, Piece, Read, ReportedErrors, Session, Span, slices
 
 
 @dataclass(slots=True, eq=False)
@@ -24,9 +24,8 @@ class _Part:
     """The part of a read that goes through one slot."""
 
     job: _Job
-    #: (region, offset there, device address, bytes), in order.
-    runs: list[tuple[int, int, int, int]] = field(default_factory=list)
-    nbytes: int = 0  # of all runs
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0  # of all pieces
     slot: Slot | None = None
     landed: bool = False  # it was copied to the device, as far as the driver reports
 
@@ -115,23 +114,12 @@ class StagedSession:
     # -- cutting -----------------------------------------------------------------------------------
 
     def _job(self, read: Read) -> _Job:
-        job = _Job(read)
-        part = _Part(job)
-        job.parts.append(part)
-        for piece in read.pieces:
-            if not isinstance(piece.view, DeviceView) or piece.view.device != self._device.key:
-                job.error = LocalError(f"{read.tag}: its place is not on {self._device.key}")
-                continue
-            done, nbytes = 0, len(piece.view)
-            while done < nbytes:
-                if part.nbytes == self._ring.slot_nbytes:
-                    part = _Part(job)
-                    job.parts.append(part)
-                take = min(nbytes - done, self._ring.slot_nbytes - part.nbytes)
-                address = piece.view.address + done
-                part.runs.append((piece.region, piece.region_offset + done, address, take))
-                part.nbytes += take
-                done += take
+        job, key = _Job(read), self._device.key
+        if all(isinstance(p.view, DeviceView) and p.view.device == key for p in read.pieces):
+            job.parts = [_Part(job, *each) for each in slices(read, self._ring.slot_nbytes)]
+        else:
+            job.error = LocalError(f"{read.tag}: its place is not on {key}")
+        job.parts = job.parts or [_Part(job)]  # the end of one part ends the read
         return job
 
     # -- from the inner session's threads ----------------------------------------------------------
@@ -155,12 +143,14 @@ class StagedSession:
     def _push(self, part: _Part, slot: Slot) -> None:
         start = end = 0
         target = -1
-        for _, _, address, nbytes in part.runs:
+        for piece in part.pieces:
+            assert isinstance(piece.view, DeviceView)
+            address = piece.view.address
             if address != target + (end - start):
                 if end > start:
                     self._ring.push(slot, target, end - start, offset=start)
                 start, target = end, address
-            end += nbytes
+            end += len(piece.view)
         if end > start:
             self._ring.push(slot, target, end - start, offset=start)
 
@@ -224,9 +214,10 @@ class StagedSession:
 
     def _read(self, part: _Part, slot: Slot) -> Read:
         pieces, at = [], 0
-        for region, offset, _, nbytes in part.runs:
-            pieces.append(Piece(region, offset, slot.view[at : at + nbytes]))
-            at += nbytes
+        for piece in part.pieces:
+            view = slot.view[at : at + len(piece.view)]
+            pieces.append(Piece(piece.region, piece.region_offset, view))
+            at += len(view)
         return Read(part.job.read.tag, pieces, _PartSink(self, part))
 
     def _finish(self, part: _Part) -> None:

@@ -15,7 +15,8 @@ import fcntl
 import gc
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from mx import forks
 from mx.core.digest import ChunkHasher
@@ -90,12 +91,27 @@ _release_buffer.argtypes = [ctypes.c_void_p]
 _release_buffer.restype = None
 
 
-class _HostMemory:
-    """Methods that all arenas of host memory share."""
+class Hasher(Protocol):
+    """Hashes part of a chunk while it lands; `mx.core.digest.ChunkHasher` is one."""
 
-    def hasher(self, segments: Sequence[Segment], views: Sequence[Span]) -> ChunkHasher:
-        """Return a hasher for part of a chunk that lands in these views of the arena."""
-        return ChunkHasher(segments, [host_view(view) for view in views])
+    def landed(self, payload_nbytes: int) -> None: ...
+    def block_digests(self) -> bytes: ...
+
+
+#: Makes a hasher for segments that land in these views of an arena.
+MakeHasher = Callable[[Sequence[Segment], Sequence[Span]], Hasher]
+
+
+def host_hasher(segments: Sequence[Segment], views: Sequence[Span]) -> ChunkHasher:
+    """Return a hasher for part of a chunk that lands in these views of host memory."""
+    return ChunkHasher(segments, [host_view(view) for view in views])
+
+
+class _HostMemory:
+    """What all arenas of host memory share."""
+
+    #: Makes hashers for parts of chunks that land in the arena.
+    hasher: MakeHasher = staticmethod(host_hasher)
 
 
 class HostArena(_HostMemory):

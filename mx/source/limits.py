@@ -4,14 +4,15 @@ is."""
 from __future__ import annotations
 
 import resource
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mx.core.grants import GrantBook, GrantBounds, Principal
-from mx.core.limits import Bounds, Retries, TokenBucket, grant_share, slice_nbytes
+from mx.core.limits import Bounds, Retries, grant_share, slice_nbytes
 from mx.core.meter import Meter
+from mx.wire.pacing import RateLimiter
 
 UNBOUNDED = Bounds()
 #: The descriptors of a source that one reader takes, about: its control connection, and two
@@ -30,29 +31,19 @@ def grant_bounds() -> GrantBounds:
     return GrantBounds(total=total, per_address=total // 2)
 
 
-class SendLimiter:
+class SendLimiter(RateLimiter):
     """An `mx.transport.Limiter`: one token bucket for all exposures that send. Thread-safe."""
 
-    def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lock = threading.Lock()
-        self._clock = clock
-        self._bucket = TokenBucket(bytes_per_s, clock())
-        self._parts: dict[str, int] = {}  # by grant: the number of grants of its reader
+    _parts: Mapping[str, int] = MappingProxyType({})
 
     def slice_nbytes(self, grant_id: str) -> int:
         """Return how many bytes to send to a grant in one go."""
-        return slice_nbytes(self._bucket.bytes_per_s) // self._parts.get(grant_id, 1)
+        return slice_nbytes(self.bytes_per_s) // self._parts.get(grant_id, 1)
 
-    def delay_s(self, nbytes: int) -> float:
-        """Take `nbytes` from the bucket. Return how many seconds to wait before sending them."""
-        with self._lock:
-            return self._bucket.take(nbytes, self._clock())
-
-    def set_rate(self, bytes_per_s: float, parts: dict[str, int]) -> None:
+    def share_out(self, bytes_per_s: float, parts: Mapping[str, int]) -> None:
         """Change the rate. `parts` maps each grant to the number of grants of its reader."""
-        with self._lock:
-            self._bucket.set_rate(bytes_per_s, self._clock())
-            self._parts = parts
+        self.set_rate(bytes_per_s)
+        self._parts = parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,6 @@ class SourceLimits:
         Args:
             bounds: The bounds that the user sets.
             report_s: The interval at which readers report what they have fetched.
-            grants: The most grants there may be; by default `grant_bounds()`.
             clock: A monotonic clock, in seconds.
         """
         self._bounds = bounds
@@ -189,4 +179,4 @@ class SourceLimits:
             return
         parts = {i: self._book.grants_of(g.principal.connection) for i, g in self._grants.items()}
         sent = [self._share_of(parts[i]) for i, grant in self._grants.items() if grant.sent]
-        self.limiter.set_rate(sum(sent) or self._share_of(1), parts)
+        self.limiter.share_out(sum(sent) or self._share_of(1), parts)

@@ -112,7 +112,7 @@ def _find_shards(root: Path) -> tuple[list[str], str | None]:
     chosen = next((name for name in _USUAL if name in names), None)
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if chosen is None and len(indices) > 1:
-        raise CheckpointError(
+        raise ConfigError(
             f"{root} has several indices: {', '.join(indices)}",
             hint="keep one, or put each model into a folder of its own",
         )
@@ -188,7 +188,7 @@ def _owners(files: Iterable[TensorFile]) -> dict[str, TensorFile]:
         for tensor in file.tensors:
             other = owners.setdefault(tensor.spec.name, file)
             if other is not file:
-                raise CheckpointError(
+                raise ConfigError(
                     f"tensor {shown(tensor.spec.name)} is in {other.path} and in {file.path}",
                     hint="two models share the folder: name one file, or move one model elsewhere",
                 )

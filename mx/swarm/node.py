@@ -22,14 +22,16 @@ from mx.core.swarm.commands import (
     Request,
 )
 from mx.core.swarm.free import free_after_s
+from mx.core.swarm.patience import Patience
 from mx.core.swarm.receiver import Receiver
-from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
-from mx.core.swarm.standing import Reader, Standing
+from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.swarm.peers import Peers
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
+from mx.swarm.uploads import Sent, Uploads
+from mx.transport import Medium
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
 log = logging.getLogger(__name__)
@@ -37,13 +39,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.2
 #: Requests outstanding at a time: one chunk is read while the next is requested.
 WIDTH = 2
-#: A pull that has had no readable peer for this long reads freely.
-ALONE_S = 2.0
-#: How long a pull waits for neighbours that hold nothing that it lacks, counted from the last
-#: chunk that arrived here or that one of them announced.
-HOPE_S = 5.0
-#: The same where a neighbour holds something that is missing.
-PATIENCE_S = 30.0
 
 
 class Reads(Protocol):
@@ -93,6 +88,8 @@ class Node:
         reaches: Callable[[SourceRecord], bool],
         dial: Callable[[SourceRecord], Awaitable[PeerStream]],
         changed: Callable[[], None],
+        *,
+        coordinate_always: bool = False,
     ) -> None:
         """
         Args:
@@ -104,6 +101,7 @@ class Node:
             reaches: Returns True if there is a path to a source.
             dial: Opens a stream to a peer.
             changed: Called when `coordinated` or `reading_from` change.
+            coordinate_always: Coordinate on every medium (see `shared`).
         """
         self.coordinated = False
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
@@ -120,19 +118,14 @@ class Node:
         self._receiver = Receiver(
             chunk_count, self.holdings, width=0, free_s=free_after_s(chunk_nbytes)
         )
-        self._sent: Callable[[str, str], int | None] = lambda name, address: None
-        # By the id alone: the address that a dialled peer reads from is not known.
-        self._standing = Standing(chunk_nbytes, lambda reader: self._sent(reader.name, ""))
-        self._slots = Slots(standing=self._standing)
+        self._coordinate_always = coordinate_always
+        self._uploads = Uploads(chunk_nbytes, by_address=False)
+        self._patience = Patience(time.monotonic())
         self._peers: dict[int, _Peer] = {}
         self._numbers: dict[str, int] = {}
         self._count = 0
         self._reading: dict[int, int] = {}  # chunk -> the peer that it is read from
-        self._readers: dict[str, int] = {}  # reader id -> leases
         self._announcing: asyncio.TimerHandle | None = None
-        self._alone_since_s: float | None = None
-        self._news_at_s = time.monotonic()
-        self._lost: set[str] = set()  # sources that were lost since the last chunk arrived
         self._ticking = asyncio.create_task(self._tick(), name="mx-swarm-tick")
 
     def met(self, sources: Sequence[SourceRecord]) -> None:
@@ -147,12 +140,18 @@ class Node:
 
     # -- coordinated and free reading -------------------------------------------------------------
 
+    def shared(self, medium: Medium) -> None:
+        """Act on a source's word that other pulls read there too: coordinate, where they share a
+        link with this one. Within a machine there is none, unless `coordinate_always`."""
+        if self._coordinate_always or medium is Medium.NETWORK:
+            self.coordinate()
+
     def coordinate(self) -> None:
         """From now on request chunks before reading them: others pull from the same source."""
         if self.coordinated or not self.sharing.possible or self._reads is None:
             return
         self.coordinated = True
-        self._alone_since_s = None
+        self._patience.coordinate()
         self.sharing.begin(self)
         self._reads.coordinate()
         self.reading_from.clear()
@@ -192,9 +191,8 @@ class Node:
         if not self.coordinated:
             return False
         seeded = any(peer.seeds and peer.readable for peer in self._peers.values())
-        quiet_s = time.monotonic() - self._news_at_s
         given = seeded or self._receiver.can_be_given
-        return quiet_s < (PATIENCE_S if given else HOPE_S)
+        return self._patience.waits(time.monotonic(), given=given)
 
     @property
     def held(self) -> int:
@@ -204,7 +202,7 @@ class Node:
     @property
     def crowded(self) -> bool:
         """Return True if readers have to request chunks here before they read."""
-        return len(self._readers) > 1 or not self.complete
+        return self._uploads.reader_count > 1 or not self.complete
 
     # -- mx.core.holdings.HoldingsListener, called on any thread ----------------------------------
 
@@ -217,8 +215,7 @@ class Node:
     # -- on the loop ------------------------------------------------------------------------------
 
     def _landed(self, chunk: int) -> None:
-        self._news_at_s = time.monotonic()
-        self._lost.clear()
+        self._patience.landed(time.monotonic())
         number = self._reading.pop(chunk, -1)
         if number in self._peers:
             self._peers[number].stream.send(SwarmMessage(finished=chunk))
@@ -236,7 +233,7 @@ class Node:
     def lost(self, source_id: str, *, for_good: bool) -> None:
         """End the stream to a source to which no path is left; `for_good`: and never meet it
         again."""
-        self._lost.add(source_id)
+        self._patience.lost(source_id)
         if for_good:
             self.peers.ban(source_id)
         else:
@@ -264,12 +261,9 @@ class Node:
         self._peers[number] = _Peer(record, stream, seeds, readable)
         self._numbers[record.source_id] = number
         self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
-        self._standing.joined(number, Reader(stream.address, record.source_id))
+        self._uploads.joined(number, stream, Reader(stream.address, record.source_id))
         if readable:
-            self._alone_since_s = None
-        # A source that comes and goes must not keep the pull waiting for ever.
-        if readable and record.source_id not in self._lost:
-            self._news_at_s = time.monotonic()
+            self._patience.joined(record.source_id, time.monotonic())
         if self.coordinated and seeds and readable and not self.complete:
             # The origin may not know it yet: so far perhaps one pull alone read from it.
             stream.send(SwarmMessage(coordinated=True))
@@ -282,8 +276,7 @@ class Node:
         del self._numbers[source_id]
         for chunk in [c for c, n in self._reading.items() if n == number]:
             del self._reading[chunk]
-        self._answers(self._slots.gone(number))
-        self._standing.gone(number)
+        self._uploads.gone(number)
         if self.reading_from.pop(source_id, None) is not None:
             self._changed()
         self._do(self._receiver.gone(number, time.monotonic()))
@@ -291,7 +284,7 @@ class Node:
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
         """Serve the stream of a peer that has sent a hello; returns when the stream has ended."""
         # While a reader comes after all others (it lost a slot here), it is refused as neighbour.
-        if self._standing.waits(Reader(stream.address, record.source_id)):
+        if self._uploads.standing.waits(Reader(stream.address, record.source_id)):
             await stream.refuse()
             return
         await self.peers.trade(record, have, stream)
@@ -306,14 +299,14 @@ class Node:
             case "have":
                 chunks = from_bytes(message.have, self._chunk_count)
                 if peer.readable:
-                    self._news_at_s = now_s
+                    self._patience.announced(now_s)
                     self._do(self._receiver.announced(number, chunks, now_s))
             case "unchoke":
                 self._do(self._receiver.unchoked(number, now_s))
             case "not_interested":
-                self._answers(self._slots.not_interested(number))
+                self._uploads.not_interested(number)
             case "interested":
-                self._answers(self._slots.interested(number))
+                self._uploads.interested(number)
             case "coordinated":
                 self.coordinate()
             case "peers":
@@ -334,13 +327,7 @@ class Node:
         """Act on a message about one chunk."""
         match kind:
             case "request":
-                held = self.holdings.has(chunk)
-                answer = self._slots.request(number, chunk) if held else Answer.REJECT
-                peer.stream.send(
-                    SwarmMessage(allow=chunk)
-                    if answer is Answer.ALLOW
-                    else SwarmMessage(reject=chunk)
-                )
+                self._uploads.request(number, chunk, available=self.holdings.has(chunk))
             case "allow":
                 requested = number in self._receiver.requested(chunk)
                 if requested and self._allow(peer.record.source_id, chunk):
@@ -353,7 +340,7 @@ class Node:
                 if peer.readable:
                     self._do(self._receiver.suggested(number, chunk, now_s))
             case _:
-                self._answers(self._slots.done(number, chunk, read=kind == "finished"))
+                self._uploads.done(number, chunk, read=kind == "finished")
 
     def _take_over(self, chunk: int, number: int) -> None:
         """Read the chunk from this peer. If another peer was late with it, and was hedged, that
@@ -403,21 +390,6 @@ class Node:
         if self._reads is not None:
             self._reads.withdraw(source_id, chunk)
 
-    def _answers(self, answers: Iterable[Allow | Unchoke | Reject]) -> None:
-        for each in answers:
-            peer = self._peers.get(each.reader)
-            if peer is None:
-                continue
-            if isinstance(each, Allow):
-                peer.stream.send(SwarmMessage(allow=each.chunk))
-            elif isinstance(each, Reject):
-                log.info(
-                    "%s does not read chunk %d: its slot is free", peer.stream.peer, each.chunk
-                )
-                peer.stream.send(SwarmMessage(reject=each.chunk))
-            else:
-                peer.stream.send(SwarmMessage(unchoke=True))
-
     # -- announcements ----------------------------------------------------------------------------
 
     def _plan_announcement(self) -> None:
@@ -433,31 +405,26 @@ class Node:
 
     # -- readers, for the server ------------------------------------------------------------------
 
-    def watch(
-        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
-    ) -> None:
+    def watch(self, sent: Sent, trades: Callable[[str, int], None]) -> None:
         """Set what the server provides.
 
         Args:
-            sent: Returns the bytes sent to a reader (id, address; "" for any address), or None if
-                the server does not see them.
+            sent: Returns the bytes sent to a reader.
             trades: Called with (source id, +1 or -1) when a dialled stream begins or ends.
         """
-        self._sent, self.peers.trades = sent, trades
+        self._uploads.sent, self.peers.trades = sent, trades
 
     def opened(self, reader_id: str) -> bool:
         """Count a lease of a reader. Returns True if it has to request chunks before it reads."""
-        self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
-        if len(self._readers) == 2 and self.complete:
+        self._uploads.opened(reader_id)
+        if self._uploads.reader_count == 2 and self.complete:
             for peer in self._peers.values():
                 peer.stream.send(SwarmMessage(coordinated=True))
         return self.crowded
 
     def closed(self, reader_id: str) -> None:
         """End the count of one lease of the reader."""
-        self._readers[reader_id] -= 1
-        if not self._readers[reader_id]:
-            del self._readers[reader_id]
+        self._uploads.closed(reader_id)
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -465,20 +432,15 @@ class Node:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self._answers(self._slots.tick(now_s))
-            for peer in self._peers.values():
-                if self._standing.banned(Reader(peer.stream.address, peer.record.source_id)):
-                    peer.stream.close()
+            self._uploads.tick(now_s)
             if not self.coordinated or self.complete:
                 continue
             free = self._receiver.free
             self._do(self._receiver.tick(now_s))
             if self._receiver.free and not free:
                 log.info("no source allows a slot: reading without requests")
-            if any(peer.readable for peer in self._peers.values()):
-                continue
-            self._alone_since_s = self._alone_since_s or now_s
-            if now_s - self._alone_since_s > ALONE_S:
+            readable = any(peer.readable for peer in self._peers.values())
+            if self._patience.alone(now_s, readable=readable):
                 self.read_freely()
 
     def end(self) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from mx import codec
 from mx.core.swarm.origin import Seeder, Suggest
-from mx.core.swarm.slots import Allow, Answer, Reject, Slots, Unchoke
-from mx.core.swarm.standing import Reader, Standing
+from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
 from mx.swarm.stream import PeerStream, from_bytes, to_bytes
+from mx.swarm.uploads import Sent, Uploads
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
 
@@ -47,42 +47,36 @@ class Origin:
 
     def __init__(self, chunk_count: int, chunk_nbytes: int) -> None:
         self._chunk_count = chunk_count
-        self._sent: Callable[[str, str], int | None] = lambda name, address: None
-        self._standing = Standing(chunk_nbytes, lambda r: self._sent(r.name, r.address))
+        self._uploads = Uploads(chunk_nbytes, by_address=True)
+        self._standing = self._uploads.standing
         self._all = (1 << chunk_count) - 1
         self._peers: dict[int, _Peer] = {}
-        self._readers: dict[str, int] = {}  # reader id -> leases
         self._numbers = 0
         self._coordinated = False
         self._opened = False  # every chunk was announced: readers may request any
         self._seeder = Seeder(chunk_count, standing=self._standing)
-        self._slots = Slots(standing=self._standing)
         self._ticking: asyncio.Task[None] | None = None
 
-    def watch(
-        self, sent: Callable[[str, str], int | None], trades: Callable[[str, int], None]
-    ) -> None:
-        """Set `sent`, which returns the bytes sent to a reader (id, address), or None if the server
-        does not see them. An origin dials no reader, so it has no use for `trades`."""
+    def watch(self, sent: Sent, trades: Callable[[str, int], None]) -> None:
+        """Set `sent`, which returns the bytes sent to a reader. An origin dials no reader, so it
+        has no use for `trades`."""
         del trades
-        self._sent = sent
+        self._uploads.sent = sent
 
     # -- readers' leases ------------------------------------------------------------------------
 
     def opened(self, reader_id: str) -> bool:
         """Count a lease of a pull that can be part of a swarm. Returns True if the pull has to
         request chunks before it reads."""
-        self._readers[reader_id] = self._readers.get(reader_id, 0) + 1
-        if len(self._readers) > 1:
+        self._uploads.opened(reader_id)
+        if self._uploads.reader_count > 1:
             self._start()
         return self._coordinated
 
     def closed(self, reader_id: str) -> None:
         """End the count of one lease of the pull."""
-        self._readers[reader_id] -= 1
-        if not self._readers[reader_id]:
-            del self._readers[reader_id]
-            self._rest()
+        self._uploads.closed(reader_id)
+        self._rest()
 
     # -- peers ----------------------------------------------------------------------------------
 
@@ -99,8 +93,8 @@ class Origin:
             return
         self._numbers += 1
         number = self._numbers
-        node = self._peers[number] = _Peer(record, stream, held, reader)
-        self._standing.joined(number, reader)
+        peer = self._peers[number] = _Peer(record, stream, held, reader)
+        self._uploads.joined(number, stream, reader)
         welcome = peer_pb2.Welcome(accepted=True, seeds=True, coordinated=self._coordinated)
         if self._opened:
             welcome.have = to_bytes(self._all)
@@ -109,19 +103,18 @@ class Origin:
         if self._coordinated:
             self._suggest(self._seeder.joined(number, held, time.monotonic()))
         try:
-            error = await stream.listen(lambda message: self._heard(number, node, message))
+            error = await stream.listen(lambda message: self._heard(number, peer, message))
             if error is not None:
                 log.warning("dropped %s: %s", stream.peer, str(error))
         finally:
             del self._peers[number]
-            self._answers(self._slots.gone(number))
+            self._uploads.gone(number)
             self._suggest(self._seeder.gone(number, time.monotonic()))
-            self._standing.gone(number)
             self._rest()
 
     def _admits(self, reader: Reader) -> bool:
         """Return True if another stream of this reader is within the bounds."""
-        there = [node.reader for node in self._peers.values()]
+        there = [peer.reader for peer in self._peers.values()]
         return (
             len(there) < MOST_STREAMS
             and sum(each.address == reader.address for each in there) < MOST_OF_ADDRESS
@@ -131,8 +124,8 @@ class Origin:
 
     def _introduce(self, newcomer: int) -> None:
         others = [
-            node.record
-            for number, node in self._peers.items()
+            peer.record
+            for number, peer in self._peers.items()
             if number != newcomer and not self._standing.last(number)
         ]
         if others:
@@ -140,47 +133,42 @@ class Origin:
             meet = peer_pb2.Peers(sources=[codec.source_to_wire(record) for record in known])
             self._peers[newcomer].stream.send(SwarmMessage(peers=meet))
 
-    def _heard(self, number: int, node: _Peer, message: SwarmMessage) -> None:
+    def _heard(self, number: int, peer: _Peer, message: SwarmMessage) -> None:
         kind = message.WhichOneof("message")
         now_s = time.monotonic()
         if kind == "have":
             chunks = from_bytes(message.have, self._chunk_count)
-            node.have |= chunks
+            peer.have |= chunks
             self._seeder.announced(number, chunks)
             self._suggest(())
             return
         if kind in ("unchoke", "not_interested"):
-            self._answers(self._slots.not_interested(number))
+            self._uploads.not_interested(number)
             return
         if kind == "interested":
-            self._answers(self._slots.interested(number, later=not self._seeder.all_out))
+            self._uploads.interested(number, later=not self._seeder.all_out)
             return
         if kind == "coordinated":  # the peer sends requests: it needs suggestions
             self._start()
             return
         if kind not in ("request", "finished", "cancel", "decline"):
-            raise PeerProtocolError(f"{node.stream.peer} sent {kind} to an origin")
+            raise PeerProtocolError(f"{peer.stream.peer} sent {kind} to an origin")
         chunk = getattr(message, kind)
         if chunk >= self._chunk_count:
-            raise PeerProtocolError(f"{node.stream.peer} named chunk {chunk}, which does not exist")
+            raise PeerProtocolError(f"{peer.stream.peer} named chunk {chunk}, which does not exist")
         if kind == "request":
-            self._requested(number, node, chunk)
+            self._uploads.request(
+                number,
+                chunk,
+                available=self._seeder.may_request(number, chunk),
+                suggested=self._seeder.suggested(number, chunk),
+            )
         elif kind == "decline":
             self._suggest(self._seeder.declined(number, chunk, now_s))
         else:
             ended = self._seeder.done if kind == "finished" else self._seeder.failed
             self._suggest(ended(number, chunk, now_s))
-            self._answers(self._slots.done(number, chunk, read=kind == "finished"))
-
-    def _requested(self, number: int, node: _Peer, chunk: int) -> None:
-        answer = Answer.REJECT
-        if self._seeder.may_request(number, chunk):
-            suggested = self._seeder.suggested(number, chunk)
-            answer = self._slots.request(number, chunk, suggested=suggested)
-        if answer is Answer.ALLOW:
-            node.stream.send(SwarmMessage(allow=chunk))
-        elif answer is Answer.REJECT:
-            node.stream.send(SwarmMessage(reject=chunk))
+            self._uploads.done(number, chunk, read=kind == "finished")
 
     # -- messages to peers ----------------------------------------------------------------------
 
@@ -191,17 +179,17 @@ class Origin:
         self._coordinated = True
         self._ticking = asyncio.create_task(self._tick(), name="mx-seeding")
         now_s = time.monotonic()
-        for number, node in self._peers.items():
-            node.stream.send(SwarmMessage(coordinated=True))
-            self._suggest(self._seeder.joined(number, node.have, now_s))
+        for number, peer in self._peers.items():
+            peer.stream.send(SwarmMessage(coordinated=True))
+            self._suggest(self._seeder.joined(number, peer.have, now_s))
 
     def _rest(self) -> None:
         """Once no pull is left, let the next one read freely as long as it is alone."""
-        if self._peers or self._readers or not self._coordinated:
+        if self._peers or self._uploads.reader_count or not self._coordinated:
             return
         self._coordinated = self._opened = False
         self._seeder = Seeder(self._chunk_count, standing=self._standing)
-        self._slots = Slots(standing=self._standing)
+        self._uploads.restart()
         self.end()
 
     def _suggest(self, suggestions: Iterable[Suggest]) -> None:
@@ -209,36 +197,20 @@ class Origin:
             self._peers[each.reader].stream.send(SwarmMessage(suggest=each.chunk))
         if self._coordinated and self._seeder.all_out and not self._opened:
             self._opened = True
-            for node in self._peers.values():
-                node.stream.send(SwarmMessage(have=to_bytes(self._all)))
-
-    def _answers(self, answers: Iterable[Allow | Unchoke | Reject]) -> None:
-        for each in answers:
-            node = self._peers.get(each.reader)
-            if node is None:
-                continue
-            if isinstance(each, Allow):
-                node.stream.send(SwarmMessage(allow=each.chunk))
-            elif isinstance(each, Reject):
-                log.info("%s does not read chunk %d: its slot is free", node.reader, each.chunk)
-                node.stream.send(SwarmMessage(reject=each.chunk))
-            else:
-                node.stream.send(SwarmMessage(unchoke=True))
+            for peer in self._peers.values():
+                peer.stream.send(SwarmMessage(have=to_bytes(self._all)))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self._answers(self._slots.tick(now_s))
+            self._uploads.tick(now_s)
             self._suggest(self._seeder.tick(now_s))
-            for node in self._peers.values():
-                if self._standing.banned(node.reader):
-                    node.stream.close()
 
     def end(self) -> None:
         """Close every stream."""
-        for node in self._peers.values():
-            node.stream.close()
+        for peer in self._peers.values():
+            peer.stream.close()
         if self._ticking is not None:
             self._ticking.cancel()
             self._ticking = None

@@ -34,8 +34,8 @@ class Swarm(Protocol):
     def reading_from(self) -> Mapping[str, tuple[object, SourceRecord]]:
         """The peers to read from, by source id; a changed first item means to connect anew."""
 
-    def coordinate(self) -> None:
-        """From now on request chunks: a source says that other pulls read from it."""
+    def shared(self, medium: Medium) -> None:
+        """Act on a source's word that other pulls read there too. Repeated while it holds."""
 
     def no_whole_source(self) -> None:
         """Read from sources that hold parts, if any: none is left that holds everything."""
@@ -71,8 +71,6 @@ class ConnectionPool:
         outcome: Outcome,
         log: EventLog,
         causes: list[MxError],
-        *,
-        coordinate_always: bool = False,
     ) -> None:
         """
         Args:
@@ -85,8 +83,6 @@ class ConnectionPool:
             outcome: Says when the pull has ended, and which connections were lost.
             log: Records when reading begins.
             causes: Collects why paths failed.
-            coordinate_always: Coordinate on every medium when a source says that others read there;
-                else over networks only: within a machine there is no link to share.
         """
         self._connections = connections
         self._connector = connector
@@ -97,7 +93,6 @@ class ConnectionPool:
         self._outcome = outcome
         self._log = log
         self._causes = causes
-        self._coordinate_always = coordinate_always
         self._opening: dict[Entry, asyncio.Task[Connection]] = {}
         self._live: dict[int, tuple[Entry, Connection]] = {}
         self._useless: list[Connection] = []  # open, but the transfer can't read through them
@@ -181,7 +176,8 @@ class ConnectionPool:
 
     def take(self, connection: Connection, entry: Entry) -> None:
         """Read through an open connection. Raises MxError if its session can't use the arena."""
-        self._coordinate_if_shared(connection)
+        if connection.lease.coordinated:
+            self._swarm.shared(connection.path.medium)
         now_s = connection.opened_at_s = time.monotonic()
         connection.session.adopt(self._transfer.arena)
         self._log.reading_began(now_s)
@@ -241,16 +237,10 @@ class ConnectionPool:
             error = connection.lease.check()
             if error is not None:
                 self._transfer.connection_lost(number, error)
-            else:
-                self._coordinate_if_shared(connection)
+            elif connection.lease.coordinated:
+                self._swarm.shared(connection.path.medium)
 
     # -- the swarm ------------------------------------------------------------------------------
-
-    def _coordinate_if_shared(self, connection: Connection) -> None:
-        """Coordinate if the source says that others read there, and there is a link to share."""
-        shared = self._coordinate_always or connection.path.medium is Medium.NETWORK
-        if shared and connection.lease.coordinated:
-            self._swarm.coordinate()
 
     def _follow_swarm(self) -> None:
         """Follow the swarm: coordinated or free reading, and which peers to read from."""

@@ -9,7 +9,6 @@ from mx.errors import CheckpointError, ConfigError
 from mx.memory.arena import Arena
 from mx.storage.load import load_checkpoint
 from mx.storage.staging import Staging
-from mx.target.arena import new_arena
 from mx.target.options import PullOptions
 
 
@@ -28,7 +27,7 @@ def load(
         Staging(options.out).leave()
     manifest, arena = load_checkpoint(
         options.disk,
-        lambda nbytes: new_arena(options, nbytes),
+        options.new_arena,
         chunk_nbytes=options.chunk_nbytes,
         threads=2,
         progress=progress,

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mx.errors import MxError, another
+from mx.runtime import unexpected
 from mx.target.report import (
     LayerEvent,
     PullReport,
     TensorsOf,
     no_tensors,
-    unexpected,
 )
 
 T = TypeVar("T")
@@ -245,14 +245,14 @@ class EventLog:
             raise LookupError
         return self._report
 
-    def wait_layer(self, index: int, timeout_s: float | None = None) -> LayerEvent | None:
+    def wait_layer(self, index: int) -> LayerEvent | None:
         """Block until layer `index` is ready; returns None if there is no such layer. Raises the
-        pull's error if it failed, TimeoutError."""
-        return self._block(lambda: self._layer(index), timeout_s)
+        pull's error if it failed."""
+        return self._block(lambda: self._layer(index))
 
-    def wait_planned(self, timeout_s: float | None = None) -> int:
+    def wait_planned(self) -> int:
         """Block until it is known how many layers there are. Raises as `wait_layer`."""
-        return self._block(self._planned, timeout_s)
+        return self._block(self._planned)
 
     def _planned(self) -> int:
         if self._error is not None:
@@ -262,10 +262,10 @@ class EventLog:
         return self._n_layers
 
     def wait_end(self, timeout_s: float | None = None) -> PullReport:
-        """Block until the pull is complete. Raises as `wait_layer`."""
+        """Block until the pull is complete. Raises as `wait_layer`, TimeoutError."""
         return self._block(self._end, timeout_s)
 
-    def _block(self, look: Callable[[], T], timeout_s: float | None) -> T:
+    def _block(self, look: Callable[[], T], timeout_s: float | None = None) -> T:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._condition:
             while True:

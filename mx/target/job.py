@@ -3,16 +3,15 @@ transfer, commit. On the loop; the bytes are moved by `mx.target.transfer`."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 from mx import trace
 from mx.core.connections import Connections, Entry
 from mx.core.planner import Plan
+from mx.core.progress import Progress, progress_of
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
     ConfigError,
@@ -23,12 +22,11 @@ from mx.errors import (
     PeerUntrustedError,
 )
 from mx.memory.arena import Arena, BorrowedArena
-from mx.runtime import in_thread, uncut
+from mx.runtime import beside, in_thread, uncut, unexpected
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
 from mx.target import disk
-from mx.target.arena import new_arena
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
@@ -40,18 +38,15 @@ from mx.target.reads import Connection
 from mx.target.report import (
     LeftSource,
     PathReport,
-    Progress,
     PullReport,
     VerifiedBy,
     again,
     final_error,
-    progress_of,
-    unexpected,
 )
-from mx.target.resolver import Found, Resolver, SideFiles, find, retry_until_found, write_side_files
+from mx.target.resolver import Found, Resolver, find, retry_until_found
 from mx.target.transfer import Transfer
 from mx.transport import Span, Transport
-from mx.wire.locate import Located, Locator
+from mx.wire.locate import Located, Locator, write_side_files
 
 
 class Job:
@@ -85,7 +80,14 @@ class Job:
         manifest = self.manifest
         if manifest is None:
             return Progress(*self._disk_done, phase=self._log.phase)
-        return progress_of(manifest.layout, self._transfer, self._log.is_ready, self._log.phase)
+        transfer, log = self._transfer, self._log
+        if transfer is None:
+            return progress_of(manifest.layout, None, log.is_ready, log.phase)
+        sources = [each.peer for each in transfer.connections if not each.lost]
+        done_nbytes = transfer.progress()[1]
+        return progress_of(
+            manifest.layout, done_nbytes, log.is_ready, log.phase, sources, transfer.retries
+        )
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -137,8 +139,7 @@ class Job:
             delivery = self._deliver(found.manifest, outcome, strong=self.options.strong)
             closing.push_async_callback(in_thread, delivery.settle)
             if self.options.out is not None:
-                sides = SideFiles(locator, found, delivery.side_page)
-                await retry_until_found(sides.fetch, self.options.wait_s, self._log.waiting)
+                await self._write_side_files(locator, found, delivery)
             with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
                 report = await self._read(locator, connector, found, delivery, outcome, closing)
                 span.set(retries=report.retries, paths=len(report.paths))
@@ -182,6 +183,17 @@ class Job:
         )
         return self._delivery
 
+    async def _write_side_files(self, locator: Locator, found: Found, delivery: Delivery) -> None:
+        sources: Sequence[SourceRecord] | None = found.located.sources
+
+        async def attempt() -> None:
+            nonlocal sources
+            known, sources = sources, None  # after a failure, those that are listed then
+            known = await locator.again(found.located) if known is None else known
+            await locator.write_side_files(found.manifest, known, delivery.side_page)
+
+        await retry_until_found(attempt, self.options.wait_s, self._log.waiting)
+
     async def _read(
         self,
         locator: Locator,
@@ -209,7 +221,7 @@ class Job:
                 attached = connection, entry  # its memory can still be copied
                 break
 
-        self.arena = arena = new_arena(options, manifest.layout.arena_nbytes)
+        self.arena = arena = options.new_arena(manifest.layout.arena_nbytes)
         self._transfer = transfer = Transfer(
             manifest,
             arena.view,
@@ -247,12 +259,11 @@ class Job:
             outcome,
             self._log,
             self._causes,
-            coordinate_always=options.coordinate_always,
         )
         closing.push_async_callback(pool.close)
         if attached is not None:
             pool.take(*attached)
-        await _beside(pool.run(), resolver.run(), pool.tick())
+        await beside(pool.run(), resolver.run(), pool.tick())
         if not transfer.started:
             raise _none_opened(str(self.key), self._causes)
         if outcome.failure is not None:
@@ -280,6 +291,7 @@ class Job:
             lambda source: bool(self._plan([source]).paths),
             self._streams.dial,
             outcome.changed.set,
+            coordinate_always=options.coordinate_always,
         )
         node.met(found.located.sources)
         return node
@@ -423,21 +435,6 @@ class Job:
     def close(self) -> None:
         """Make work on threads (reading disk, prefilling) stop soon; then cancel `run`."""
         self._closed = True
-
-
-async def _beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
-    """Run the others while `work` runs, and cancel them at its end."""
-    failed: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(each) for each in others]
-            await work
-            for helper in helpers:
-                helper.cancel()
-    except BaseExceptionGroup as group:
-        failed = group.exceptions[0]
-    if failed is not None:
-        raise failed
 
 
 def _none_opened(model: str, causes: list[MxError]) -> MxError:

@@ -8,6 +8,9 @@ from pathlib import Path
 from mx.core.bindings import MAIN
 from mx.core.reuse import Held
 from mx.core.types import CHUNK_BYTES, ModelKey
+from mx.errors import ConfigError
+from mx.memory.arena import Arena, BorrowedArena, HostArena, MemfdArena
+from mx.memory.device import DeviceArena
 from mx.swarm.sharing import MakeHost
 from mx.transport import TlsFiles
 
@@ -64,3 +67,17 @@ class PullOptions:
     def patience_s(self) -> float:
         """How many seconds to try again while all sources have as many readers as they admit."""
         return self.wait_s or self.stall_timeout_s
+
+    def new_arena(self, nbytes: int) -> Arena:
+        """Return an arena: the caller's memory, memory that others can attach later, or plain
+        memory of the host or a GPU. Raises ConfigError if the caller's memory is too small,
+        CapacityError."""
+        if self.into is not None:
+            if self.into.nbytes < nbytes:
+                raise ConfigError(f"the model needs {nbytes} bytes, `into` has {self.into.nbytes}")
+            return BorrowedArena(self.into[:nbytes])
+        if self.device != "cpu":
+            return DeviceArena(nbytes, self.device)
+        if self.hold:
+            return MemfdArena(nbytes, name=f"pull:{self.name}")
+        return HostArena(nbytes)

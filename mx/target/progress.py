@@ -10,12 +10,11 @@ import time
 import uuid
 from collections.abc import Callable
 
-from mx.core.progress import PullPhase, PullStatus
+from mx.core.progress import Progress, PullPhase, PullStatus
 from mx.core.types import ModelKey
 from mx.errors import MxError
 from mx.target.events import EventLog
 from mx.target.options import PullOptions
-from mx.target.report import Progress
 from mx.wire.client import CoordinatorClient
 from mx.wire.progress import Report
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mx.core.digest import ChunkHasher
 from mx.core.planner import SourcePath
 from mx.core.striping import ConnectionLoad
-from mx.core.types import Segment
 from mx.errors import (
     ClosedError,
     MxError,
@@ -19,7 +16,7 @@ from mx.errors import (
     PeerTimeoutError,
     StaleGenerationError,
 )
-from mx.transport import Session, Span
+from mx.transport import Session
 
 #: A read's errors after which its session is given up: peer or path are at fault, not the chunk.
 CONNECTION_ERRORS = (
@@ -44,21 +41,6 @@ class ReadLease(Protocol):
 
     def end(self) -> None:
         """Give the lease back; does not block. Idempotent."""
-
-
-class Hasher(Protocol):
-    """Hashes part of a chunk while it lands; `mx.core.digest.ChunkHasher` is one."""
-
-    def landed(self, payload_nbytes: int) -> None: ...
-    def block_digests(self) -> bytes: ...
-
-
-#: Makes a hasher for segments that land in these spans.
-MakeHasher = Callable[[Sequence[Segment], Sequence[Span]], Hasher]
-
-
-def host_hasher(segments: Sequence[Segment], spans: Sequence[Span]) -> Hasher:
-    return ChunkHasher(segments, spans)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True, eq=False)

@@ -1,16 +1,14 @@
-"""What a pull reports: layer events, progress, and the report at its end."""
+"""What a pull reports: layer events, and the report or the error at its end."""
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mx.core.types import Layout
-from mx.errors import ClosedError, DigestError, IncompleteError, LocalError, MxError
-from mx.target.reads import Connection
+from mx.errors import ClosedError, DigestError, IncompleteError, MxError
 from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
@@ -56,47 +54,6 @@ class LayerEvent:
             ConfigError: torch is not installed.
         """
         return self.tensors_of(self.index)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProgress:
-    name: str
-    nbytes: int
-    done_nbytes: int
-    ready: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A snapshot. Before the manifest is known it has no layers, and counts only bytes read from
-    disk. `sources` are the HOST:PORT of the sources in use."""
-
-    bytes_done: int = 0
-    bytes_total: int = 0
-    layers_ready: int = 0
-    layers_total: int = 0
-    layers: tuple[LayerProgress, ...] = ()
-    phase: str = "resolving"
-    sources: tuple[str, ...] = ()
-    retries: int = 0
-
-
-def summary(progress: Progress) -> str:
-    """Return a line like "reading, 3/26 layers, 72.1 MB of 633 MB"."""
-    return (
-        f"{progress.phase}, {progress.layers_ready}/{count(progress.layers_total, 'layer')}, "
-        f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
-    )
-
-
-class Reading(Protocol):
-    """The progress of a transfer: `mx.target.transfer.Transfer`."""
-
-    @property
-    def retries(self) -> int: ...
-    @property
-    def connections(self) -> Sequence[Connection]: ...
-    def progress(self) -> tuple[int, list[int]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,48 +123,6 @@ class PullReport:
             "fallback": self.fallback,
             "control_s": round(self.control_s, 6),
         }
-
-
-def progress_of(
-    layout: Layout, reading: Reading | None, is_ready: Callable[[int], bool], phase: str
-) -> Progress:
-    """Return a snapshot. Without a transfer (`reading`) a layer counts whole or not at all."""
-    done = None if reading is None else reading.progress()[1]
-    connections = () if reading is None else reading.connections
-    layers = []
-    for layer in layout.layers:
-        nbytes = sum(length for _, length in layer.runs)
-        ready = is_ready(layer.index)
-        so_far = done[layer.index] if done is not None else nbytes if ready else 0
-        layers.append(LayerProgress(layer.name, nbytes, so_far, ready))
-    return Progress(
-        sum(layer.done_nbytes for layer in layers),
-        layout.payload_nbytes,
-        sum(layer.ready for layer in layers),
-        len(layers),
-        tuple(layers),
-        phase,
-        tuple(dict.fromkeys(connection.peer for connection in connections if not connection.lost)),
-        0 if reading is None else reading.retries,
-    )
-
-
-def unexpected(error: BaseException) -> MxError:
-    """Return any exception as an MxError, with the original as its cause."""
-    if isinstance(error, MxError):
-        return error
-    found: MxError
-    if isinstance(error, asyncio.CancelledError):
-        found = ClosedError("the pull was closed before it was complete")
-    elif isinstance(error, OSError | MemoryError):
-        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
-    else:
-        found = LocalError(
-            f"unexpected {type(error).__name__}: {error}",
-            hint="if it comes from no code of yours, it is a defect: please report the traceback",
-        )
-    found.__cause__ = error
-    return found
 
 
 def again(error: MxError, how: str) -> MxError:

@@ -24,7 +24,6 @@ from mx.errors import (
 from mx.runtime import in_thread
 from mx.target.events import EventLog, Outcome
 from mx.units import format_seconds
-from mx.wire.documents import WritePage
 from mx.wire.locate import Located, Locator
 
 T = TypeVar("T")
@@ -88,36 +87,6 @@ async def find(
         sides = await locator.side_files(manifest, located)
         manifest = replace(manifest, documents=manifest.documents | sides)
     return Found(located, manifest, paths)
-
-
-class SideFiles:
-    """Fetches a model's side files to `write`: from the sources that were found, and after a
-    failure from those that are listed then."""
-
-    def __init__(self, locator: Locator, found: Found, write: WritePage) -> None:
-        self._locator = locator
-        self._found = found
-        self._write = write
-        self._sources: Sequence[SourceRecord] | None = found.located.sources
-
-    async def fetch(self) -> None:
-        """Try once. Raises as `find`, and what `write` raises."""
-        if self._in_memory():
-            return await in_thread(write_side_files, self._found.manifest, self._write)
-        sources, self._sources = self._sources, None
-        if sources is None:
-            sources = await self._locator.again(self._found.located)
-        await self._locator.write_side_files(self._found.manifest, sources, self._write)
-
-    def _in_memory(self) -> bool:
-        manifest = self._found.manifest
-        return all(side.digest in manifest.documents for side in manifest.packaging.side_files)
-
-
-def write_side_files(manifest: Manifest, write: WritePage) -> None:
-    """Pass the side files among the manifest's documents to `write`. Blocks."""
-    for digest in {side.digest for side in manifest.packaging.side_files}:
-        write(digest, 0, manifest.documents[digest])
 
 
 async def retry_until_found(

@@ -17,8 +17,10 @@ from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
 from mx.core.types import Manifest
 from mx.errors import ClosedError, MxError, PathSlowError
-from mx.target.reads import CONNECTION_ERRORS, Connection, Hasher, MakeHasher, host_hasher
-from mx.target.report import PathReport, unexpected
+from mx.memory.arena import Hasher, MakeHasher, host_hasher
+from mx.runtime import unexpected
+from mx.target.reads import CONNECTION_ERRORS, Connection
+from mx.target.report import PathReport
 from mx.transport import Piece, Read, Span
 
 

@@ -21,6 +21,7 @@ DOCUMENT_DIGEST_BYTES = 32
 PAGE_BYTES = MIB
 MAX_DOCUMENT_BYTES = 256 * MIB
 _MAX_DIGESTS = 4096
+_TIMEOUT_S = 30.0
 #: The least rate of documents that go to disk.
 _LEAST_BYTES_PER_S = MIB
 
@@ -163,7 +164,7 @@ async def fetch(
     refs: Sequence[tuple[bytes, int]],
     *,
     who: Remote | str,
-    timeout_s: float = 30.0,
+    timeout_s: float = _TIMEOUT_S,
 ) -> dict[bytes, bytes]:
     """Fetch documents into memory, never more than their announced sizes.
 
@@ -197,7 +198,6 @@ async def fetch_to(
     write: WritePage,
     *,
     who: Remote,
-    timeout_s: float = 30.0,
 ) -> None:
     """Fetch documents as `fetch` does, but hand their bytes to `write`.
 
@@ -206,13 +206,12 @@ async def fetch_to(
         refs: The documents: (digest, nbytes) of each.
         write: Takes the pages, on a thread. They are verified only when this function returns.
         who: The process at the channel's other end.
-        timeout_s: The deadline; each MiB extends it by a second.
 
     Raises:
         MxError: As `fetch`, and as `write`.
     """
     assembler = Assembler(refs, who=who.address, write=write)
-    timeout_s += sum(nbytes for _, nbytes in refs) / _LEAST_BYTES_PER_S
+    timeout_s = _TIMEOUT_S + sum(nbytes for _, nbytes in refs) / _LEAST_BYTES_PER_S
     async with aclosing(_pages(channel, assembler.missing, who, timeout_s)) as found:
         async for page in found:
             await in_thread(assembler.add, page)

@@ -19,6 +19,7 @@ from mx.errors import (
     SourceError,
     UnknownModelError,
 )
+from mx.runtime import in_thread
 from mx.transport import TlsFiles
 from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, Role, dial
@@ -193,21 +194,21 @@ class Locator:
     async def write_side_files(
         self, manifest: Manifest, sources: Sequence[SourceRecord], write: WritePage
     ) -> None:
-        """Fetch the side files, which only sources hold, and pass them to `write` page by page.
+        """Pass the side files to `write` page by page: those among the manifest's documents, or
+        fetched from `sources`, which alone hold them.
 
         Raises:
             NoSourceError: No source gave all of them.
             LocalError: `write` raised it.
         """
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
-        if not refs:
-            return
+        if all(digest in manifest.documents for digest, _ in refs):
+            return await in_thread(write_side_files, manifest, write)
         causes: list[MxError] = []
         for source in sources:
             remote = Remote(Role.SOURCE, source.endpoint)
             try:
-                await fetch_to(self._channel(source.endpoint), refs, write, who=remote)
-                return
+                return await fetch_to(self._channel(source.endpoint), refs, write, who=remote)
             except LocalError:  # of `write`: another source would not help
                 raise
             except MxError as error:
@@ -228,6 +229,12 @@ class Locator:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+def write_side_files(manifest: Manifest, write: WritePage) -> None:
+    """Pass the side files, which are among the manifest's documents, to `write`. Blocks."""
+    for digest in {side.digest for side in manifest.packaging.side_files}:
+        write(digest, 0, manifest.documents[digest])
 
 
 def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:

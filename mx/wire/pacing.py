@@ -10,14 +10,38 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from mx.core.limits import LEAST_BYTES_PER_S, TokenBucket, slice_nbytes
 from mx.errors import ClosedError, MxError, PeerProtocolError
-from mx.transport import Piece, Read, ReportedErrors, Session, Sink, Span
+from mx.transport import Read, ReportedErrors, Session, Sink, Span, slices
 
 
-class Pacer:
+class RateLimiter:
+    """A token bucket that several threads take from."""
+
+    def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Begin full. `bytes_per_s` is positive; `clock` is monotonic, in seconds."""
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._bucket = TokenBucket(bytes_per_s, clock())
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._bucket.bytes_per_s
+
+    def set_rate(self, bytes_per_s: float) -> None:
+        """Change the rate, which stays positive."""
+        with self._lock:
+            self._bucket.set_rate(bytes_per_s, self._clock())
+
+    def delay_s(self, nbytes: int) -> float:
+        """Take `nbytes` from the bucket. Returns how many seconds to wait before moving them."""
+        with self._lock:
+            return self._bucket.take(nbytes, self._clock())
+
+
+class Pacer(RateLimiter):
     """One lease's share of a source's bandwidth, for all its sessions. Thread-safe."""
 
     def __init__(
@@ -33,24 +57,16 @@ class Pacer:
             PeerProtocolError: `bytes_per_s` is not positive and finite.
         """
         self._peer = peer
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._bucket = TokenBucket(self._believed(bytes_per_s), clock())
+        super().__init__(self._believed(bytes_per_s), clock)
 
     def set_rate(self, bytes_per_s: float) -> None:
         """Change the share. Raises PeerProtocolError unless it is positive and finite."""
-        with self._lock:
-            self._bucket.set_rate(self._believed(bytes_per_s), self._clock())
+        super().set_rate(self._believed(bytes_per_s))
 
     @property
     def slice_nbytes(self) -> int:
         """The most bytes to read at once, by the present rate."""
-        return slice_nbytes(self._bucket.bytes_per_s)
-
-    def delay_s(self, nbytes: int) -> float:
-        """Count a read of this many bytes. Returns how many seconds to wait before it."""
-        with self._lock:
-            return self._bucket.take(nbytes, self._clock())
+        return slice_nbytes(self.bytes_per_s)
 
     def _believed(self, bytes_per_s: float) -> float:
         if not 0 < bytes_per_s < math.inf:  # NaN is not either
@@ -59,25 +75,6 @@ class Pacer:
             )
         # A tiny share must not make the reader wait for ever.
         return max(bytes_per_s, LEAST_BYTES_PER_S)
-
-
-def slices(read: Read, nbytes: int) -> Iterator[tuple[list[Piece], int]]:
-    """Cut a read into slices of `nbytes`, the last one shorter. Yields (pieces, bytes) of each."""
-    pieces: list[Piece] = []
-    left = nbytes
-    for piece in read.pieces:
-        done = 0
-        while done < len(piece.view):
-            take = min(left, len(piece.view) - done)
-            view = piece.view[done : done + take]
-            pieces.append(Piece(piece.region, piece.region_offset + done, view))
-            done += take
-            left -= take
-            if not left:
-                yield pieces, nbytes
-                pieces, left = [], nbytes
-    if pieces:
-        yield pieces, nbytes - left
 
 
 class _SliceSink:

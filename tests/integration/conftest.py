@@ -32,12 +32,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+#: Settings of mx that child processes get.
+_settings: dict[str, str] = {}
+
+
+@pytest.fixture
+def coordinated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have child processes coordinate, on any medium, as soon as others read from their source."""
+    monkeypatch.setitem(_settings, "MX_PEER_COORDINATED_READING", "always")
+
+
 def environment(**more: str) -> dict[str, str]:
-    """What a child process gets: our code, and no settings of the machine's."""
+    """Return what a child process gets: our code, and no settings of the machine's."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MX_PEER_")}
     clean["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'transports'}"
     clean["XDG_CONFIG_HOME"] = "/nonexistent"
-    return clean | more
+    return clean | _settings | more
 
 
 class Command:

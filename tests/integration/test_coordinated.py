@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
 from mx.errors import EXIT_OK
-from tests.integration.conftest import Run, environment, serve
+from tests.integration.conftest import Run, serve
 from tests.integration.test_main_job import same
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("coordinated")]
 
 LAYERS = 12
 MODEL_NBYTES = LAYERS * 2 * 1024 * 1024
@@ -33,10 +33,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pull_all(run: Run, tmp_path: Path, coordinator: str, *more: str) -> list[Any]:
     """The reports of three pulls that begin together."""
-    env = environment(MX_PEER_COORDINATED_READING="always")
     options = ("--coordinator", coordinator, "--no-attach", "--json", *more)
     commands = [
-        run("pull", "m", "--out", str(tmp_path / str(number)), *options, env=env)
+        run("pull", "m", "--out", str(tmp_path / str(number)), *options)
         for number in range(TARGETS)
     ]
     reports = [command.json() for command in commands]

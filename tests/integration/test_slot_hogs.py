@@ -16,7 +16,11 @@ from tests.integration.test_swarm import ORIGIN, Lan, Pull, check, lan, pull
 
 __all__ = ["lan", "pull"]  # fixtures
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("coordinated"),
+    pytest.mark.timeout(300),
+]
 
 
 class Hogging(HostCommand):

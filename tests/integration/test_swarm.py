@@ -19,7 +19,7 @@ from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
 from tests.integration.conftest import HostCommand
 from tests.integration.test_main_job import same
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("coordinated")]
 
 ORIGIN = "origin"
 TARGETS = ("t0", "t1", "t2", "t3")

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mx.cli import live
-from mx.target.report import LayerProgress, Progress
+from mx.core.progress import LayerProgress, Progress
 
 layers = st.lists(
     st.builds(

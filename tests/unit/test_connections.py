@@ -62,7 +62,7 @@ class FakeSwarm:
         self.lost_ids: list[str] = []
         self.none_left: Callable[[], None] = lambda: None
 
-    def coordinate(self) -> None:
+    def shared(self, medium: Medium) -> None:
         self.coordinated = True
 
     def no_whole_source(self) -> None:

@@ -13,9 +13,9 @@ from mx.core.limits import BURST_S, LEAST_BYTES_PER_S
 from mx.errors import ClosedError, MxError, PeerProtocolError
 from mx.testing import conformance
 from mx.testing.fake import FakeHarness, FakeTransport
-from mx.transport import Grant, Piece, Read, Session
+from mx.transport import Grant, Piece, Read, Session, slices
 from mx.units import KIB, MIB
-from mx.wire.pacing import PacedSession, Pacer, slices
+from mx.wire.pacing import PacedSession, Pacer
 from tests.support.clock import ManualClock
 
 

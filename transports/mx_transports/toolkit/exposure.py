@@ -90,6 +90,8 @@ class SocketExposure(ABC):
         stall_timeout_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        if len(magic) != framing.MAGIC_BYTES:
+            raise ValueError(f"the magic {magic!r} is not {framing.MAGIC_BYTES} bytes long")
         self.name = name
         self.stall_timeout_s = stall_timeout_s
         self.lock = threading.Lock()
