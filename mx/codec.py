@@ -115,7 +115,7 @@ def key_from_wire(message: pb.ModelKey) -> ModelKey:
 def digest_from_wire(data: bytes, what: str) -> bytes:
     """Return a 32-byte blake3 digest; `what` names it in errors."""
     if len(data) != 32:
-        raise _refuse(f"held: a digest has 32 bytes, not {len(data)}")
+        raise _refuse(f"{what}: a digest has 32 bytes, not {len(data)}")
     return data
 
 
@@ -179,7 +179,7 @@ def ranges_from_wire(message: Sequence[pb.Range]) -> tuple[tuple[int, int], ...]
 def rate_from_wire(value: float, what: str) -> float:
     """Return a rate or time: finite, not negative, and small enough to add up."""
     if not 0 <= value <= MAX_QUANTITY:  # refuses NaN too
-        raise _refuse(f"held: {value:g} is not a valid rate or time")
+        raise _refuse(f"{what}: {value:g} is not a valid rate or time")
     return value
 
 

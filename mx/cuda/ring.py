@@ -12,19 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Generator
 
-import numpy as np
-
+from mx.buffers import copy_bytes
 from mx.cuda.device import Device, Event, PinnedMemory, Stream
 from mx.errors import ClosedError
 from mx.units import MIB
 
 SLOT_BYTES = 2 * MIB
 SLOTS = 8
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between byte views of equal length, without the interpreter's lock."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class Slot:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mx import forks
+from mx.buffers import address_of
 from mx.core.digest import ChunkHasher
 from mx.core.types import Segment
 from mx.errors import CapacityError, ClosedError, LocalError
@@ -50,45 +51,6 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.mmap.restype = ctypes.c_void_p
-
-
-def address_of(view: memoryview) -> int:
-    """Return the address of a contiguous view's first byte; 0 for an empty view.
-
-    Works for read-only views too, which ctypes' from_buffer refuses.
-    """
-    if not view.nbytes:
-        return 0
-    buffer = _PyBuffer()
-    _get_buffer(view, ctypes.byref(buffer), 0)
-    try:
-        return int(buffer.buf)
-    finally:
-        _release_buffer(ctypes.byref(buffer))
-
-
-class _PyBuffer(ctypes.Structure):
-    # Py_buffer of the stable ABI (PEP 688 leaves it unchanged).
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = [ctypes.c_void_p]
-_release_buffer.restype = None
 
 
 class Hasher(Protocol):

@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from mx.buffers import copy_bytes
 from mx.core.types import CHUNK_BYTES, Layout
 from mx.errors import ClosedError
 from mx.storage.landing import Landing
 from mx.storage.safetensors import Checkpoint
-from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, SpanReader, copy_bytes
+from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, SpanReader
 from mx.units import MIB
 
 SPAN_BYTES = 4 * MIB

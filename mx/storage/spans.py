@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
-
+from mx.buffers import address_of, copy_bytes
 from mx.core.types import Layout
 from mx.errors import CheckpointError
 from mx.storage.header import FileStamp, TensorFile
@@ -52,7 +51,7 @@ class SpanReader:
         self, file: TensorFile, layout: Layout, index_of: Mapping[str, int], arena: memoryview
     ) -> None:
         self._file, self._layout, self._arena = file, layout, arena
-        self._address = np.frombuffer(arena, np.uint8).ctypes.data if arena.nbytes else 0
+        self._address = address_of(arena)
         self._tensors = []  # (index in the layout, first byte in the file, place in the arena)
         for tensor in file.tensors:
             index = index_of[tensor.spec.name]
@@ -198,11 +197,6 @@ class SpanReader:
                     f"and had {self._file.stamp.nbytes} when it was opened",
                     hint="it was truncated while it was read: restore it and try again",
                 )
-
-
-def copy_bytes(here: memoryview, there: memoryview) -> None:
-    """Copy equally long byte views without the interpreter lock (a slice assignment holds it)."""
-    np.copyto(np.frombuffer(here, np.uint8), np.frombuffer(there, np.uint8))
 
 
 def _open_direct(file: TensorFile) -> int:

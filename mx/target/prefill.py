@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from mx.buffers import copy_bytes
 from mx.core.digest import ChunkHasher
 from mx.core.reuse import Copy, Held, arena_offset, same_chunks
 from mx.core.types import BLOCK_BYTES
-from mx.storage.spans import copy_bytes
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
 from mx.transport import host_view

@@ -10,8 +10,7 @@ import random
 import weakref
 from enum import Enum
 
-import numpy as np
-
+from mx.buffers import address_of
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, DeviceMemory
 from mx.cuda.vmm import VmmMemory
@@ -75,7 +74,7 @@ class Memory:
             on_gpu = self._gpu.view()
             return ExposedRegion(index, on_gpu, on_gpu.address, on_gpu.device)
         view = memoryview(self._map)[: self.nbytes].toreadonly()
-        address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        address = address_of(memoryview(self._map))
         return ExposedRegion(index, view, address, "cpu", self.memfd)
 
     def unchanged(self) -> bool:

@@ -181,10 +181,12 @@ def test_errors_are_there_without_a_call_before() -> None:
 
 @pytest.fixture
 def without_torch(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process in which torch can't be imported."""
+    """Return the environment of a process in which neither torch nor numpy can be imported."""
     folder = tmp_path / "no-torch"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['torch'] = sys.modules['numpy'] = None\n"
+    )
     env = environment()
     return env | {"PYTHONPATH": f"{folder}{os.pathsep}{env['PYTHONPATH']}"}
 

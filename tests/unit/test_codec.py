@@ -311,3 +311,13 @@ def test_a_page_of_rows_is_bounded() -> None:
     pages[0].MergeFrom(pages[1])
     with pytest.raises(PeerProtocolError, match="in one message"):
         RowsDecoder(table, len(rows)).check(pages[0])
+
+
+def test_errors_name_the_field() -> None:
+    for message, what in [
+        (lambda: codec.digest_from_wire(b"short", "identity"), "identity: a digest has 32 bytes"),
+        (lambda: codec.rate_from_wire(-1.0, "gb_per_s"), "gb_per_s: -1 is not"),
+        (lambda: codec.ranges_from_wire([pb.Range(begin=3, end=3)]), "held: \\[3, 3\\)"),
+    ]:
+        with pytest.raises(PeerProtocolError, match=what):
+            message()

@@ -17,7 +17,6 @@ from mx.memory.arena import (
     SEALS,
     HostArena,
     MemfdArena,
-    address_of,
 )
 from mx.units import MIB
 from tests.support.daemon import ended, python
@@ -204,13 +203,6 @@ for begin in range(0, 400_000_000, 1_000_000):
 """
     with ended(python(code, str(v1_cgroup))) as process:
         assert process.wait(60) == 5
-
-
-def test_address_of_read_only_and_empty_views() -> None:
-    data = b"abcdef"
-    view = memoryview(data)
-    assert address_of(view[2:]) == address_of(view) + 2
-    assert address_of(memoryview(b"")) == 0
 
 
 def test_a_frozen_arena_keeps_its_addresses_and_bytes_and_is_sealed() -> None:

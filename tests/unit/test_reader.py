@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from mx import buffers
 from mx.core.digest import chunk_digest
 from mx.core.layout import TensorSpec
 from mx.core.manifest import plan_layout
@@ -121,7 +122,7 @@ def test_where_alignments_agree_bytes_are_read_into_place(
     )
     (tmp_path / "model.safetensors").write_bytes(data)
     copied: list[int] = []
-    copy = spans.copy_bytes
+    copy = buffers.copy_bytes
 
     def counted(here: memoryview, there: memoryview) -> None:
         copied.append(len(here))

@@ -265,7 +265,14 @@ def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
 def test_one_tensor_in_two_files(tmp_path: Path) -> None:
     for name in ("one.safetensors", "two.safetensors"):
         put(tmp_path, crafted([("a", "U8", [1], b"x")]), name)
-    with pytest.raises(CheckpointError, match="one.safetensors and in two.safetensors"):
+    with pytest.raises(ConfigError, match="one.safetensors and in two.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_several_indices(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has several indices: one.* two"):
         open_checkpoint(tmp_path)
 
 

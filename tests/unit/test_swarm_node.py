@@ -7,7 +7,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from mx.core.holdings import Holdings, HoldingsListener
+from mx.core.paths import Medium
 from mx.core.swarm.neighbours import MOST
 from mx.core.types import ChunkGrid, Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
@@ -88,9 +91,19 @@ def node_of(
     reads: Reads,
     dial: Callable[[SourceRecord], Awaitable[PeerStream]],
     record: SourceRecord | None = None,
+    *,
+    coordinate_always: bool = False,
 ) -> Node:
     return Node(
-        "own", CHUNKS, MIB, reads, Sharing(FakeHost(record)), reads.reaches, dial, lambda: None
+        "own",
+        CHUNKS,
+        MIB,
+        reads,
+        Sharing(FakeHost(record)),
+        reads.reaches,
+        dial,
+        lambda: None,
+        coordinate_always=coordinate_always,
     )
 
 
@@ -131,6 +144,22 @@ def test_a_neighbour_without_a_path_gets_answers_but_no_requests() -> None:
         asyncio.run(greeted([far, near], reads, coordinated_first))
         assert far.heard == ["reject 0"]
         assert sorted(near.heard) == ["reject 0", "request 0"]
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("medium", Medium)
+def test_readers_of_one_source_coordinate_where_they_share_a_link(
+    medium: Medium, always: bool
+) -> None:
+    async def run() -> bool:
+        node = node_of(Reads([]), _never, coordinate_always=always)
+        try:
+            node.shared(medium)
+            return node.coordinated
+        finally:
+            await node.close()
+
+    assert asyncio.run(run()) is (always or medium is Medium.NETWORK)
 
 
 def test_neighbours_that_were_dialled_are_reported_to_the_server() -> None:

@@ -1,0 +1,69 @@
+"""Addresses of byte views, and copies between them that hold no interpreter lock."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _PyBuffer(ctypes.Structure):
+    # Py_buffer of the stable ABI (PEP 688 leaves it unchanged).
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_SIMPLE, _WRITABLE = 0, 1
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = [ctypes.py_object, ctypes.c_void_p, ctypes.c_int]
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = [ctypes.c_void_p]
+_release_buffer.restype = None
+
+
+@contextmanager
+def _locked(view: memoryview, flags: int) -> Iterator[int]:
+    """Give the address of the view's first byte, whose memory can't be let go meanwhile."""
+    buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(buffer), flags)
+    try:
+        yield int(buffer.buf or 0)
+    finally:
+        _release_buffer(ctypes.byref(buffer))
+
+
+def address_of(view: memoryview) -> int:
+    """Return the address of a contiguous view's first byte; 0 for an empty view.
+
+    Works for read-only views too, which ctypes' from_buffer refuses.
+    """
+    if not view.nbytes:
+        return 0
+    with _locked(view, _SIMPLE) as address:
+        return address
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy between contiguous byte views of equal length, without the interpreter lock (which a
+    slice assignment holds).
+
+    Raises:
+        ValueError: Their lengths differ.
+        BufferError: `target` is read-only, or one of them is not contiguous.
+    """
+    nbytes = target.nbytes
+    if source.nbytes != nbytes:
+        raise ValueError(f"{source.nbytes} bytes do not fit into {nbytes}")
+    with _locked(target, _WRITABLE) as to, _locked(source, _SIMPLE) as origin:
+        ctypes.memmove(to, origin, nbytes)
