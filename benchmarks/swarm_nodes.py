@@ -259,7 +259,7 @@ class Swarm:
         if answer is Answer.ALLOW:
             self._begin(source, node, chunk)
         elif answer is Answer.REJECT:
-            self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
+            self._do(node, node.receiver.rejected(source.number, chunk, self.network.now_s))
 
     def _taken(self, node: Node, source: Node, chunk: int) -> None:
         if node.alive and source.alive:
@@ -330,7 +330,7 @@ class Swarm:
                 self.network.at(self.network.now_s + self._latency, self._unchoked, node, source)
 
     def _refused(self, node: Node, source: Node, chunk: int) -> None:
-        self._do(node, node.receiver.busy(source.number, chunk, self.network.now_s))
+        self._do(node, node.receiver.rejected(source.number, chunk, self.network.now_s))
 
     def _unchoked(self, node: Node, source: Node) -> None:
         self._do(node, node.receiver.unchoked(source.number, self.network.now_s))

@@ -10,7 +10,8 @@ from typing import Any
 
 from mx.core.holdings import members
 from mx.core.swarm.commands import Command
-from mx.core.swarm.receiver import WIDTH, Receiver
+from mx.core.swarm.receiver import Receiver
+from mx.core.swarm.slots import WIDTH
 
 #: From whom each receiver requests chunks. star: all from the origin; chain: each from the one
 #: before; tree: a binomial tree; naive: a swarm without suggestions, in order; rarest: the same,

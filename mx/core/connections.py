@@ -64,7 +64,7 @@ class Rest(enum.Enum):
 
     SLOW = "slow"  # beside the others; it is used again when nothing else is left
     BUSY = "busy"  # its source admits no more readers: again after a while, under SLOW's condition
-    LOST = "lost"  # it failed: again when its source is found again, and nothing else is left
+    FAILED = "failed"  # it failed: again when its source is found again, and nothing else is left
 
 
 class PeerLeftError(PeerLostError):
@@ -141,7 +141,7 @@ class Connections:
             return False
         return not mine or self.idle
 
-    def is_lost(self, source_id: str) -> bool:
+    def has_no_path(self, source_id: str) -> bool:
         """Return True for a neighbour to which no path is left, and for any excluded source."""
         if source_id in self._excluded:
             return True
@@ -197,7 +197,7 @@ class Connections:
         for entry in self._entries:
             unused = entry.state is State.CANDIDATE or entry.rest is Rest.SLOW
             if entry.source_id == source_id and unused:
-                self._lay_to_rest(entry, Rest.LOST)
+                self._lay_to_rest(entry, Rest.FAILED)
 
     def _forget(self, source_ids: set[str]) -> None:
         """Remove these sources' paths that are not in use: newer ones take their place."""
@@ -227,7 +227,7 @@ class Connections:
         elif isinstance(error, PeerBusyError):
             self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
         else:
-            self._lay_to_rest(entry, Rest.LOST)
+            self._lay_to_rest(entry, Rest.FAILED)
 
     def lost(self, entry: Entry, error: MxError, now_s: float, *, lease_runs: bool) -> None:
         """Record that the entry's connection was given up. `lease_runs`: its lease still holds, so
@@ -243,7 +243,7 @@ class Connections:
             self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
         else:
             whole_source = not isinstance(error, (*_PATH_ERRORS, PathSlowError)) or not lease_runs
-            self._lay_to_rest(entry, Rest.LOST)
+            self._lay_to_rest(entry, Rest.FAILED)
             if whole_source:
                 self._give_up(source_id)
 

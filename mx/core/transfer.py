@@ -15,10 +15,9 @@ connection is lost, but not before its read has ended: until then that transport
 there, over bytes that another connection has brought and that are verified. A connection that is
 so late that the others could do its work twice is dropped (`tick`). A chunk with a wrong digest is
 not read from the same source again while another may give it; a source that sends wrong bytes
-`MAX_CORRUPT` times is dropped. A chunk is read only from a source that allows it (`allow`): each
-source allows everything by default, and nothing by default once reading is coordinated
-(`coordinate`). The pull fails when chunks are missing, no open connection may read them, and the
-caller has reported that no further connection will come.
+`MAX_CORRUPT` times is dropped. A chunk is read only from a source that allows it
+(`mx.core.rights`). The pull fails when chunks are missing, no open connection may read them, and
+the caller has reported that no further connection will come.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from mx.core.digest import digest_of_blocks
 from mx.core.holdings import Holdings
 from mx.core.missing import Missing
 from mx.core.pace import Pace
+from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Part
 from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
 from mx.core.types import BLOCK_BYTES, ChunkGrid
@@ -65,18 +65,15 @@ class TransferMachine:
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
         self._unverified: dict[int, dict[Part, tuple[ConnectionLoad, bytes]]] = {}
-        self._refused: dict[int, set[str]] = {}  # chunk -> sources that sent it wrong
         self._corrupt: dict[str, int] = {}  # source -> how often
-        self._whole: set[int] = (
-            set()
-        )  # chunks to read in one part, to know which source is at fault
+        # Chunks to read in one part, to know which source is at fault.
+        self._in_one_part: set[int] = set()
         self._attempts: dict[int, int] = {}
         self._landed_in_layer = [0] * len(grid.layout.layers)
         self._causes: list[MxError] = []
         self._ended = False
         self._expecting = True
-        self._default_allowed = self._all = (1 << len(grid)) - 1
-        self._allowed: dict[str, int] = {}  # source -> chunks, where it is not the default
+        self._rights = ReadRights(len(grid))
 
     @property
     def ended(self) -> bool:
@@ -116,7 +113,7 @@ class TransferMachine:
         self,
         connection: int,
         depth: int,
-        now_s: float = 0.0,
+        now_s: float,
         *,
         source: str = "",
         peer: str = "",
@@ -143,7 +140,7 @@ class TransferMachine:
     def load(self, connection: int) -> ConnectionLoad:
         return self._connections[connection]
 
-    def connection_lost(self, connection: int, error: MxError, now_s: float = 0.0) -> list[Command]:
+    def connection_lost(self, connection: int, error: MxError, now_s: float) -> list[Command]:
         """Read nothing more through a connection that is lost. The caller still reports how each of
         its reads ends; the parts of failed ones are missing again then."""
         if not self._forget(connection, error):
@@ -160,7 +157,7 @@ class TransferMachine:
         self._expecting = True
 
     def landed(
-        self, connection: int, part: Part, block_digests: bytes, nbytes: int, now_s: float = 0.0
+        self, connection: int, part: Part, block_digests: bytes, nbytes: int, now_s: float
     ) -> list[Command]:
         """Record that all bytes of a part are in place, read under a lease that held.
 
@@ -184,9 +181,7 @@ class TransferMachine:
             commands += self._verify(part.chunk, now_s)
         return commands + self._check_hopeless()
 
-    def failed(
-        self, connection: int, part: Part, error: MxError, now_s: float = 0.0
-    ) -> list[Command]:
+    def failed(self, connection: int, part: Part, error: MxError, now_s: float) -> list[Command]:
         """Record that the read of a part failed; its session may still work."""
         if self._take_back(connection, part) is None:
             return []
@@ -233,28 +228,24 @@ class TransferMachine:
 
     def coordinate(self) -> None:
         """From now on read a chunk only from a source that allows it."""
-        if self._default_allowed:
-            self._default_allowed = 0
-            self._allowed.clear()
+        self._rights.coordinate()
 
-    def read_freely(self, now_s: float = 0.0) -> list[Command]:
+    def read_freely(self, now_s: float) -> list[Command]:
         """From now on read every chunk from every source."""
-        self._default_allowed = self._all
-        self._allowed.clear()
+        self._rights.read_freely()
         return self._assign(now_s)
 
-    def allow(self, source: str, chunk: int, now_s: float = 0.0) -> list[Command] | None:
+    def allow(self, source: str, chunk: int, now_s: float) -> list[Command] | None:
         """Let the chunk be read from this source: now, or when the connections that read it have
         failed. Returns None if it is verified already, or reading is not coordinated."""
-        if self._default_allowed or self.holdings.has(chunk) or self._ended:
+        if not self._rights.coordinated or self.holdings.has(chunk) or self._ended:
             return None
-        self._allowed[source] = self._allowed.get(source, 0) | 1 << chunk
+        self._rights.allow(source, chunk)
         return self._assign(now_s)
 
     def withdraw(self, source: str, chunk: int) -> list[int]:
         """Read the chunk no longer from this source. Returns the connections that read it now."""
-        if not self._default_allowed:
-            self._allowed[source] = self._allowed.get(source, 0) & ~(1 << chunk)
+        self._rights.withdraw(source, chunk)
         return [
             number
             for number, load in self._open.items()
@@ -297,11 +288,11 @@ class TransferMachine:
         for source in sources:
             self.withdraw(source, chunk)
         if len(sources) > 1:
-            self._whole.add(chunk)
+            self._in_one_part.add(chunk)
             return self._assign(now_s)
         (source,) = sources
         error = self._digest_error(chunk, senders)
-        self._refused.setdefault(chunk, set()).add(source)
+        self._rights.refuse(source, chunk)
         self._corrupt[source] = self._corrupt.get(source, 0) + 1
         connections = [number for number, load in self._open.items() if load.source == source]
         if self._corrupt[source] < MAX_CORRUPT or not connections:
@@ -325,8 +316,7 @@ class TransferMachine:
         return sum(segment.nbytes for segment in self._grid.segments(place))
 
     def _verified(self, chunk: int) -> list[Command]:
-        for source in self._allowed:
-            self._allowed[source] &= ~(1 << chunk)
+        self._rights.verified(chunk)
         layer_complete = self.holdings.add(chunk)
         self._ended = not self.holdings.left
         return [LayerReady(self._grid.layer_of[chunk])] if layer_complete else []
@@ -346,23 +336,9 @@ class TransferMachine:
 
     # -- which connection reads which part ------------------------------------------------------
 
-    def _allowed_of(self, load: ConnectionLoad) -> int:
-        return self._allowed.get(load.source, self._default_allowed)
-
     def _may_read(self, load: ConnectionLoad, chunk: int) -> bool:
-        if not self._allowed_of(load) >> chunk & 1:
-            return False
-        refused = self._refused.get(chunk)
-        # A chunk that came wrong is read from the same source only if no other may give it.
-        return (
-            not refused
-            or load.source not in refused
-            or all(
-                other.source in refused
-                for other in self._open.values()
-                if self._allowed_of(other) >> chunk & 1
-            )
-        )
+        others = (other.source for other in self._open.values())
+        return self._rights.may_read(load.source, chunk, others)
 
     def _assign(self, now_s: float) -> list[Command]:
         """Give parts to connections that want more, first to the one that would be done first."""
@@ -394,17 +370,18 @@ class TransferMachine:
 
     def _next(self, load: ConnectionLoad) -> Part | None:
         """Take the part that this connection should read next; None: nothing, for now."""
-        allowed, chunk_nbytes = self._allowed_of(load), self._grid.chunk_nbytes
+        rights, chunk_nbytes = self._rights, self._grid.chunk_nbytes
+        allowed = rights.allowed(load.source)
         # Those that share the work: all of them, or in coordinated reading those that may read
         # some of the same chunks.
-        rivals = [each for each in self._open.values() if self._allowed_of(each) & allowed]
+        rivals = [each for each in self._open.values() if rights.allowed(each.source) & allowed]
         chunk = self._choose(load, allowed, rivals) if rivals else None
         if chunk is None:
             return None
         nbytes = striping.part_nbytes(load, chunk_nbytes)
         if len(rivals) > 1:
             able = [other for other in rivals if self._may_read(other, chunk)]
-            left_nbytes = self._missing.nbytes_in(None if allowed == self._all else allowed)
+            left_nbytes = self._missing.nbytes_in(None if self._rights.all_of(allowed) else allowed)
             budget = striping.budget(load, rivals, left_nbytes)
             piece = striping.piece_nbytes(load, chunk_nbytes)
             if budget < piece and not striping.is_first(load, able, chunk_nbytes):
@@ -412,7 +389,7 @@ class TransferMachine:
             nbytes = min(nbytes, max(int(budget * striping.TAKEN), piece))
         if not load.pace.measured_nbytes and (self._several_connections or len(rivals) > 1):
             nbytes = min(nbytes, striping.PROBE_NBYTES)
-        return self._missing.cut(chunk, None if chunk in self._whole else nbytes)
+        return self._missing.cut(chunk, None if chunk in self._in_one_part else nbytes)
 
     def _choose(
         self, load: ConnectionLoad, allowed: int, rivals: list[ConnectionLoad]
@@ -423,7 +400,7 @@ class TransferMachine:
         if len(rivals) > 1:
             rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
         chosen = None
-        for chunk in self._missing.chunks(None if allowed == self._all else allowed):
+        for chunk in self._missing.chunks(None if self._rights.all_of(allowed) else allowed):
             if self._may_read(load, chunk):
                 chosen = chunk
                 if rank <= 0:

@@ -24,6 +24,7 @@ from mx.core.swarm.commands import (
 from mx.core.swarm.free import free_after_s
 from mx.core.swarm.patience import Patience
 from mx.core.swarm.receiver import Receiver
+from mx.core.swarm.slots import WIDTH
 from mx.core.swarm.standing import Reader
 from mx.core.types import SourceRecord
 from mx.errors import PeerProtocolError
@@ -37,8 +38,6 @@ from mx.wire.v1.peer_pb2 import SwarmMessage
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
-#: Requests outstanding at a time: one chunk is read while the next is requested.
-WIDTH = 2
 
 
 class Reads(Protocol):
@@ -284,7 +283,7 @@ class Node:
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
         """Serve the stream of a peer that has sent a hello; returns when the stream has ended."""
         # While a reader comes after all others (it lost a slot here), it is refused as neighbour.
-        if self._uploads.standing.waits(Reader(stream.address, record.source_id)):
+        if self._uploads.standing.comes_last(Reader(stream.address, record.source_id)):
             await stream.refuse()
             return
         await self.peers.trade(record, have, stream)
@@ -335,7 +334,7 @@ class Node:
                 else:
                     peer.stream.send(SwarmMessage(cancel=chunk))
             case "reject":
-                self._do(self._receiver.busy(number, chunk, now_s))
+                self._do(self._receiver.rejected(number, chunk, now_s))
             case "suggest":
                 if peer.readable:
                     self._do(self._receiver.suggested(number, chunk, now_s))

@@ -76,7 +76,7 @@ class Origin:
     def closed(self, reader_id: str) -> None:
         """End the count of one lease of the pull."""
         self._uploads.closed(reader_id)
-        self._rest()
+        self._return_to_free_reading()
 
     # -- peers ----------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Origin:
             del self._peers[number]
             self._uploads.gone(number)
             self._suggest(self._seeder.gone(number, time.monotonic()))
-            self._rest()
+            self._return_to_free_reading()
 
     def _admits(self, reader: Reader) -> bool:
         """Return True if another stream of this reader is within the bounds."""
@@ -140,7 +140,7 @@ class Origin:
             chunks = from_bytes(message.have, self._chunk_count)
             peer.have |= chunks
             self._seeder.announced(number, chunks)
-            self._suggest(())
+            self._announce_once_all_are_out()
             return
         if kind in ("unchoke", "not_interested"):
             self._uploads.not_interested(number)
@@ -183,7 +183,7 @@ class Origin:
             peer.stream.send(SwarmMessage(coordinated=True))
             self._suggest(self._seeder.joined(number, peer.have, now_s))
 
-    def _rest(self) -> None:
+    def _return_to_free_reading(self) -> None:
         """Once no pull is left, let the next one read freely as long as it is alone."""
         if self._peers or self._uploads.reader_count or not self._coordinated:
             return
@@ -195,6 +195,10 @@ class Origin:
     def _suggest(self, suggestions: Iterable[Suggest]) -> None:
         for each in suggestions:
             self._peers[each.reader].stream.send(SwarmMessage(suggest=each.chunk))
+        self._announce_once_all_are_out()
+
+    def _announce_once_all_are_out(self) -> None:
+        """Once each chunk is with some reader, announce all of them: readers may request any."""
         if self._coordinated and self._seeder.all_out and not self._opened:
             self._opened = True
             for peer in self._peers.values():

@@ -139,11 +139,12 @@ class ConnectionPool:
         # In coordinated reading connections may be open, and none may read what is missing.
         if not (self._connections.idle or self._swarm.coordinated):
             return self._resume()
-        # Peers come first. The other two waits begin at their first call, so they begin together.
-        waits = self._swarm.waits() or any(
-            (self._discovery.waits(), self._connections.waits(time.monotonic()))
-        )
-        return waits and self._resume()
+        if self._swarm.waits():  # peers come first
+            return self._resume()
+        # These waits begin at their first call, so that both are called.
+        for_new = self._discovery.waits()
+        for_busy = self._connections.waits(time.monotonic())
+        return (for_new or for_busy) and self._resume()
 
     def _resume(self) -> bool:
         if self._hopeless:  # reads that were lost have yet to end
@@ -270,6 +271,6 @@ class ConnectionPool:
 
     def _report_lost(self, source_id: str) -> None:
         # Neighbours go on reading here after the pull: its end is no reason to leave them.
-        if not self._closed and self._connections.is_lost(source_id):
+        if not self._closed and self._connections.has_no_path(source_id):
             excluded = self._connections.excluded(source_id)
             self._swarm.lost(source_id, for_good=excluded)

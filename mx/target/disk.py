@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mx.core.types import Manifest
-from mx.errors import CheckpointError, ConfigError
+from mx.errors import CheckpointError
 from mx.memory.arena import Arena
 from mx.storage.load import load_checkpoint
 from mx.storage.staging import Staging
@@ -21,8 +21,7 @@ def load(
     """Read the checkpoint at `options.disk` into an arena, which the caller owns. Blocks. Raises
     errors of `load_checkpoint`, of `Staging` for `out`, which is checked first, and CheckpointError
     if the identity is not the pinned one."""
-    if options.disk is None:
-        raise ConfigError("there is no checkpoint to read", hint="name it with `path=PATH`")
+    assert options.disk is not None
     if options.out is not None:
         Staging(options.out).leave()
     manifest, arena = load_checkpoint(

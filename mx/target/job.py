@@ -212,13 +212,13 @@ class Job:
         fill = prefilling(delivery, options.reuse, attachable=attachable)
 
         self._log.phase = "connecting"
-        attached: tuple[Connection, Entry] | None = None
+        unmapped: tuple[Connection, Entry] | None = None  # its memory can still be copied
         for entry in connections.attachable() if fill is None else ():
             connection, view = await self._attach(connector, connections, entry, manifest)
             if connection is not None and view is not None:
                 return await self._deliver_attached(manifest, connection, view, delivery)
             if connection is not None:
-                attached = connection, entry  # its memory can still be copied
+                unmapped = connection, entry
                 break
 
         self.arena = arena = options.new_arena(manifest.layout.arena_nbytes)
@@ -261,19 +261,21 @@ class Job:
             self._causes,
         )
         closing.push_async_callback(pool.close)
-        if attached is not None:
-            pool.take(*attached)
+        if unmapped is not None:
+            pool.take(*unmapped)
         await beside(pool.run(), resolver.run(), pool.tick())
+        self._raise_failure(manifest, transfer, outcome)
+        by = VerifiedBy.STRONG if options.strong else VerifiedBy.DIGEST
+        return self._report(manifest, transfer.paths(), by, transfer.retries, pool.left())
+
+    def _raise_failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> None:
         if not transfer.started:
             raise _none_opened(str(self.key), self._causes)
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.causes is not None:
-            causes = [*self._causes, *outcome.causes]
-            came = transfer.progress()[0]
+            causes, came = [*self._causes, *outcome.causes], transfer.progress()[0]
             raise final_error(str(self.key), manifest.layout, self._log.layers_ready, came, causes)
-        by = VerifiedBy.STRONG if options.strong else VerifiedBy.DIGEST
-        return self._report(manifest, transfer.paths(), by, transfer.retries, pool.left())
 
     def _join_swarm(self, found: Found, arena: Arena, transfer: Transfer, outcome: Outcome) -> Node:
         manifest, options = found.manifest, self.options

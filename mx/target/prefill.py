@@ -24,21 +24,21 @@ THREADS = 2
 
 
 def prefilling(
-    delivery: Delivery | None, held: list[Held], *, attachable: bool
+    delivery: Delivery, held: list[Held], *, attachable: bool
 ) -> Callable[[Transfer, Callable[[], bool]], None] | None:
     """Return a function that prefills a transfer with layers that an earlier pull wrote to disk,
     and with chunks in `held`; None if there are none. A source's memory that is `attachable` costs
     nothing: `held` is not used then. The function blocks; call it with the transfer, before it has
     connections, and a function that returns True once the pull is cancelled. `held` is emptied as
     soon as possible, so that the pull does not keep others' memory."""
-    resumable = delivery is not None and delivery.resumable
+    resumable = delivery.resumable
     if attachable:
         held.clear()
     if not resumable and not held:
         return None
 
     def fill(transfer: Transfer, cancelled: Callable[[], bool]) -> None:
-        if resumable and delivery is not None:
+        if resumable:
             delivery.resume(transfer, cancelled)
         try:
             if held:

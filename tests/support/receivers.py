@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mx.core.swarm.commands import Command
-from mx.core.swarm.receiver import WIDTH, Receiver
+from mx.core.swarm.receiver import Receiver
+from mx.core.swarm.slots import WIDTH
 
 
 class Verified:

@@ -314,10 +314,9 @@ def test_a_page_of_rows_is_bounded() -> None:
 
 
 def test_errors_name_the_field() -> None:
-    for message, what in [
-        (lambda: codec.digest_from_wire(b"short", "identity"), "identity: a digest has 32 bytes"),
-        (lambda: codec.rate_from_wire(-1.0, "gb_per_s"), "gb_per_s: -1 is not"),
-        (lambda: codec.ranges_from_wire([pb.Range(begin=3, end=3)]), "held: \\[3, 3\\)"),
-    ]:
-        with pytest.raises(PeerProtocolError, match=what):
-            message()
+    with pytest.raises(PeerProtocolError, match="identity: a digest has 32 bytes"):
+        codec.digest_from_wire(b"short", "identity")
+    with pytest.raises(PeerProtocolError, match="gb_per_s: -1 is not"):
+        codec.rate_from_wire(-1.0, "gb_per_s")
+    with pytest.raises(PeerProtocolError, match="held: .3, 3. is empty"):
+        codec.ranges_from_wire([pb.Range(begin=3, end=3)])

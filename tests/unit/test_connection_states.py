@@ -104,7 +104,7 @@ def test_an_excluded_source_never_comes_back(error: MxError) -> None:
     connections.add([TCP0, TCP1, UCX0])
     first, second = live(connections, TCP0, TCP1)
     connections.lost(first, error, 0.0, lease_runs=True)
-    assert connections.excluded(first.source_id) and connections.is_lost(first.source_id)
+    assert connections.excluded(first.source_id) and connections.has_no_path(first.source_id)
     connections.add([TCP0, UCX0])
     connections.join(first.source_id, [UCX0])
     assert connections.assign(0.0) == []
@@ -123,7 +123,7 @@ def test_in_coordinated_reading_neighbours_alone_are_used_and_their_paths_compar
     live(connections, LATER)  # beside the first, on whose host it is
     (left,) = connections.leave(LATER.source.source_id)
     connections.lost(left, PeerLostError("left"), 0.0, lease_runs=True)
-    assert connections.is_lost(LATER.source.source_id)
+    assert connections.has_no_path(LATER.source.source_id)
     connections.read_freely()
     assert connections.assign(0.0) == []  # OTHER is as near as the first
 

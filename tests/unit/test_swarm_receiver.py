@@ -97,10 +97,10 @@ def test_a_neighbour_that_rejected_gets_a_request_when_it_has_a_free_slot() -> N
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     assert receiver.plan(0.0) == [Request(1, 0)]
-    assert receiver.busy(1, 0, 0.0) == [Interested(1)]
+    assert receiver.rejected(1, 0, 0.0) == [Interested(1)]
     assert receiver.tick(BUSY_S / 2) == []
     assert receiver.unchoked(1, BUSY_S / 2) == [Request(1, 0)]
-    assert receiver.busy(1, 0, BUSY_S / 2) == [Interested(1)], "it has to be sent again"
+    assert receiver.rejected(1, 0, BUSY_S / 2) == [Interested(1)], "it has to be sent again"
 
 
 def test_a_receiver_with_other_peers_to_turn_to_is_not_interested() -> None:
@@ -108,16 +108,18 @@ def test_a_receiver_with_other_peers_to_turn_to_is_not_interested() -> None:
     receiver.joined(1, bits(0, 1))
     receiver.joined(2, bits(0, 1))
     assert receiver.plan(0.0) == [Request(1, 0)]
-    assert receiver.busy(1, 0, 0.0) == [Request(2, 0)]
+    assert receiver.rejected(1, 0, 0.0) == [Request(2, 0)]
     assert receiver.landed(2, 0, 0.1) == [Request(2, 1)]
-    assert receiver.busy(2, 1, 0.2) == [Interested(1), Interested(2)], "now there is no other peer"
+    assert receiver.rejected(2, 1, 0.2) == [Interested(1), Interested(2)], (
+        "now there is no other peer"
+    )
 
 
 def test_a_neighbour_that_announces_no_free_slot_gets_a_request_after_a_while() -> None:
     receiver = LoneReceiver(4, width=1)
     receiver.joined(1, bits(0))
     receiver.plan(0.0)
-    receiver.busy(1, 0, 0.0)
+    receiver.rejected(1, 0, 0.0)
     assert receiver.tick(BUSY_S) == [Request(1, 0)]
 
 
@@ -252,7 +254,7 @@ def test_a_receiver_that_gets_nothing_reads_one_chunk_at_a_time_without_requests
     receiver.joined(0, whole=True)  # an origin that suggests nothing
     assert starved(receiver) == [ReadFreely(0, 0)]
     assert receiver.free
-    assert receiver.busy(0, 0, 6.3) == []
+    assert receiver.rejected(0, 0, 6.3) == []
     assert receiver.tick(6.4) == []
     assert receiver.landed(0, 0, 6.5) == []
     assert receiver.tick(6.6) == [ReadFreely(0, 1)]
@@ -293,7 +295,7 @@ def test_a_chunk_whose_slot_is_taken_back_is_requested_elsewhere_and_may_still_l
     receiver.joined(1, 1)
     assert receiver.plan(0.0) == [Request(1, 0)]
     receiver.joined(2, 1)
-    assert receiver.busy(1, 0, 4.0) == [Request(2, 0)]
+    assert receiver.rejected(1, 0, 4.0) == [Request(2, 0)]
     assert receiver.landed(1, 0, 4.1) == [Cancel(2, 0)]
     assert receiver.left == 0
 

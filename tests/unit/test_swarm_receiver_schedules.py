@@ -120,12 +120,12 @@ class Driver:
 
     def refuses(self, peer: int, chunk: int) -> None:
         if (peer, chunk) in self.free:
-            assert self.take(self.receiver.busy(peer, chunk, self.now_s)) == []
+            assert self.take(self.receiver.rejected(peer, chunk, self.now_s)) == []
             return
         if chunk in self.requested.get(peer, ()):
             self.requested[peer].remove(chunk)
             self.suggested[peer] &= ~(1 << chunk)
-        self.take(self.receiver.busy(peer, chunk, self.now_s))
+        self.take(self.receiver.rejected(peer, chunk, self.now_s))
 
     def has_room(self, peer: int) -> None:
         commands = self.take(self.receiver.unchoked(peer, self.now_s))

@@ -159,7 +159,7 @@ def test_a_new_id_shares_the_record_of_its_address_until_it_has_read_a_chunk() -
     source = Source()
     source.standing.took_back(HOG)
     assert source.standing.last(NEIGHBOUR) and not source.standing.last(HONEST)
-    assert source.standing.waits(Reader("bad", "new"))
+    assert source.standing.comes_last(Reader("bad", "new"))
     source.sent[str(NEIGHBOUR)] += MIB
     source.passes(STEP_S)
     assert not source.standing.last(NEIGHBOUR)

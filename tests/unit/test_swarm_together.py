@@ -235,7 +235,7 @@ class World:
     def busy(self, node: Node, source: Node, chunk: int) -> None:
         if node.hog:
             return
-        self.do(node, node.receiver.busy(source.number, chunk, self.now_s))
+        self.do(node, node.receiver.rejected(source.number, chunk, self.now_s))
 
     def unchoked(self, node: Node, source: Node) -> None:
         if node.hog:

@@ -22,12 +22,12 @@ def coordinated(layers: int = 6) -> tuple[TransferMachine, Driver]:
     driver.take(machine.start())
     machine.coordinate()
     for number, source in enumerate(SOURCES):
-        driver.take(machine.add_connection(number, 4, source=source))
+        driver.take(machine.add_connection(number, 4, 0.0, source=source))
     return machine, driver
 
 
 def allow(machine: TransferMachine, driver: Driver, source: str, chunk: int) -> bool:
-    commands = machine.allow(source, chunk)
+    commands = machine.allow(source, chunk, 0.0)
     driver.take(commands or [])
     return commands is not None
 
@@ -44,7 +44,7 @@ def test_a_chunk_allowed_by_a_source_without_a_connection_waits_for_one() -> Non
     machine, driver = coordinated()
     assert allow(machine, driver, "d", 2)
     assert not driver.in_flight
-    driver.take(machine.add_connection(9, 4, source="d"))
+    driver.take(machine.add_connection(9, 4, 0.0, source="d"))
     assert [(part.chunk, connection) for part, connection in driver.in_flight.items()] == [(2, 9)]
 
 
@@ -64,7 +64,7 @@ def test_another_source_takes_over_once_the_late_read_has_ended() -> None:
     assert list(driver.in_flight.values()) == [0]  # two can't write to one place
     assert machine.withdraw("a", 0) == [0]
     driver.lost.add(0)
-    driver.take(machine.connection_lost(0, PeerLostError("slow", peer="a")))
+    driver.take(machine.connection_lost(0, PeerLostError("slow", peer="a"), 0.0))
     driver.failed(part, ClosedError("closed"))
     assert [(part.chunk, connection) for part, connection in driver.in_flight.items()] == [(0, 1)]
 
@@ -81,7 +81,7 @@ def test_a_source_that_sends_wrong_bytes_allows_the_chunk_no_longer() -> None:
 
 def test_in_free_reading_every_source_is_read_from() -> None:
     machine, driver = coordinated(3)
-    driver.take(machine.read_freely())
+    driver.take(machine.read_freely(0.0))
     assert {part.chunk for part in driver.in_flight} == {0, 1, 2}
 
 
@@ -114,12 +114,14 @@ def test_any_order_of_allows_and_losses_ends_with_every_chunk_once(seed: int) ->
             source = rng.choice(SOURCES)
             for connection in machine.withdraw(source, rng.randrange(len(driver.grid))):
                 driver.lost.add(connection)
-                driver.take(machine.connection_lost(connection, PeerLostError("late", peer=source)))
-                driver.take(machine.add_connection(connections, 4, source=source))
+                driver.take(
+                    machine.connection_lost(connection, PeerLostError("late", peer=source), 0.0)
+                )
+                driver.take(machine.add_connection(connections, 4, 0.0, source=source))
                 connections += 1
         for number in set(driver.dropped):  # a liar comes back under another number
             driver.dropped.remove(number)
-            driver.take(machine.add_connection(connections, 4, source=rng.choice(SOURCES)))
+            driver.take(machine.add_connection(connections, 4, 0.0, source=rng.choice(SOURCES)))
             connections += 1
     assert driver.completed
     assert driver.failure is None

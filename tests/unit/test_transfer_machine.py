@@ -152,7 +152,9 @@ def test_every_chunk_lands_once_whatever_happens(
     for connection, depth in enumerate(depths):
         rate = rng.choice((0.0, 1e6, 1e9, 1e11))
         driver.take(
-            machine.add_connection(connection, depth, source=f"s{connection}", bytes_per_s=rate)
+            machine.add_connection(
+                connection, depth, 0.0, source=f"s{connection}", bytes_per_s=rate
+            )
         )
     driver.take(machine.no_more_connections())
     survivor = 0  # never lost and never lies, so the pull must end well
@@ -187,7 +189,7 @@ def test_chunks_are_read_in_order_and_layers_become_ready_in_order(layers: list[
     machine = machine_of(grid)
     driver = Driver(machine, grid)
     driver.take(machine.start())
-    driver.take(machine.add_connection(0, 1))
+    driver.take(machine.add_connection(0, 1, 0.0))
     read = []
     while driver.in_flight:
         (part,) = driver.in_flight
@@ -206,9 +208,9 @@ def whole(chunk: int) -> Part:
 def test_a_wrong_chunk_is_read_from_another_source() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
-    assert machine.add_connection(0, 1, source="a") == [Assign(0, (whole(0),))]
-    assert machine.add_connection(1, 1, source="a") == []
-    assert machine.add_connection(2, 1, source="b") == []
+    assert machine.add_connection(0, 1, 0.0, source="a") == [Assign(0, (whole(0),))]
+    assert machine.add_connection(1, 1, 0.0, source="a") == []
+    assert machine.add_connection(2, 1, 0.0, source="b") == []
     assert land(machine, 0, whole(0), right=False) == [Assign(2, (whole(0),))]
     assert machine.retries == 1
 
@@ -216,8 +218,8 @@ def test_a_wrong_chunk_is_read_from_another_source() -> None:
 def test_the_only_source_is_read_from_again_and_dropped_after_two_wrong_chunks() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
-    machine.add_connection(0, 1, source="a")
-    machine.add_connection(1, 1, source="a")
+    machine.add_connection(0, 1, 0.0, source="a")
+    machine.add_connection(1, 1, 0.0, source="a")
     machine.no_more_connections()
     assert land(machine, 0, whole(0), right=False) == [Assign(0, (whole(0),))]
     first, *between, failed = land(machine, 0, whole(0), right=False)
@@ -236,13 +238,13 @@ def test_a_wrong_chunk_of_two_senders_is_read_from_one_to_know_which_is_at_fault
     machine = machine_of(grid)
     machine.start()
     driver = Driver(machine, grid)
-    driver.take(machine.add_connection(0, 1, source="a", bytes_per_s=1e6))
+    driver.take(machine.add_connection(0, 1, 0.0, source="a", bytes_per_s=1e6))
     (part,) = driver.in_flight
     # Two connections of one speed share the chunk when it comes back.
-    machine.connection_lost(0, PeerLostError("gone"))
+    machine.connection_lost(0, PeerLostError("gone"), 0.0)
     driver.lost.add(0)
-    driver.take(machine.add_connection(1, 1, source="b", bytes_per_s=1e6))
-    driver.take(machine.add_connection(2, 1, source="c", bytes_per_s=1e6))
+    driver.take(machine.add_connection(1, 1, 0.0, source="b", bytes_per_s=1e6))
+    driver.take(machine.add_connection(2, 1, 0.0, source="c", bytes_per_s=1e6))
     driver.failed(part, ClosedError("closed"))
     assert sorted(driver.in_flight.values()) == [1, 2]
     for part in list(driver.in_flight):
@@ -258,25 +260,25 @@ def test_a_wrong_chunk_of_two_senders_is_read_from_one_to_know_which_is_at_fault
 def test_the_loss_of_the_last_connection_waits_while_another_may_come() -> None:
     machine = machine_of(grid_of([2]))
     machine.start()
-    machine.add_connection(0, 4)  # half of its depth until it was seen to be fast
+    machine.add_connection(0, 4, 0.0)  # half of its depth until it was seen to be fast
     gone = PeerLostError("gone")
-    assert machine.connection_lost(0, gone) == []
-    assert machine.add_connection(1, 4) == []  # the lost one may still write there
-    assert machine.failed(0, whole(1), gone) == [Assign(1, (whole(1),))]
-    assert machine.failed(0, whole(0), gone) == [Assign(1, (whole(0),))]
+    assert machine.connection_lost(0, gone, 0.0) == []
+    assert machine.add_connection(1, 4, 0.0) == []  # the lost one may still write there
+    assert machine.failed(0, whole(1), gone, 0.0) == [Assign(1, (whole(1),))]
+    assert machine.failed(0, whole(0), gone, 0.0) == [Assign(1, (whole(0),))]
     machine.no_more_connections()
-    assert machine.connection_lost(1, gone) == []
+    assert machine.connection_lost(1, gone, 0.0) == []
     assert land(machine, 1, whole(0)) == []
-    assert machine.failed(1, whole(1), gone) == [Fail((gone, gone))]
+    assert machine.failed(1, whole(1), gone, 0.0) == [Fail((gone, gone))]
     assert machine.retries == 3
 
 
 def test_the_last_read_of_a_lost_connection_may_complete_the_pull() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
-    machine.add_connection(0, 1)
+    machine.add_connection(0, 1, 0.0)
     machine.no_more_connections()
-    assert machine.connection_lost(0, PeerLostError("gone")) == []
+    assert machine.connection_lost(0, PeerLostError("gone"), 0.0) == []
     assert land(machine, 0, whole(0)) == [LayerReady(0)]
     assert machine.ended
 
@@ -284,21 +286,21 @@ def test_the_last_read_of_a_lost_connection_may_complete_the_pull() -> None:
 def test_the_pull_fails_when_the_last_lost_connection_has_ended() -> None:
     machine = machine_of(grid_of([2]))
     machine.start()
-    machine.add_connection(0, 1)
+    machine.add_connection(0, 1, 0.0)
     machine.no_more_connections()
     gone = PeerLostError("gone")
-    assert machine.connection_lost(0, gone) == []
+    assert machine.connection_lost(0, gone, 0.0) == []
     assert land(machine, 0, whole(0)) == [Fail((gone,))]
 
 
 def test_a_read_that_keeps_failing_ends_its_connection() -> None:
     machine = machine_of(grid_of([1]))
     machine.start()
-    machine.add_connection(0, 1)
+    machine.add_connection(0, 1, 0.0)
     machine.no_more_connections()
     commands: list[Command] = []
     for _ in range(10):
-        commands = machine.failed(0, whole(0), PeerProtocolError("no"))
+        commands = machine.failed(0, whole(0), PeerProtocolError("no"), 0.0)
         if machine.ended:
             break
     assert isinstance(commands[-1], Fail)
@@ -365,14 +367,14 @@ def test_a_model_without_bytes_is_complete_at_once() -> None:
     machine = machine_of(grid_of([0, 0]))
     assert machine.start() == [LayerReady(0), LayerReady(1)]
     assert machine.ended
-    assert machine.add_connection(0, 4) == []
+    assert machine.add_connection(0, 4, 0.0) == []
 
 
 def test_what_is_there_already_is_not_read() -> None:
     machine = machine_of(grid_of([1, 1]))
     machine.start()
     assert machine.already_landed([0]) == ([0], [LayerReady(0)])
-    assert machine.add_connection(0, 4) == [Assign(0, (whole(1),))]
+    assert machine.add_connection(0, 4, 0.0) == [Assign(0, (whole(1),))]
     assert machine.already_landed([0]) == ([], [])
     assert machine.already_landed([1]) == ([], [])  # it is being read
     assert land(machine, 0, whole(1)) == [LayerReady(1)]
@@ -385,11 +387,11 @@ def test_abort_ends_it_once() -> None:
     cause = PeerLostError("enough")
     assert machine.abort(cause) == [Fail((cause,))]
     assert machine.abort(cause) == []
-    assert machine.add_connection(0, 1) == []
+    assert machine.add_connection(0, 1, 0.0) == []
 
 
 def test_one_number_is_one_connection() -> None:
     machine = machine_of(grid_of([1]))
-    machine.add_connection(0, 1)
+    machine.add_connection(0, 1, 0.0)
     with pytest.raises(ValueError, match="there already"):
-        machine.add_connection(0, 1)
+        machine.add_connection(0, 1, 0.0)

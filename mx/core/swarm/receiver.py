@@ -36,10 +36,8 @@ from mx.core.swarm.commands import (
     Request,
 )
 from mx.core.swarm.free import FREE_S, FreeReading
+from mx.core.swarm.slots import WIDTH
 
-#: Requests outstanding, as many as a source serves at a time (`mx.core.swarm.slots.WIDTH`). Two
-#: hide the round trips of a network of up to 1 Gbit/s; docs/swarm.md has those for faster ones.
-WIDTH = 2
 #: New chunks are announced to neighbours this long after the first of them has landed ...
 ANNOUNCE_S = 0.05
 #: ... or, where chunks come faster, after this part of the giver's time per chunk.
@@ -98,15 +96,17 @@ class Receiver:
         Args:
             chunks: How many chunks the model has.
             holdings: The chunks that are verified here; the caller reports each change by `landed`.
-            width: How many requests may be outstanding. Late ones, which may never be answered,
-                don't count.
+            width: How many requests may be outstanding: as many as a source serves at a time. Late
+                ones, which may never be answered, don't count.
             free_s: Seconds without a chunk after which chunks are read without a request.
         """
         self.width = width
         self._holdings = holdings
         self._all = (1 << chunks) - 1
         self._free = FreeReading(free_s)
-        self._taken: set[tuple[int, int]] = set()  # (peer, chunk) that are read without a request
+        self._unrequested: set[tuple[int, int]] = (
+            set()
+        )  # (peer, chunk) that are read without a request
         self._wanted = self._all & ~holdings.bits  # neither held, requested nor suggested
         self._requests = 0  # outstanding, and not late
         self._late: set[tuple[int, int]] = set()  # (peer, chunk): the others that are outstanding
@@ -203,11 +203,11 @@ class Receiver:
         self._suggestions.append((peer, chunk))
         return self.plan(now_s)
 
-    def busy(self, peer: int, chunk: int, now_s: float) -> list[Command]:
+    def rejected(self, peer: int, chunk: int, now_s: float) -> list[Command]:
         """Turn to other peers: the neighbour rejects the request, or takes its slot back. A read
         that runs may still complete."""
         state = self._peers.get(peer)
-        if state is None or (peer, chunk) in self._taken:
+        if state is None or (peer, chunk) in self._unrequested:
             return []
         if state.requested.pop(chunk, None) is None:
             return []
@@ -251,7 +251,7 @@ class Receiver:
         self._free.landed(now_s)
         for other in self._requesters.pop(chunk, ()):
             state = self._peers[other]
-            if other == peer and state.whole and (other, chunk) not in self._taken:
+            if other == peer and state.whole and (other, chunk) not in self._unrequested:
                 self._free.slot_given()
             self._ended(other, chunk)
             seconds = now_s - state.requested.pop(chunk)
@@ -364,7 +364,7 @@ class Receiver:
             self._wanted |= (1 << chunk) & ~self.held
 
     def _ended(self, number: int, chunk: int) -> None:
-        self._taken.discard((number, chunk))
+        self._unrequested.discard((number, chunk))
         if (number, chunk) in self._late:
             self._late.remove((number, chunk))
         else:
@@ -387,7 +387,7 @@ class Receiver:
                 len(requesters) == 1
                 and now_s - self._peers[requesters[0]].requested[chunk] > limit_s
             ):
-                commands += self._again(requesters[0], chunk, now_s)
+                commands += self._request_elsewhere(requesters[0], chunk, now_s)
         commands += self.plan(now_s)
         if not self._requests and self._wanted:
             for peer in self._peers.values():
@@ -396,7 +396,7 @@ class Receiver:
             commands += self.plan(now_s)
         return commands + self._read_freely(now_s, limit_s)
 
-    def _again(self, late: int, chunk: int, now_s: float) -> list[Command]:
+    def _request_elsewhere(self, late: int, chunk: int, now_s: float) -> list[Command]:
         """Request a late chunk from another peer. If no other can give it, its request does not
         count as outstanding, so that other chunks are requested."""
         able = [
@@ -428,7 +428,7 @@ class Receiver:
         if not (self._free.due(now_s) and whole and self.left and self.width):
             return []
         commands: list[Command] = []
-        for number, chunk in list(self._taken):
+        for number, chunk in list(self._unrequested):
             slow = now_s - self._peers[number].requested[chunk] > max(self._free.after_s, limit_s)
             if not slow or len(whole) == 1:
                 return []
@@ -443,7 +443,7 @@ class Receiver:
         given_up = [self._give_up(requested, chunk) for requested in self.requested(chunk)]
         commands += [each for each in given_up if each.peer != source]
         self._request(source, chunk, now_s)
-        self._taken.add((source, chunk))
+        self._unrequested.add((source, chunk))
         return [*commands, ReadFreely(source, chunk)]
 
     def _give_up(self, number: int, chunk: int) -> Cancel:

@@ -13,7 +13,8 @@ from mx.core.swarm.standing import Reader, Slot, Standing
 
 #: Reads that a source serves at a time. Few, since one read at full speed and then the next bring
 #: each chunk to a second holder sooner than both at half speed; but a single one leaves the link
-#: idle from its end until the next request.
+#: idle from its end until the next request. A reader has as many requests outstanding: two hide the
+#: round trips of a network of up to 1 Gbit/s; docs/swarm.md has those for faster ones.
 WIDTH = 2
 #: How many interested readers are unchoked at a time. Some have found another source by then.
 UNCHOKE_BATCH = 6

@@ -219,9 +219,9 @@ class Standing:
 
     def last(self, number: int) -> bool:
         """Return True if the reader comes after all others now."""
-        return bool(self._records) and self.waits(self.reader(number))
+        return bool(self._records) and self.comes_last(self.reader(number))
 
-    def waits(self, reader: Reader) -> bool:
+    def comes_last(self, reader: Reader) -> bool:
         """Return True if a reader with this id and address comes after all others now."""
         record = self._records.get(reader)
         if record is not None and (record.proven or record.last_until_s > self._now_s):

@@ -1,0 +1,73 @@
+"""Which source a chunk may be read from. Events in, answers out; no IO, no clock.
+
+A chunk is read only from a source that allows it: each source allows everything by default, and
+nothing by default once reading is coordinated. A chunk that came wrong is not read from the same
+source again while another may give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ReadRights:
+    """One pull's. Sets of chunks are bit sets."""
+
+    def __init__(self, chunk_count: int) -> None:
+        self._default = self._all = (1 << chunk_count) - 1
+        self._allowed: dict[str, int] = {}  # source -> chunks, where it is not the default
+        self._refused: dict[int, set[str]] = {}  # chunk -> sources that sent it wrong
+
+    @property
+    def coordinated(self) -> bool:
+        """Return True while sources allow nothing by default."""
+        return not self._default
+
+    def coordinate(self) -> None:
+        """From now on a source allows nothing by default."""
+        if self._default:
+            self._default = 0
+            self._allowed.clear()
+
+    def read_freely(self) -> None:
+        """From now on every source allows everything."""
+        self._default = self._all
+        self._allowed.clear()
+
+    def allow(self, source: str, chunk: int) -> None:
+        """Let the chunk be read from this source."""
+        self._allowed[source] = self.allowed(source) | 1 << chunk
+
+    def withdraw(self, source: str, chunk: int) -> None:
+        """In coordinated reading, let the chunk not be read from this source any more."""
+        if self.coordinated:
+            self._allowed[source] = self.allowed(source) & ~(1 << chunk)
+
+    def verified(self, chunk: int) -> None:
+        """Let the chunk be read from no source that allows it by name: it is here."""
+        for source in self._allowed:
+            self._allowed[source] &= ~(1 << chunk)
+
+    def refuse(self, source: str, chunk: int) -> None:
+        """Record that the source sent the chunk wrong."""
+        self._refused.setdefault(chunk, set()).add(source)
+
+    def allowed(self, source: str) -> int:
+        """Return the chunks that the source allows."""
+        return self._allowed.get(source, self._default)
+
+    def all_of(self, allowed: int) -> bool:
+        """Return True if these are all chunks of the model."""
+        return allowed == self._all
+
+    def may_read(self, source: str, chunk: int, others: Iterable[str]) -> bool:
+        """Return True if the chunk may be read from this source now; `others` are the sources of
+        all open connections."""
+        if not self.allowed(source) >> chunk & 1:
+            return False
+        refused = self._refused.get(chunk)
+        return (
+            not refused
+            or source not in refused
+            or all(other in refused for other in others if self.allowed(other) >> chunk & 1)
+        )
