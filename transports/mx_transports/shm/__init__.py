@@ -32,10 +32,7 @@ from mx.transport import (
     Unavailable,
     Viable,
 )
-from mx_transports.shm.exposure import ShmExposure
-from mx_transports.shm.session import ShmSession, ShmSource
-from mx_transports.toolkit import kernel
-from mx_transports.toolkit.local import LocalTicket, same_user
+from mx_transports.toolkit.reach import same_user
 
 __all__ = ["ShmTransport"]
 
@@ -48,6 +45,8 @@ class ShmTransport:
     def probe(self) -> Viable | Unavailable:
         if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
             return Unavailable("shm needs Linux 5.3 or later (memfd_create, pidfd_open)")
+        from mx_transports.toolkit import kernel
+
         if not kernel.can_read_processes():
             return Unavailable("shm needs a C library with process_vm_readv")
         return Viable("memfd, process_vm_readv")
@@ -64,6 +63,8 @@ class ShmTransport:
         Raises:
             LocalError: There are too many regions, or there is no socket to be had.
         """
+        from mx_transports.shm.exposure import ShmExposure
+
         return ShmExposure(regions, options)
 
     def open(self, grant: Grant) -> Session:
@@ -72,6 +73,9 @@ class ShmTransport:
         Raises:
             SourceError: The source can't be reached, or its memory can't be read.
         """
+        from mx_transports.shm.session import ShmSession, ShmSource
+        from mx_transports.toolkit.local import LocalTicket
+
         source = ShmSource(grant.peer, LocalTicket(grant.ticket, grant.peer))
         try:
             source.connect(grant.stall_timeout_s)

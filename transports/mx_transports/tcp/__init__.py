@@ -20,11 +20,7 @@ from mx.transport import (
     Unavailable,
     Viable,
 )
-from mx_transports.tcp.exposure import TcpExposure
-from mx_transports.tcp.session import TcpSession
-from mx_transports.tcp.wire import MAGIC
-from mx_transports.toolkit import dial
-from mx_transports.toolkit.tls import tls_context
+from mx_transports.toolkit.reach import one_network
 
 __all__ = ["TcpTransport"]
 
@@ -45,7 +41,7 @@ class TcpTransport:
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path between any two places with addresses; those that have none but of loopback
         are reached on their own machine only."""
-        local = dial.one_network(here, there)
+        local = one_network(here, there)
         if here.device != "cpu" or there.device != "cpu" or local is None:
             return None
         if local:
@@ -59,6 +55,9 @@ class TcpTransport:
             LocalError: A host can't be listened on, or memory is on a device.
             ConfigError: A TLS file can't be used.
         """
+        from mx_transports.tcp.exposure import TcpExposure
+        from mx_transports.toolkit.tls import tls_context
+
         tls = tls_context(options.tls, server=True) if options.tls else None
         return TcpExposure(regions, options, tls)
 
@@ -69,4 +68,8 @@ class TcpTransport:
             SourceError: The source can't be reached, or does not let us in.
             ConfigError: A TLS file can't be used.
         """
+        from mx_transports.tcp.session import TcpSession
+        from mx_transports.tcp.wire import MAGIC
+        from mx_transports.toolkit import dial
+
         return TcpSession(grant, dial.open_streams(MAGIC, grant))

@@ -8,7 +8,6 @@ import ssl
 from collections.abc import Sequence
 
 from mx.core.locality import own_addresses
-from mx.core.topology import Place
 from mx.errors import (
     PeerLostError,
     PeerProtocolError,
@@ -18,33 +17,9 @@ from mx.errors import (
 )
 from mx.transport import Grant
 from mx_transports.toolkit import framing, proof
+from mx_transports.toolkit.reach import is_loopback
 from mx_transports.toolkit.stream import SocketStream
 from mx_transports.toolkit.tls import tls_context
-
-
-def only_loopback(place: Place) -> bool:
-    """Return True if a place has no address that other machines reach."""
-    return all(is_loopback(address) for address in place.addresses)
-
-
-def is_loopback(address: str) -> bool:
-    """Return True for an IP address of loopback, and for its name."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def one_network(here: Place, there: Place) -> bool | None:
-    """Say how sockets get from one place to another.
-
-    Returns:
-        True within one network namespace of one machine, False over the network, None where they
-        don't: one of them has addresses of loopback only.
-    """
-    if (here.boot_id, here.net_namespace) == (there.boot_id, there.net_namespace):
-        return True
-    return None if only_loopback(here) or only_loopback(there) else False
 
 
 def addresses(ticket: framing.Ticket, grant: Grant) -> list[tuple[str, int]]:

@@ -16,7 +16,6 @@ import socket
 import struct
 
 from mx import forks
-from mx.core.topology import Place
 from mx.errors import LocalError, PeerLostError, PeerProtocolError, PeerTimeoutError
 from mx.transport import ExposeOptions
 from mx_transports.toolkit import framing, kernel
@@ -31,14 +30,6 @@ CONTROL = struct.Struct("=QQ")
 CONTROL_BYTES = mmap.PAGESIZE
 _CONTROL_NAME = "mx-control"
 forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_CONTROL_NAME}"))
-
-
-def same_user(here: Place, there: Place) -> bool:
-    """Return True if two processes can pass descriptors to each other, and the kernel vouches for
-    their user: one kernel, the same network, process and user namespaces, one uid."""
-    if not here.boot_id or here.uid < 0 or here.same_host_key != there.same_host_key:
-        return False
-    return (here.uid, here.user_namespace) == (there.uid, there.user_namespace)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:

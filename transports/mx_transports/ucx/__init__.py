@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mx.core.topology import Place
-from mx.errors import LocalError, NotAllowedError, PeerProtocolError, PeerRefusedError
+from mx.errors import LocalError
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,
@@ -26,23 +26,7 @@ from mx.transport import (
     Unavailable,
     Viable,
 )
-from mx_transports.toolkit import dial, framing
-from mx_transports.toolkit.stream import SocketStream
-from mx_transports.toolkit.tls import tls_context
-from mx_transports.ucx import nixl
-from mx_transports.ucx.exposure import UcxExposure
-from mx_transports.ucx.session import UcxSession
-from mx_transports.ucx.wire import (
-    FAILED,
-    INFO,
-    MAGIC,
-    MAX_INFO_BYTES,
-    READY,
-    STARTING,
-    AgentInfo,
-    decode_info,
-    reader_device,
-)
+from mx_transports.toolkit.reach import one_network, only_loopback
 
 __all__ = ["UcxTransport"]
 
@@ -65,6 +49,8 @@ class UcxTransport:
     name = "ucx"
 
     def probe(self) -> Viable | Unavailable:
+        from mx_transports.ucx import nixl
+
         found = nixl.find()
         if found is None:
             return Unavailable(_NOT_INSTALLED)
@@ -73,12 +59,12 @@ class UcxTransport:
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return a path as tcp does: between any two places with addresses; those that have none
         but of loopback are reached on their own machine only."""
-        local = dial.one_network(here, there)
+        local = one_network(here, there)
         if here.device != "cpu" or there.device != "cpu" or local is None:
             return None
         if local:
             # They meet on loopback only if that is where one of them is.
-            trusting = not any(dial.only_loopback(place) for place in (here, there))
+            trusting = not any(only_loopback(place) for place in (here, there))
             return Path(self.name, LOOPBACK_GB_PER_S, detail="one machine", trusting=trusting)
         return Path(
             self.name,
@@ -98,6 +84,10 @@ class UcxTransport:
                 listened on.
             ConfigError: A TLS file can't be used.
         """
+        from mx_transports.toolkit.tls import tls_context
+        from mx_transports.ucx import nixl
+        from mx_transports.ucx.exposure import UcxExposure
+
         found = nixl.find()
         if found is None:
             raise LocalError(_NOT_INSTALLED)
@@ -113,45 +103,6 @@ class UcxTransport:
             NotAllowedError: The source is beyond loopback, and `trusted_fabric` is not set.
             ConfigError: A TLS file can't be used.
         """
-        ticket = framing.decode_ticket(grant.ticket, grant.peer)
-        addresses = dial.addresses(ticket, grant)
-        beyond = [host for host, _ in addresses if not dial.is_loopback(host)]
-        if beyond and not grant.trusted_fabric:
-            raise NotAllowedError(
-                f"{grant.peer} by ucx: it enforces no bounds, and {beyond[0]} is not this machine",
-                hint="say `trusted_fabric`, if everybody who reaches that network is trusted",
-            )
-        tls = tls_context(grant.tls, server=False) if grant.tls else None
-        stream = dial.connect_any(MAGIC, list(addresses), addresses, ticket, grant, tls)
-        agent: nixl.TargetAgent | None = None
-        try:
-            nixl.load(grant.peer)  # while the source starts its agent
-            dial.greet(MAGIC, stream, grant)
-            info = _receive_info(stream, grant.peer)
-            device = reader_device(grant.place, stream.local_host, info.devices)
-            agent = nixl.TargetAgent(grant.peer, device)
-            agent.connect(info.metadata)
-        except BaseException as error:
-            stream.close()
-            if agent is not None:
-                agent.close()
-            if isinstance(error, OSError):
-                raise dial.translate(error, grant.peer, grant.peer) from error
-            raise
-        return UcxSession(grant, stream, agent, info)
+        from mx_transports.ucx.opening import open_session
 
-
-def _receive_info(stream: SocketStream, peer: str) -> AgentInfo:
-    """Wait for the source's agent, however long it starts while the source says so."""
-    while True:
-        kind, nbytes = INFO.unpack(stream.receive(INFO.size))
-        if nbytes > MAX_INFO_BYTES:
-            raise PeerProtocolError(f"{peer}: {nbytes} bytes about an agent", peer=peer)
-        data = stream.receive(nbytes)
-        if kind == READY:
-            return decode_info(bytes(data), peer)
-        if kind == FAILED:
-            said = bytes(data[:500]).decode(errors="replace")
-            raise PeerRefusedError(f"{peer} by ucx: {said}", peer=peer)
-        if kind != STARTING:
-            raise PeerProtocolError(f"{peer}: {kind} is no kind of answer", peer=peer)
+        return open_session(grant)

@@ -19,9 +19,9 @@ from mx import config
 from mx.errors import LocalError, NotAllowedError
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions
 from mx_transports.toolkit import kernel
-from mx_transports.toolkit.dial import is_loopback
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
 from mx_transports.toolkit.listeners import listen
+from mx_transports.toolkit.reach import is_loopback
 from mx_transports.toolkit.stream import SocketStream
 from mx_transports.ucx import nixl
 from mx_transports.ucx.agent_process import AgentProcess
@@ -65,7 +65,7 @@ class UcxExposure(SocketExposure):
         if beyond and not options.trusted_fabric:
             raise NotAllowedError(
                 f"ucx enforces no bounds, and {beyond[0]} can be reached from other machines",
-                hint="say `trusted_fabric`, if everybody who reaches that network is trusted",
+                hint="set `trusted_fabric` if every host on that network is trusted",
             )
         if len(regions) > MAX_REGIONS:
             raise LocalError(f"ucx exposes at most {MAX_REGIONS} regions, not {len(regions)}")

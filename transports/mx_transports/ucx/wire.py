@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
 from mx.core.topology import Nic, Place
 from mx.errors import PeerProtocolError
-from mx_transports.toolkit.dial import is_loopback
+from mx_transports.toolkit.reach import is_loopback
 
 MAGIC = b"mxucx\0\0\1"
 

@@ -14,7 +14,7 @@ from mx.transport import Grant
 from mx_transports.toolkit.cuda.maps import Maps
 from mx_transports.toolkit.cuda.remote import GpuTicket, RemoteMemory, translated
 from mx_transports.toolkit.cuda.session import GpuSession
-from mx_transports.toolkit.local import same_user
+from mx_transports.toolkit.reach import same_user
 
 CPU = "cpu"
 

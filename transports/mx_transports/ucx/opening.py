@@ -1,0 +1,69 @@
+"""Opens a session: the dial, the hello, and the exchange of the agents' metadata."""
+
+from __future__ import annotations
+
+from mx.errors import NotAllowedError, PeerProtocolError, PeerRefusedError
+from mx.transport import Grant
+from mx_transports.toolkit import dial, framing
+from mx_transports.toolkit.reach import is_loopback
+from mx_transports.toolkit.stream import SocketStream
+from mx_transports.toolkit.tls import tls_context
+from mx_transports.ucx import nixl
+from mx_transports.ucx.session import UcxSession
+from mx_transports.ucx.wire import (
+    FAILED,
+    INFO,
+    MAGIC,
+    MAX_INFO_BYTES,
+    READY,
+    STARTING,
+    AgentInfo,
+    decode_info,
+    reader_device,
+)
+
+
+def open_session(grant: Grant) -> UcxSession:
+    """Connect to an exposure. Raises as `UcxTransport.open`."""
+    ticket = framing.decode_ticket(grant.ticket, grant.peer)
+    addresses = dial.addresses(ticket, grant)
+    beyond = [host for host, _ in addresses if not is_loopback(host)]
+    if beyond and not grant.trusted_fabric:
+        raise NotAllowedError(
+            f"{grant.peer} by ucx: it enforces no bounds, and {beyond[0]} is not this machine",
+            hint="set `trusted_fabric` if every host on that network is trusted",
+        )
+    tls = tls_context(grant.tls, server=False) if grant.tls else None
+    stream = dial.connect_any(MAGIC, list(addresses), addresses, ticket, grant, tls)
+    agent: nixl.TargetAgent | None = None
+    try:
+        nixl.load(grant.peer)  # while the source starts its agent
+        dial.greet(MAGIC, stream, grant)
+        info = _receive_info(stream, grant.peer)
+        device = reader_device(grant.place, stream.local_host, info.devices)
+        agent = nixl.TargetAgent(grant.peer, device)
+        agent.connect(info.metadata)
+    except BaseException as error:
+        stream.close()
+        if agent is not None:
+            agent.close()
+        if isinstance(error, OSError):
+            raise dial.translate(error, grant.peer, grant.peer) from error
+        raise
+    return UcxSession(grant, stream, agent, info)
+
+
+def _receive_info(stream: SocketStream, peer: str) -> AgentInfo:
+    """Wait for the source's agent, however long it starts while the source says so."""
+    while True:
+        kind, nbytes = INFO.unpack(stream.receive(INFO.size))
+        if nbytes > MAX_INFO_BYTES:
+            raise PeerProtocolError(f"{peer}: {nbytes} bytes about an agent", peer=peer)
+        data = stream.receive(nbytes)
+        if kind == READY:
+            return decode_info(bytes(data), peer)
+        if kind == FAILED:
+            said = bytes(data[:500]).decode(errors="replace")
+            raise PeerRefusedError(f"{peer} by ucx: {said}", peer=peer)
+        if kind != STARTING:
+            raise PeerProtocolError(f"{peer}: {kind} is no kind of answer", peer=peer)
