@@ -14,7 +14,7 @@ from mx.target.report import PullReport
 from mx.transport import Unavailable
 from mx.units import MIB
 
-from . import coordinator, harness, links
+from . import coordinator, harness, links, tls
 from .checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
 from .memory import source_overhead_nbytes, target_overhead_nbytes
 from .processes import Cluster
@@ -239,6 +239,7 @@ NAMES = (
     "attach",
     "copy",
     "tcp",
+    "tls",
     "ucx",
     "links",
     "cpu",
@@ -269,6 +270,7 @@ def run(
             "attach": lambda: attach_rows(cluster, rounds),
             "copy": lambda: copy_rows(cluster, nbytes, rounds),
             "tcp": lambda: [tcp_row(cluster, nbytes, rounds)],
+            "tls": lambda: tls.rows(checkpoint, _filled_memfd, nbytes, rounds, say),
             "ucx": lambda: ucx_rows(cluster, nbytes, rounds, say),
             "links": lambda: links.rows(folder, rounds, say),
             "cpu": lambda: links.cpu_rows(folder, rounds, say),

@@ -1,8 +1,9 @@
 """Measures bare TCP: k connections with a slice of the model each, hashed per MiB as it lands.
 
-The server is a process of its own that maps the same kind of memory as a source. There is no
-framing, no acknowledgement and no verification beyond the hash: any protocol over sockets is
-measured against this.
+The server is a process of its own that maps the same kind of memory as a source. With certificates
+each connection is wrapped by `ssl`, which must prove both ends. There is no framing, no
+acknowledgement and no verification beyond the hash: any protocol over sockets is measured against
+this.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from xxhash import xxh3_128_digest
@@ -23,19 +26,33 @@ _MIB = 1 << 20
 _HUGE = 2 << 20
 
 
-def _server(memfd: int, nbytes: int) -> None:
+def tls_context(files: Sequence[str], *, server: bool) -> ssl.SSLContext:
+    """Return a context of mutual TLS 1.3 from PEM files: certificate, key, CA."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    certificate, key, authority = files
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _server(memfd: int, nbytes: int, *tls: str) -> None:
+    context = tls_context(tls, server=True) if tls else None
     data = memoryview(mmap.mmap(memfd, nbytes, prot=mmap.PROT_READ))
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=_send, args=(connection, data), daemon=True).start()
+            threading.Thread(target=_send, args=(connection, data, context), daemon=True).start()
 
 
-def _send(connection: socket.socket, data: memoryview) -> None:
+def _send(connection: socket.socket, data: memoryview, context: ssl.SSLContext | None) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if context is not None:
+        connection = context.wrap_socket(connection, server_side=True)
     with connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        request = connection.recv(16, socket.MSG_WAITALL)
+        request = connection.recv(16)  # sent at once
         if len(request) == 16:
             start, end = struct.unpack("<QQ", request)
             connection.sendall(data[start:end])
@@ -44,10 +61,13 @@ def _send(connection: socket.socket, data: memoryview) -> None:
 class RawSockets:
     """A server process over `memfd`; `receive(k)` is one timed transfer over k connections."""
 
-    def __init__(self, memfd: int, nbytes: int) -> None:
+    def __init__(self, memfd: int, nbytes: int, tls: Sequence[str] = ()) -> None:
+        """`tls`: the PEM files of both ends: certificate, key, CA; none for plain sockets."""
         self.nbytes = nbytes
+        self._context = tls_context(tls, server=False) if tls else None
+        here = str(Path(__file__).resolve())
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, str(Path(__file__).resolve()), str(memfd), str(nbytes)],
+            [sys.executable, "-c", _MAIN, here, str(memfd), str(nbytes), *tls],
             pass_fds=[memfd],
             stdout=subprocess.PIPE,
         )
@@ -74,7 +94,11 @@ class RawSockets:
         return time.perf_counter() - start_s
 
     def _receive(self, target: memoryview, start: int, end: int) -> None:
-        with socket.create_connection(("127.0.0.1", self._port)) as connection:
+        connection = socket.create_connection(("127.0.0.1", self._port))
+        if self._context is not None:
+            connection = self._context.wrap_socket(connection, server_hostname="127.0.0.1")
+        flags = 0 if self._context is not None else socket.MSG_WAITALL
+        with connection:
             connection.sendall(struct.pack("<QQ", start, end))
             at = start
             while at < end:
@@ -82,7 +106,7 @@ class RawSockets:
                 piece = target[at:stop]
                 got = 0
                 while got < len(piece):
-                    count = connection.recv_into(piece[got:], 0, socket.MSG_WAITALL)
+                    count = connection.recv_into(piece[got:], 0, flags)
                     if not count:
                         raise ConnectionError("the reference server went away")
                     got += count
@@ -98,7 +122,8 @@ class RawSockets:
 
 _MAIN = """
 import runpy, sys
-runpy.run_path(sys.argv[1])["_server"](int(sys.argv[2]), int(sys.argv[3]))
+memfd, nbytes, *tls = sys.argv[2:]
+runpy.run_path(sys.argv[1])["_server"](int(memfd), int(nbytes), *tls)
 """
 
 
