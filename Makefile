@@ -2,6 +2,9 @@
 # (.venv-proto). The `ready` stamps make second runs quick.
 
 SHELL := /bin/bash
+# Tests and benchmarks start thousands of processes: each would compile all modules anew, which
+# takes longer than the rest of its start.
+unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-pythons chaos lint proto proto-check bench clean
 
