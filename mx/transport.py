@@ -219,8 +219,8 @@ class Sending(Protocol):
 
 @runtime_checkable
 class Witness(Protocol):
-    """An exposure that knows which grants are used. What readers say that they have fetched is
-    believed then only of those that have connected."""
+    """An exposure that knows which grants are used. A reader's reported bytes count only on grants
+    that it has connected with."""
 
     def used(self) -> Mapping[str, int]:
         """Return the payload bytes sent so far on each grant whose ticket was used to connect; 0
@@ -287,7 +287,7 @@ class Sink(Protocol):
     """Receives one read's progress, on the transport's threads, one call at a time.
 
     A sink may block, which holds up its own connection, and may call `read` of its session from
-    any method, as often as it likes. It should not raise. Where one does, the exception goes to
+    any method, any number of times. It should not raise. Where one does, the exception goes to
     `threading.excepthook`, as that of any thread; raised from `landed` or `done`, it may cost the
     connection that made the call. Then the reads that this connection had begun fail, with them the
     sink's own unless it is done; the session's other connections carry what is left, or it fails.
@@ -422,7 +422,7 @@ class Transport(Protocol):
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return the path between two places, None if there is none.
 
-        The same in both directions; no IO. It is asked before `probe`.
+        The same in both directions; no IO. It is called before `probe`.
         """
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
