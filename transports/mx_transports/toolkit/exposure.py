@@ -236,7 +236,7 @@ class SocketExposure(ABC):
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 if sock in self._unproved:
-                    self._hear(self._unproved[sock])
+                    self._receive(self._unproved[sock])
                 elif sock in self._listeners:
                     self._accept(sock)
                 elif sock in self._provers:
@@ -293,8 +293,8 @@ class SocketExposure(ABC):
         self._selector.unregister(unproved.sock)
         unproved.sock.close()
 
-    def _hear(self, unproved: _Unproved) -> None:
-        """Take what has come of a preamble."""
+    def _receive(self, unproved: _Unproved) -> None:
+        """Take the bytes of a preamble that have come."""
         try:
             if unproved.handshaking:
                 assert isinstance(unproved.sock, ssl.SSLSocket)

@@ -1,4 +1,4 @@
-"""process_vm_readv, preadv and memfd seals, their errors told apart."""
+"""process_vm_readv, preadv and memfd seals, with an error type for each failure."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class UcxTransport:
         if beyond and not grant.trusted_fabric:
             raise NotAllowedError(
                 f"{grant.peer} by ucx: it enforces no bounds, and {beyond[0]} is not this machine",
-                hint="say `trusted_fabric`, if everybody who reaches that network is trusted",
+                hint="set `trusted_fabric` if every host on that network is trusted",
             )
         tls = tls_context(grant.tls, server=False) if grant.tls else None
         stream = dial.connect_any(MAGIC, list(addresses), addresses, ticket, grant, tls)

@@ -1,4 +1,4 @@
-"""The parent's hold on an agent's process: started, watched, told what to do, ended.
+"""The parent's control of an agent's process: started, watched, commanded, ended.
 
 One thread per process does all of it. That thread starts the process, as the kernel ties "die
 with your parent" to the thread that forked, and lives until the process has been reaped.
@@ -130,7 +130,7 @@ class AgentProcess:
                 ours.close()
             with self._lock:
                 self.ended = True
-                # Readers that wait for it to start are told why it has not.
+                # Readers that still wait for its start are sent the reason instead.
                 for stream in self._users if self.metadata else ():
                     stream.abort()
             self.settled.set()
