@@ -176,8 +176,8 @@ class Hosts:
         return link
 
     def _wait_until_up(self, link: Link) -> None:
-        """The kernel tells of a carrier later than `ip link set up` returns, up to a second
-        (linkwatch); until then the interface counts as down for whoever asks."""
+        """Wait until both ends are up. The kernel reports the carrier up to a second after `ip link
+        set up` has returned (linkwatch); until then the interface is down."""
         end_s = time.monotonic() + _UP_TIMEOUT_S
         for host, device in zip((link.a, link.b), link.devices, strict=True):
             while (state := self._state(host, device)) != "UP":
@@ -215,7 +215,7 @@ class Hosts:
         _run("tc", "-n", namespace, *where, "tbf", *shape, "limit", str(queue))
 
     def mute(self, link: Link, sender: str) -> None:
-        """What `sender` puts into the link is lost without a word; the other way still works."""
+        """What `sender` puts into the link is dropped silently; the other way still works."""
         where = ("qdisc", "replace", "dev", link.device(sender), "root")
         _run("tc", "-n", self.namespace(sender), *where, "pfifo", "limit", "0")
 

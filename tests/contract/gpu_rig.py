@@ -59,7 +59,7 @@ def _ensure_driver(peers: bool) -> None:
 
 
 def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = True) -> Place:
-    """A process's place on "cpu" or on GPU "0", "1", as its topology would tell it."""
+    """A process's place on "cpu" or on GPU "0", "1", as its topology would report it."""
     uuids = [driver.device_uuid(ordinal) for ordinal in range(driver.device_count())]
     found = tuple(
         Gpu(
