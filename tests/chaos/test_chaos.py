@@ -77,7 +77,7 @@ def test_everything_is_drawn() -> None:
         (Fault(What.STOP, "c", 0.1, for_s=1.0, reading=True), True),
     ],
 )
-def test_who_has_no_excuse(fault: Fault, must: bool) -> None:
+def test_which_pulls_must_succeed(fault: Fault, must: bool) -> None:
     pull = PullSpec("t0", 0.0)
     assert Round(0, "loopback", "two", (pull,), (fault,)).must_succeed(pull) == must
     assert not Round(0, "loopback", "one", (pull,), (Fault(What.STOP, "s0", 0.1),)).must_succeed(

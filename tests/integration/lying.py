@@ -57,7 +57,7 @@ def manifests_digest(view: memoryview) -> bytes:
 
 
 def with_honest_chunks(held: HeldModel) -> HeldModel:
-    """The same bytes with chunk digests made to fit them: only the identity tells the lie."""
+    """The same bytes with chunk digests made to fit them: only the identity shows it."""
     grid = held.manifest.grid
     view = host_view(held.arena.view)
     digests = b""

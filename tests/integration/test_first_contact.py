@@ -1,4 +1,4 @@
-"""What somebody meets who uses mx for the first time: names, units, hints, reprs, no torch."""
+"""First use of mx: names, units, hints, reprs, no torch."""
 
 from __future__ import annotations
 

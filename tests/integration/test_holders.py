@@ -255,7 +255,7 @@ def test_a_holder_gives_what_it_has_resumed(lan: Lan) -> None:
 
 
 def test_an_open_pull_that_keeps_nothing_gives_side_files_too(lan: Lan) -> None:
-    """It is listed as whole, so whoever comes may want to write what it gives."""
+    """It is listed as whole, so a later reader may need them to write its output."""
     holder = lan.script(FIRST, OPEN)
     lan.until_listed(holder, lambda layers: layers.get(FIRST) == LAYERS)
     lan.stop_origin()
@@ -291,7 +291,7 @@ def test_a_holder_gives_what_it_has_reused(lan: Lan) -> None:
 
 @dataclass
 class Parts:
-    """Two that hold a part each, wait for the rest, and can't reach each other."""
+    """Two pulls that hold a part each, wait for the rest, and have no path between them."""
 
     lan: Lan
     holders: dict[str, HostCommand]

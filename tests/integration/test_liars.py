@@ -70,12 +70,12 @@ class Site:
         return self.links[host].address(host)
 
     def serve(self, host: str, **lies: Any) -> str:
-        """A source on this host; gives its endpoint."""
+        """Start a source on this host; return its endpoint."""
         at = (self.coordinator, self.address(host), json.dumps(lies))
         return self._help(host, "serve", *at).lines[0]
 
     def count(self, host: str, address: str | None = None) -> tuple[str, int, Helper]:
-        """A port there that nobody is to connect to."""
+        """Return a port there that must get no connection."""
         address = address or self.address(host)
         counter = self._help(host, "count", address)
         return address, int(counter.lines[0]), counter

@@ -1,7 +1,7 @@
 """A pull between hosts with several links: all are used, and one that fails costs only itself.
 
-Shares are judged with much room: on a busy machine a process's links are not as even as tc makes
-them.
+Shares are judged with a wide tolerance: on a busy machine a process's links are not as even as tc
+makes them.
 """
 
 from __future__ import annotations

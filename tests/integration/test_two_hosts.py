@@ -25,7 +25,7 @@ def test_a_model_crosses_the_network(
     serving = ("serve", str(checkpoint), "--model", "m", "--listen", f"{source_address}:0")
     source = run_in("near", *serving, *base)
     assert source.json()["endpoint"].startswith(source_address)
-    # The same machine, but another host as far as anyone can tell: no shared memory.
+    # The same machine, but another host by its places: no shared memory.
     out = tmp_path / "out"
     target = ("--listen", f"{target_address}:0", *base)
     report = run_in("far", "pull", "m", "--out", str(out), *target).json()

@@ -45,9 +45,9 @@ pytestmark = pytest.mark.integration
 
 LAYERS = 24
 
-#: Pulls, stops in the middle until it is told to go on, and says what it got: the versions that its
-#: tensors are of, or the error. "endless": without stopping, again and again, until it is told to
-#: end; "alone": into memory of its own, which makes it no part of a swarm.
+#: Pulls, stops in the middle until its standard input is closed, and prints the versions that its
+#: tensors are of, or the error. "endless": without stopping, again and again, until its standard
+#: input is closed; "alone": into memory of its own, which makes it no part of a swarm.
 READER = """
 import json, sys, threading
 from mx import api
@@ -213,7 +213,7 @@ def test_pulls_among_updates_are_of_one_generation_each(
             seen.append(list(each.lines()))
         for found in (*firsts, *(line for lines in seen for line in lines)):
             one_generation(found)
-        # Whoever began after the last update has got that.
+        # A pull that began after the last update has got that.
         assert [lines[-1].get("versions") for lines in seen] == [[6], [6]]
 
 

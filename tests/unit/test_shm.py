@@ -179,7 +179,7 @@ def test_another_process_in_the_source_s_place(bench: Bench) -> None:
         ({"pid": os.getppid()}, PeerProtocolError),
         ({"pid": 1 << 22}, PeerLostError),
         ({"start_ticks": 1}, PeerLostError),
-        ({"socket": "mx-shm-nobody"}, PeerLostError),
+        ({"socket": "mx-shm-no-listener"}, PeerLostError),
         ({"pid": "1"}, PeerProtocolError),
         ({"pid": -1}, PeerProtocolError),
         ({"socket": "x" * 200}, PeerProtocolError),
@@ -188,7 +188,7 @@ def test_another_process_in_the_source_s_place(bench: Bench) -> None:
             bench.open_ticket(grant_id, altered(ticket, **changes), source.sizes, tls=None)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_uid_is_not_let_in(bench: Bench) -> None:
     source = bench.source(4096)
     _, ticket = source.grant()
@@ -253,7 +253,7 @@ def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Ben
         assert all(is_closed(sock) for sock in idle)
 
 
-def test_a_reader_that_talks_out_of_turn_is_cut(bench: Bench) -> None:
+def test_a_reader_that_sends_an_unexpected_message_is_cut(bench: Bench) -> None:
     source = bench.source(4096)
     _, ticket = source.grant()
     document = json.loads(ticket)

@@ -58,7 +58,7 @@ def blocks_of(part: Part, *, right: bool = True) -> bytes:
 
 
 class Driver:
-    """Carries out the machine's commands, and checks that they agree with each other."""
+    """Carries out the machine's commands, and checks that they are consistent."""
 
     def __init__(self, machine: TransferMachine, grid: ChunkGrid) -> None:
         self.machine = machine

@@ -356,8 +356,8 @@ def test_a_reader_that_begins_reads_and_ends_none_is_cut_off(bench: Bench) -> No
         reader.recv(framing.HELLO.size, socket.MSG_WAITALL)
         kind = wire.STARTING
         while kind == wire.STARTING:
-            told = reader.recv(wire.INFO.size, socket.MSG_WAITALL)
-            kind, nbytes = wire.INFO.unpack(told)
+            header = reader.recv(wire.INFO.size, socket.MSG_WAITALL)
+            kind, nbytes = wire.INFO.unpack(header)
             reader.recv(nbytes, socket.MSG_WAITALL)
         assert kind == wire.READY
         begins = [
