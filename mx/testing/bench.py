@@ -186,7 +186,7 @@ class Recorder:
 
     @property
     def ends(self) -> int:
-        """How often the read was completed."""
+        """Return how often the read was completed."""
         return self.dones + len(self.failures)
 
     def _raise(self, method: str) -> None:

@@ -267,7 +267,7 @@ class WaitsForEver(FakeSession):
 
 @_session("peer_resumes")
 class SkipsAfterAPause(FakeSession):
-    """What should have come while the source paused never comes."""
+    """Loses the bytes that should have come while the source paused."""
 
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
         if not self.exposure.stops:
@@ -342,7 +342,7 @@ class ReachesUpwardsOnly(BrokenFake):
 
 @_session("close_cancels")
 class BlamesThePeer(FakeSession):
-    """What `close` ends is reported as if the peer had been lost."""
+    """Reports a read that `close` ends as if the peer had been lost."""
 
     def name(self, read: Read, error: MxError) -> MxError:
         if isinstance(error, ClosedError):

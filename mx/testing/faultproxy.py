@@ -82,7 +82,7 @@ class Direction:
             self._change.notify_all()
 
     def _apply(self, passage: _Passage, data: bytes) -> tuple[bytes, bool]:
-        """What becomes of `data`, the next bytes of a connection; and whether that is the end."""
+        """Return what the next bytes `data` of a connection become, and whether it ends there."""
         at, end = passage.at, passage.at + len(data)
         passage.at = end
         with self._change:

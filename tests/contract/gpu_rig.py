@@ -80,7 +80,7 @@ def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = Tru
 def harness(
     name: str, kind: Kind, driver: cuda.Driver, there: str, here: str, *, nvlinks: int = 0
 ) -> Harness:
-    """Of the transport that `name` makes: memory of `kind` on `there`, read from `here`."""
+    """Return a harness of the transport `name`: memory of `kind` on `there`, read from `here`."""
     return Harness(
         f"{HERE}:{name}",
         kind=kind,

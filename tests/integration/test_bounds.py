@@ -240,7 +240,7 @@ class Screen:
         os.close(slave)
 
     def read(self) -> bool:
-        """What is there now; False at the end."""
+        """Read what is there now; return False at the end."""
         while select.select([self._terminal], [], [], 0.05)[0]:
             try:
                 data = os.read(self._terminal, 65536)

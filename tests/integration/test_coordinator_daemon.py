@@ -306,7 +306,7 @@ def _openssl(folder: Path, arguments: str) -> None:
 
 
 async def is_not_let_in(address: str, tls: TlsFiles) -> None:
-    """The daemon does not answer who shows these, whatever a client of ours would say first."""
+    """Check that the daemon refuses a client with these files, without our client's own checks."""
     key, certificate, authority = (
         Path(path).read_bytes() for path in (tls.key, tls.certificate, tls.authority)
     )

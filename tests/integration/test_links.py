@@ -66,7 +66,7 @@ class Net:
         return [self.hosts.sent_nbytes(link, NEAR) for link in self.used]
 
     def carried(self, report: dict[str, Any]) -> list[int]:
-        """What the report says of each link."""
+        """Return the bytes that the report has for each link."""
         by_rail = {path["rail"]: path["bytes"] for path in report["paths"]}
         rails = [f"{link.device(FAR)}→{link.device(NEAR)}" for link in self.used]
         assert set(by_rail) <= set(rails)

@@ -67,7 +67,7 @@ Script = Callable[[Neighbour, str], Awaitable[None]]
 
 
 def stream(origin: api.Source, *scripts: Script) -> None:
-    """Run the scripts, each a neighbour of its own, at the same time."""
+    """Run the scripts at the same time, each as a neighbour of its own."""
 
     async def one(channel: Any, record: SourceRecord, script: Script) -> None:
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]

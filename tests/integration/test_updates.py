@@ -108,7 +108,7 @@ class Reader:
             yield json.loads(line)
 
     def begin(self) -> None:
-        """Until the first layer is there."""
+        """Wait until the first layer is there."""
         assert "layer" in next(self.lines()), "it ended before it began"
 
     def go_on(self) -> None:
@@ -116,7 +116,7 @@ class Reader:
         self.process.stdin.close()
 
     def outcome(self) -> dict[str, Any]:
-        """Of one that goes on."""
+        """Let it go on, and return what it printed last."""
         self.go_on()
         return [line for line in self.lines() if "layer" not in line][-1]
 
@@ -309,7 +309,7 @@ def test_without_a_coordinator_the_old_weights_are_served_on(run: Run) -> None:
         second.wait()
         _, third = start_coordinator(run, port=port)
         third.until(lambda: bool(api.list_sources("m", coordinator=address)), "source again")
-        # It knows of main.2, and nothing of main.
+        # It lists main.2, and not main.
         assert source.update(weights(3)).revision == "main.3"
         with api.pull("m", coordinator=address) as pull:
             assert versions_of(pull.state_dict()) == {3}

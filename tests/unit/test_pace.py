@@ -17,7 +17,7 @@ PART = 16 * MIB
 
 
 def bursts(streams: int, jitter: float, count: int = 24) -> list[float]:
-    """When the parts of parallel streams complete: `streams` nearly at once, again and again.
+    """Return when the parts of parallel streams complete: `streams` nearly at once, repeatedly.
     `jitter` is a part of what one part takes."""
     took_s = PART / SPEED
     return [

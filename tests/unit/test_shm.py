@@ -49,7 +49,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def as_nobody(code: str, *arguments: str) -> str:
-    """What `code` prints in a process that gives up being root at `become_nobody()`."""
+    """Return what `code` prints in a process that gives up being root at `become_nobody()`."""
     boot = (
         "import json, os, sys\n"
         "sys.path[:] = json.loads(sys.argv.pop())\n"
@@ -169,7 +169,7 @@ def test_memory_unmapped_in_the_middle_is_an_error(bench: Bench) -> None:
     memory.close()
 
 
-# --- who is who
+# --- identities
 
 
 def test_another_process_in_the_source_s_place(bench: Bench) -> None:

@@ -127,14 +127,14 @@ class World:
             self.do(node, node.receiver.plan(self.now_s))
 
     def request_all(self, hog: Node) -> None:
-        """Of each source that it knows."""
+        """Request a random chunk from each source that it knows."""
         for number in hog.knows:
             self.send(hog, self.nodes[number], self.requested, self.rng.randrange(self.chunks))
-            self.send(hog, self.nodes[number], self.wanting)
+            self.send(hog, self.nodes[number], self.interested)
         self.after(TICK_S, self.request_all, hog)
 
     def die(self, node: Node, notice_s: float) -> None:
-        """Unless it is the last to hold something."""
+        """End the node, unless it is the last to hold some chunk."""
         held = self.everything if node.number and self.nodes[ORIGIN].alive else 0
         for other in self.honest:
             if other.alive and other is not node:
@@ -143,9 +143,9 @@ class World:
             return
         node.alive = False
         for number in node.knows:
-            self.after(notice_s, self.mourn, self.nodes[number], node)
+            self.after(notice_s, self.forget, self.nodes[number], node)
 
-    def mourn(self, node: Node, dead: Node) -> None:
+    def forget(self, node: Node, dead: Node) -> None:
         if not node.alive or dead.number not in node.knows:
             return
         node.knows.discard(dead.number)
@@ -178,7 +178,7 @@ class World:
                 case ReadFreely(_, chunk):
                     self.send(node, peer, self.taken_freely, chunk)
                 case Interested():
-                    self.send(node, peer, self.wanting)
+                    self.send(node, peer, self.interested)
                 case _:
                     self.send(node, peer, self.not_interested)
         if node.receiver.announce_at_s is not None:
@@ -206,7 +206,7 @@ class World:
         reader.reads.add((source.number, chunk))
         self.after(source.pace_s * self.rng.uniform(0.5, 2), self.read, reader, source, chunk)
 
-    def wanting(self, source: Node, reader: Node) -> None:
+    def interested(self, source: Node, reader: Node) -> None:
         later = source.number == ORIGIN and not self.seeder.all_out
         self.answer(source, source.slots.interested(reader.number, later=later))
 

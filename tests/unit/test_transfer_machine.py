@@ -52,7 +52,7 @@ def machine_of(grid: ChunkGrid) -> TransferMachine:
 
 
 def blocks_of(part: Part, *, right: bool = True) -> bytes:
-    """Its block digests."""
+    """Return the part's block digests."""
     numbers = range(part.begin, part.end)
     return b"".join(bytes([number % 256, right] * 8) for number in numbers)
 

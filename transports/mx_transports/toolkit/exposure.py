@@ -345,7 +345,7 @@ class SocketExposure(ABC):
         if sum(len(each.streams) for each in self.grants.values()) < self._most_connections:
             return True
         most = max(self.grants.values(), key=lambda each: len(each.streams))
-        # Those that were ended so are let go by their threads in a moment: not too many at once.
+        # Threads of connections that were ended so take a moment to end: not too many at once.
         ending = len(self._threads) - self._most_connections
         if len(most.streams) <= len(grant.streams) + 1 or ending > MAX_UNPROVED:
             return False

@@ -230,7 +230,7 @@ class ThreadedSession:
                 self.carry(worker)
             except MxError as error:
                 self._lost = error.message
-                # Its traceback and the frames that it ends in reference each other and destinations.
+                # Its traceback and its frames reference each other, and destinations.
                 release_frames(error)
         with self.lock:
             self._live -= 1

@@ -65,8 +65,8 @@ class AgentProcess:
         return self._stopping
 
     def enter(self, stream: SocketStream) -> bool:
-        """Count a reader's connection, which is cut when the process is gone. Returns False if the
-        process is being ended: the reader wants another."""
+        """Count a reader's connection, which is cut when the process is gone. Return False if the
+        process is being ended: the reader needs another process."""
         with self._lock:
             if self._stopping:
                 return False
@@ -74,7 +74,7 @@ class AgentProcess:
             return True
 
     def leave(self, stream: SocketStream) -> None:
-        """To be called before the connection is closed."""
+        """Remove a reader's connection; called before it is closed."""
         with self._lock:
             self._users.discard(stream)
             self._unused_since_s = time.monotonic()

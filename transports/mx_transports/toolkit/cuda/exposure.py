@@ -130,7 +130,7 @@ class GpuExposure(LocalExposure):
         self.start()
 
     def set_generation(self, generation: int) -> None:
-        # What the new generation stands for may still be on its way into the memory.
+        # Copies of the new generation's bytes into the memory may still be under way.
         self._exports.synchronize()
         super().set_generation(generation)
 
