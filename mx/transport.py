@@ -1,7 +1,7 @@
 """The contract between mx and whatever moves bytes.
 
 A transport is found by the entry-point group `mx.transports` (a callable without arguments that
-returns a `Transport`), and its module is imported when it is first asked something. The suite in
+returns a `Transport`), and its module is imported at the first use. The suite in
 `mx.testing.conformance`, not this text, defines what one must do; third parties run it on theirs.
 docs/transports.md builds one with `mx_transports.toolkit`.
 
@@ -362,14 +362,14 @@ def slices(read: Read, nbytes: int) -> Iterator[tuple[list[Piece], int]]:
 class Session(Protocol):
     """The target side. Methods are thread-safe."""
 
-    #: How many reads of a chunk each the session wants outstanding to be busy all the time.
+    #: How many reads of a chunk each the session needs outstanding to be busy all the time.
     depth: int
 
     def adopt(self, arena: Span) -> None:
         """Promise that every read will land inside `arena`, which can be registered as a whole.
 
         Called at most once, before the first read; without it each read's destination stands for
-        itself. A transport that has nothing to register does nothing. `join` lets go of the arena.
+        itself. A transport that has nothing to register does nothing. `join` releases the arena.
         """
 
     def read(self, reads: Sequence[Read]) -> None:

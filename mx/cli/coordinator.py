@@ -53,8 +53,8 @@ def coordinator(
 ) -> None:
     """List which source holds which layers of which model.
 
-    No weights pass through it, and pulls that run outlive it. Beyond this machine it wants
-    mutual TLS, or `--insecure`.
+    No weights pass through it, and pulls that run outlive it. Beyond this machine it
+    requires mutual TLS, or `--insecure`.
 
     **Examples**
 

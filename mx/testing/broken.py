@@ -143,7 +143,7 @@ class TellsAheadOfTheBytes(FakeSession):
 
 @_session("reports_progress")
 class ForgetsTheLastStep(FakeSession):
-    """Takes `done` for enough to say that the last step has landed."""
+    """Does not report the last step by `landed`, only by `done`."""
 
     def copy(self, read: Read) -> None:
         landed = 0
@@ -473,7 +473,7 @@ class KnowsNoLimits(FakeExposure):
 
 @_exposure("keeps_to_limits")
 class WaitsForNoLimiter(FakeExposure):
-    """Takes from the limiter, and sends at once whatever that says."""
+    """Calls the limiter, and sends at once whatever delay it returns."""
 
     def copy(
         self, grant_id: str, region: int, offset: int, view: memoryview, ended: Callable[[], bool]

@@ -135,7 +135,7 @@ def starts_in_order(bench: Bench) -> None:
 
 
 def refuses_out_of_range(bench: Bench) -> None:
-    """A read outside of the regions fails alone, also where the reader believes in more."""
+    """A read outside of the regions fails alone, also where the reader expects larger regions."""
     source = bench.source(MIB, 4096)
     top = (1 << 64) - 1
     for sizes in (source.sizes, (top, top, top)):
@@ -180,7 +180,7 @@ def checks_generation(bench: Bench) -> None:
 
 
 def adopts(bench: Bench) -> None:
-    """Reads into an adopted arena land where they say, and `join` lets go of the arena."""
+    """Reads into an adopted arena land at their destinations, and `join` releases the arena."""
     source = bench.source(3 * MIB)
     session = bench.open(source)
     destination = bench.destination(4 * MIB + 8192)

@@ -122,7 +122,7 @@ def keeps_to_limits(bench: Bench) -> None:
     view = bench.destination(nbytes)
     bench.poke(view, bytes([GUARD]) * nbytes)
     running = bench.read(session, 0, 0, view, tag="running")
-    bench.wait(limiter.exhausted, "the limiter is not asked")
+    bench.wait(limiter.exhausted, "the limiter is not called")
     exposure.revoke("mine")
     bench.finish(running)
     require(exposure.sent_to("mine") == 0, "bytes are counted for a grant that was revoked")

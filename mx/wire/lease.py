@@ -94,7 +94,9 @@ class Lease:
         self._error: MxError | None = None
         self._pacer: Pacer | None = None
         self._read_nbytes = read_nbytes
-        self.coordinated = False  # True once the source has said that other pulls read there too
+        self.coordinated = (
+            False  # True once the source has reported that other pulls read there too
+        )
 
     @property
     def peer(self) -> str:

@@ -249,7 +249,7 @@ class Play:
                 found = weights.digests(pull.out / "model.safetensors")
                 wrong = wrong + weights.wrong(found, self._site.expected)
             if wrong:
-                raise Violation(f"wrong bytes: {who} believes in {', '.join(wrong)}")
+                raise Violation(f"wrong bytes: {who} accepted {', '.join(wrong)}")
             return "whole"
         name = str(outcome["error"])
         text = f"{who}: {name}: {outcome['message']}\n{outcome.get('cause', '')}"

@@ -234,7 +234,7 @@ class Site:
                 process.signal(signal.SIGUSR1)
                 time.sleep(1)
                 raise Violation(
-                    f"{process.name} says no {event!r} in {START_S} s:\n{process.errors()}"
+                    f"{process.name} sent no {event!r} in {START_S} s:\n{process.errors()}"
                 ) from None
             if sender is process and message.get("event") == event:
                 return message

@@ -45,7 +45,7 @@ FLIPPED = Round(
 def test_without_verification_wrong_bytes_are_noticed() -> None:
     with (
         site("loopback", believe_everything=True) as here,
-        pytest.raises(Violation, match="wrong bytes: t0 believes in model"),
+        pytest.raises(Violation, match="wrong bytes: t0 accepted model"),
     ):
         Play(here, FLIPPED).run()
 

@@ -1,4 +1,4 @@
-"""A source that is not what it says, in this process: for what honest code would never do."""
+"""A source with false records or bytes, in this process: for what honest code never does."""
 
 from __future__ import annotations
 

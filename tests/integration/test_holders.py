@@ -176,7 +176,7 @@ LONG_LEASE = pytest.mark.parametrize("lan", ["300"], indirect=True)
 
 @pytest.fixture
 def lan(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lan]:
-    """Sources are listed for 5 seconds after their death, or what the parameter says."""
+    """Sources are listed for 5 seconds after their death, or as long as the parameter."""
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)

@@ -43,7 +43,7 @@ def test_a_model_crosses_the_network(
     (path,) = back["paths"]
     assert path["transport"] == "tcp"
     assert path["source"].startswith(target_address)
-    # Without saying --insecure nothing of this is done.
+    # Without --insecure all of this is refused.
     refused = run_in("far", "pull", "m", "--coordinator", coordinator)
     assert refused.wait() == 2
     assert "--insecure" in refused.err

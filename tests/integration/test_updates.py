@@ -184,7 +184,7 @@ def test_readers_finish_within_the_grace_and_attached_tensors_stay(
 def test_readers_are_cut_after_the_grace_and_never_get_a_mixture(
     coordinator: str, reader: Callable[..., Reader], settings: config.Settings
 ) -> None:
-    # The source would wait an hour for a reader that does not say that it has stopped.
+    # The source would wait an hour for a reader that does not report that it has stopped.
     patient = replace(settings, reader_lease_s=3600.0)
     with api.serve(weights(1), model="m", coordinator=coordinator, settings=patient) as source:
         readers = [reader() for _ in range(3)]

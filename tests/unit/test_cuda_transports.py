@@ -393,7 +393,7 @@ def test_refused_peer_access_leaves_the_way_through_the_host() -> None:
     assert "may not read" in str(caught.value) and caught.value.peer == PEER
     with rig("pcie_p2p", Kind.GPU_VMM, "0", "1") as (bench, fake):
         source = bench.source(3 * MIB)
-        # The driver said that peers may, and then a mapping for the peer fails.
+        # The driver reports peer access, and then a mapping for the peer fails.
         fake.fail("vmm_set_access", "CUDA_ERROR_INVALID_DEVICE")
         session = bench.open(source)
         destination = bench.destination(3 * MIB)

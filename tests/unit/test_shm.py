@@ -162,7 +162,7 @@ def test_memory_unmapped_in_the_middle_is_an_error(bench: Bench) -> None:
         stack.callback(lambda: exposure.join(10))
         stack.callback(exposure.close)
         session = bench.open(Source(exposure, [memory]), sizes=(1 << 60,))
-        # Far beyond what is mapped, or in memory that is another's: the sizes say no first.
+        # Far beyond what is mapped, or in another's memory: refused first, by the sizes.
         sink = bench.read(session, 0, 4 * MIB, memoryview(bytearray(1)), tag="beyond")
         bench.failure(sink, SourceError, "beyond")
     del region

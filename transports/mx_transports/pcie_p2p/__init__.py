@@ -99,7 +99,7 @@ class PciePeerTransport:
         except PathError:
             if not direct:
                 raise
-        # The driver said that it could be done, and then it could not, as behind some IOMMUs.
+        # The driver reported peer access, and then it failed, as behind some IOMMUs.
         beside |= direct
         return self._open(grant, choose)
 

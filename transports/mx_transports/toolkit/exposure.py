@@ -129,7 +129,7 @@ class SocketExposure(ABC):
         """Serve one connection until it ends; runs on its thread.
 
         Args:
-            stream: The connection, HELLO said. It is closed when this returns or raises, and
+            stream: The connection, HELLO sent. It is closed when this returns or raises, and
                 aborted when the grant or the exposure ends.
             grant: The grant whose secret was presented.
 

@@ -39,7 +39,7 @@ def refusal(status: int, peer: str) -> SourceError:
     """Return the error that stands for a status other than OK.
 
     Args:
-        status: One of the above, or whatever else the peer said.
+        status: One of the above, or any other number that the peer sent.
         peer: Whom the error names.
     """
     kind = StaleGenerationError if status == STALE else PeerRefusedError

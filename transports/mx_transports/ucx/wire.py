@@ -75,7 +75,7 @@ def decode_info(data: bytes, peer: str) -> AgentInfo:
         return AgentInfo(bytes.fromhex(document["metadata"]), regions, devices)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PeerProtocolError(
-            f"{peer}: what it says of its UCX agent can't be read", peer=peer
+            f"{peer}: its description of its UCX agent can't be read", peer=peer
         ) from error
 
 
