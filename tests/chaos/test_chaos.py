@@ -14,7 +14,7 @@ SEED = 1
 #: Rounds that once found a defect: a call of gRPC's that was never released; a pull that kept
 #: connecting to a source that had lied, or that broke every connection; a pull that sent requests
 #: to neighbours without a path to them.
-TELLING = (1143, 1289, 1601, 258)
+REGRESSIONS = (1143, 1289, 1601, 258)
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 @pytest.mark.timeout(240)
 def test_every_pull_ends_with_right_bytes_or_a_typed_error() -> None:
     can = places()
-    runner = Runner(PULLS, SEED, can, TELLING)
+    runner = Runner(PULLS, SEED, can, REGRESSIONS)
     play(runner, can)
     assert runner.failure is None, runner.failure
     assert runner.tally.pulls >= PULLS
