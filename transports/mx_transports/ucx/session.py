@@ -182,7 +182,8 @@ class UcxSession(StreamSession):
             flight = next((f for f in self._flights if f.number == number), None)
             if flight is None or (flight.begun and not flight.sent_end):
                 raise PeerProtocolError(
-                    f"{self.peer} sent an unexpected answer (read {number})", peer=self.peer
+                    f"{self.peer} sent an answer that fits no request (read {number})",
+                    peer=self.peer,
                 )
             self._answered(flight, status)
         return True
