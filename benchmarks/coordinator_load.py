@@ -144,7 +144,7 @@ class Load:
             binding_secret=_SECRET,
             state=codec.state_to_wire(SourceState.SERVING),
         )
-        told = False
+        counted = False
         try:
             while not self._ending.is_set():
                 start_s = time.monotonic()
@@ -154,8 +154,8 @@ class Load:
                     self.found.lost[f"heartbeat: {(await call.code()).name}"] += 1
                     return
                 self._timed(start_s)
-                if not told:
-                    told = True
+                if not counted:
+                    counted = True
                     registered.put_nowait(1)
                 await asyncio.sleep(1.0)
         except grpc.aio.AioRpcError as error:
@@ -163,7 +163,7 @@ class Load:
         except asyncio.InvalidStateError:
             self.found.lost[f"heartbeat: {(await call.code()).name}"] += 1
         finally:
-            if not told:
+            if not counted:
                 registered.put_nowait(1)
             cut(call)
 

@@ -220,7 +220,7 @@ def device_copy_row(device: Device, place: Place, nbytes: int, rounds: int) -> h
         source = stack.enter_context(remote("vmm", nbytes, "cuda_ipc", device, place))
         # Memory of this process for the bare copy; both have the same target.
         own = stack.enter_context(DeviceMemory(device, nbytes))
-        target = spans.room(nbytes, device.key)
+        target = spans.destination(nbytes, device.key)
         session = source.open()
         try:
             samples = harness.interleave(
@@ -243,8 +243,8 @@ def host_rows(device: Device, place: Place, nbytes: int, rounds: int) -> list[ha
     driver, rows = device.driver, []
     on_host = replace(place, device="cpu")
     with PinnedMemory(device, nbytes) as pinned, DeviceMemory(device, nbytes) as own:
-        target = spans.room(nbytes, device.key)
-        room = spans.room(nbytes)
+        target = spans.destination(nbytes, device.key)
+        room = spans.destination(nbytes)
         paths: list[tuple[str, str, Place, Span, Callable[[], float]]] = [
             (
                 "host to device",

@@ -110,7 +110,7 @@ class Hosts:
         return self._prefix + host
 
     def prefix(self, host: str) -> list[str]:
-        """What to put before a command to run it in a host; the process keeps its pid."""
+        """Return what to put before a command to run it in a host; the process keeps its pid."""
         return ["ip", "netns", "exec", self.namespace(host)]
 
     def add(self, host: str) -> None:
@@ -176,8 +176,8 @@ class Hosts:
         return link
 
     def _wait_until_up(self, link: Link) -> None:
-        """The kernel tells of a carrier later than `ip link set up` returns, up to a second
-        (linkwatch); until then the interface counts as down for whoever asks."""
+        """Wait until both ends are up. The kernel reports the carrier up to a second after `ip link
+        set up` has returned (linkwatch); until then the interface is down."""
         end_s = time.monotonic() + _UP_TIMEOUT_S
         for host, device in zip((link.a, link.b), link.devices, strict=True):
             while (state := self._state(host, device)) != "UP":
@@ -198,7 +198,7 @@ class Hosts:
     # -- what happens to it ---------------------------------------------------------------------
 
     def throttle(self, link: Link, mbit_per_s: float | None, sender: str) -> None:
-        """From now on, what `sender` puts into the link goes at this speed; None: at any."""
+        """Limit what `sender` puts into the link to this speed from now on; None: no limit."""
         self._rates[link, sender] = mbit_per_s
         namespace, device = self.namespace(sender), link.device(sender)
         if mbit_per_s is None:
@@ -215,7 +215,7 @@ class Hosts:
         _run("tc", "-n", namespace, *where, "tbf", *shape, "limit", str(queue))
 
     def mute(self, link: Link, sender: str) -> None:
-        """What `sender` puts into the link is lost without a word; the other way still works."""
+        """Drop silently what `sender` puts into the link; the other way still works."""
         where = ("qdisc", "replace", "dev", link.device(sender), "root")
         _run("tc", "-n", self.namespace(sender), *where, "pfifo", "limit", "0")
 
@@ -231,7 +231,7 @@ class Hosts:
             self.throttle(link, self._rates[link, sender], sender)
 
     def sent_nbytes(self, link: Link, sender: str) -> int:
-        """What `sender` has put into the link so far, headers included."""
+        """Return what `sender` has put into the link so far, headers included."""
         shown = self._ip(sender, "-json", "-stats", "link", "show", "dev", link.device(sender))
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 

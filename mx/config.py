@@ -170,7 +170,7 @@ class Settings:
     )
     coordinated_reading: str = _setting(
         "auto",
-        "when pulls of one model share out who reads what: auto (over networks) or always",
+        "when pulls of one model coordinate their reads: auto (over networks) or always",
         values.choice("auto", "always"),
     )
     streams: int = _setting(2, "TCP connections for weights, per pull", _count(1, 64))

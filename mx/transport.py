@@ -1,7 +1,7 @@
 """The contract between mx and whatever moves bytes.
 
 A transport is found by the entry-point group `mx.transports` (a callable without arguments that
-returns a `Transport`), and its module is imported when it is first asked something. The suite in
+returns a `Transport`), and its module is imported at the first use. The suite in
 `mx.testing.conformance`, not this text, defines what one must do; third parties run it on theirs.
 docs/transports.md builds one with `mx_transports.toolkit`.
 
@@ -219,8 +219,8 @@ class Sending(Protocol):
 
 @runtime_checkable
 class Witness(Protocol):
-    """An exposure that knows which grants are used. What readers say that they have fetched is
-    believed then only of those that have connected."""
+    """An exposure that knows which grants are used. A reader's reported bytes count only on grants
+    that it has connected with."""
 
     def used(self) -> Mapping[str, int]:
         """Return the payload bytes sent so far on each grant whose ticket was used to connect; 0
@@ -287,7 +287,7 @@ class Sink(Protocol):
     """Receives one read's progress, on the transport's threads, one call at a time.
 
     A sink may block, which holds up its own connection, and may call `read` of its session from
-    any method, as often as it likes. It should not raise. Where one does, the exception goes to
+    any method, any number of times. It should not raise. Where one does, the exception goes to
     `threading.excepthook`, as that of any thread; raised from `landed` or `done`, it may cost the
     connection that made the call. Then the reads that this connection had begun fail, with them the
     sink's own unless it is done; the session's other connections carry what is left, or it fails.
@@ -362,14 +362,14 @@ def slices(read: Read, nbytes: int) -> Iterator[tuple[list[Piece], int]]:
 class Session(Protocol):
     """The target side. Methods are thread-safe."""
 
-    #: How many reads of a chunk each the session wants outstanding to be busy all the time.
+    #: How many reads of a chunk each the session needs outstanding to be busy all the time.
     depth: int
 
     def adopt(self, arena: Span) -> None:
         """Promise that every read will land inside `arena`, which can be registered as a whole.
 
         Called at most once, before the first read; without it each read's destination stands for
-        itself. A transport that has nothing to register does nothing. `join` lets go of the arena.
+        itself. A transport that has nothing to register does nothing. `join` releases the arena.
         """
 
     def read(self, reads: Sequence[Read]) -> None:
@@ -422,7 +422,7 @@ class Transport(Protocol):
     def reach(self, here: Place, there: Place) -> Path | None:
         """Return the path between two places, None if there is none.
 
-        The same in both directions; no IO. It is asked before `probe`.
+        The same in both directions; no IO. It is called before `probe`.
         """
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:

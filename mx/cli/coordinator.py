@@ -1,4 +1,4 @@
-"""`mx-coordinator`: the daemon that knows who holds what."""
+"""`mx-coordinator`: the daemon that lists models and their sources."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def coordinator(
     debug: options.Debug = False,
     version: options.Version = False,
 ) -> None:
-    """Know who holds which layers of which model, and tell those who ask.
+    """List which source holds which layers of which model.
 
-    No weights pass through it, and pulls that run outlive it. Beyond this machine it wants
-    mutual TLS, or `--insecure`.
+    No weights pass through it, and pulls that run outlive it. Beyond this machine it
+    requires mutual TLS, or `--insecure`.
 
     **Examples**
 

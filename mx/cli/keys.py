@@ -58,6 +58,6 @@ class Keys:
         if not ready:
             return ""
         pressed = os.read(self._descriptor, 64)
-        if not pressed:  # its end: it would be ready for ever
+        if not pressed:  # end of file: select would report it as readable for ever
             self._descriptor = -1
         return pressed.decode(errors="replace")

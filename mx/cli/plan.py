@@ -30,7 +30,8 @@ def plan(
         str,
         typer.Option(
             "--from",
-            help="peer: whom the coordinator knows. peer=HOST:PORT: that one, no coordinator.",
+            help="peer: sources that the coordinator lists. peer=HOST:PORT: that one, no "
+            "coordinator.",
             metavar="WHERE",
         ),
     ] = "peer",

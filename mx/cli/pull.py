@@ -30,8 +30,8 @@ def pull(
         str,
         typer.Option(
             "--from",
-            help="peer: whom the coordinator knows. peer=HOST:PORT: that one, no coordinator. "
-            "disk=PATH. auto=PATH: peers, and the disk if there is none.",
+            help="peer: sources that the coordinator lists. peer=HOST:PORT: that one, no "
+            "coordinator. disk=PATH. auto=PATH: peers, and the disk if there is none.",
             metavar="WHERE",
         ),
     ] = "peer",

@@ -1,4 +1,4 @@
-"""`mx serve`: hold a checkpoint warm until told to stop."""
+"""`mx serve`: hold a checkpoint warm until it is stopped."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def _announce(source: Source, *, as_json: bool) -> None:
 
 
 class Stop:
-    """What SIGTERM and Ctrl-C mean while serving: finish; the second time: now. SIGHUP, which a
-    terminal sends that is closed, means nothing to a server."""
+    """Handles signals while serving. The first SIGTERM or Ctrl-C drains, the second ends at once.
+    SIGHUP, which a terminal sends when it is closed, is ignored."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()

@@ -73,7 +73,7 @@ def top(
             return
         try:
             _watch(observer, model, settings.coordinator, console)
-        except KeyboardInterrupt:  # how one leaves it
+        except KeyboardInterrupt:  # Ctrl-C ends `mx top`
             return
 
 

@@ -116,7 +116,7 @@ class Watcher:
         self._log = log
         self._began = log.latest
         self._seq = 0
-        self._told = bytearray()
+        self._sent = bytearray()
         self.woken = asyncio.Event()
 
     @property
@@ -146,31 +146,31 @@ class Watcher:
         return self.name in ("", model.name) and self._revision in ("", model.revision)
 
     def _news(self, entry: _Entry) -> Change | None:
-        change, told = entry.change, self._is_told(entry.slot)
+        change, sent = entry.change, self._is_sent(entry.slot)
         if change.kind is ChangeKind.GONE:
-            self._tell(entry.slot, False)
-            return change if told else None
+            self._set_sent(entry.slot, False)
+            return change if sent else None
         if not self._wants(change.record):
             # The watcher may have seen it before it moved to a name that is not watched.
-            self._tell(entry.slot, False)
+            self._set_sent(entry.slot, False)
             before = entry.left or change.record
-            return Change(ChangeKind.GONE, before, before, "replaced") if told else None
-        self._tell(entry.slot, True)
-        if not told:
+            return Change(ChangeKind.GONE, before, before, "replaced") if sent else None
+        self._set_sent(entry.slot, True)
+        if not sent:
             return Change(ChangeKind.UP, change.record, None, "", change.row_count)
         only_layers = entry.changed_seq <= self._seq
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
         return replace(change, kind=kind)
 
-    def _is_told(self, slot: int) -> bool:
-        return slot >> 3 < len(self._told) and bool(self._told[slot >> 3] >> (slot & 7) & 1)
+    def _is_sent(self, slot: int) -> bool:
+        return slot >> 3 < len(self._sent) and bool(self._sent[slot >> 3] >> (slot & 7) & 1)
 
-    def _tell(self, slot: int, told: bool) -> None:
-        if told:
-            self._told.extend(bytes(max(0, (slot >> 3) + 1 - len(self._told))))
-            self._told[slot >> 3] |= 1 << (slot & 7)
-        elif slot >> 3 < len(self._told):
-            self._told[slot >> 3] &= ~(1 << (slot & 7))
+    def _set_sent(self, slot: int, sent: bool) -> None:
+        if sent:
+            self._sent.extend(bytes(max(0, (slot >> 3) + 1 - len(self._sent))))
+            self._sent[slot >> 3] |= 1 << (slot & 7)
+        elif slot >> 3 < len(self._sent):
+            self._sent[slot >> 3] &= ~(1 << (slot & 7))
 
 
 def _slim(record: SourceRecord) -> SourceRecord:

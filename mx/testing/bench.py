@@ -186,7 +186,7 @@ class Recorder:
 
     @property
     def ends(self) -> int:
-        """How often the read was completed."""
+        """Return how often the read was completed."""
         return self.dones + len(self.failures)
 
     def _raise(self, method: str) -> None:
@@ -244,7 +244,7 @@ class Bench:
         for source in self._sources:
             source.exposure.join(self.harness.deadline_s)
             for memory in source.memories:
-                # A transport that keeps views is told so by the rule about what is left.
+                # The rule about what is left reports a transport that keeps views.
                 with contextlib.suppress(BufferError):
                     memory.close()
 
@@ -354,9 +354,9 @@ class Bench:
             return "" if error.peer == PEER else f"the error does not name the peer: {error!r}"
         return "it was let in"
 
-    def room(self, nbytes: int) -> Span:
+    def destination(self, nbytes: int) -> Span:
         """Return a destination on the reader's device, of any content."""
-        return spans.room(nbytes, self.harness.here.device)
+        return spans.destination(nbytes, self.harness.here.device)
 
     def peek(self, span: Span) -> bytes:
         """Return the bytes of a span."""

@@ -127,7 +127,7 @@ class TellsAfterTheEnd(FakeSession):
             read.sink.landed(read.nbytes)
 
 
-@_session("tells_progress")
+@_session("reports_progress")
 class TellsAheadOfTheBytes(FakeSession):
     def copy(self, read: Read) -> None:
         landed = 0
@@ -141,9 +141,9 @@ class TellsAheadOfTheBytes(FakeSession):
         self.check()
 
 
-@_session("tells_progress")
+@_session("reports_progress")
 class ForgetsTheLastStep(FakeSession):
-    """Takes `done` for enough to say that the last step has landed."""
+    """Does not report the last step by `landed`, only by `done`."""
 
     def copy(self, read: Read) -> None:
         landed = 0
@@ -251,7 +251,7 @@ class RefusesEmptyReads(FakeSession):
 
 
 @_session("peer_dies")
-class LosesNobodyInParticular(FakeSession):
+class OmitsThePeersName(FakeSession):
     def name(self, read: Read, error: MxError) -> MxError:
         named = super().name(read, error)
         return PeerLostError(named.message) if self.exposure.killed else named
@@ -267,7 +267,7 @@ class WaitsForEver(FakeSession):
 
 @_session("peer_resumes")
 class SkipsAfterAPause(FakeSession):
-    """What should have come while the source paused never comes."""
+    """Loses the bytes that should have come while the source paused."""
 
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
         if not self.exposure.stops:
@@ -342,7 +342,7 @@ class ReachesUpwardsOnly(BrokenFake):
 
 @_session("close_cancels")
 class BlamesThePeer(FakeSession):
-    """What `close` ends is reported as if the peer had been lost."""
+    """Reports a read that `close` ends as if the peer had been lost."""
 
     def name(self, read: Read, error: MxError) -> MxError:
         if isinstance(error, ClosedError):
@@ -378,7 +378,7 @@ class IsNotReentrant(FakeSession):
 
 @_session("refills")
 class NestsItsReads(FakeSession):
-    """Reads at once what a sink asks for, as deep as calls can be nested here."""
+    """Reads at once what a sink requests, as deep as calls can be nested here."""
 
     nested = 0
 
@@ -408,7 +408,7 @@ class HidesWhatSinksRaise(FakeSession):
 
 @_session("outlives_raising_sinks")
 class FailsWhatIsDone(FakeSession):
-    """A sink that raises from `done` is told that the read has failed."""
+    """Reports a failed read to a sink that raised from `done`."""
 
     def end(self, read: Read, error: MxError | None) -> None:
         try:
@@ -423,7 +423,7 @@ class FailsWhatIsDone(FakeSession):
 
 @_exposure("joins_truly")
 class EndsAfterItsJoin(FakeExposure):
-    """A thread, and its socket, that are told to end and not waited for."""
+    """Ends a thread and its socket without waiting for them."""
 
     def __init__(
         self,
@@ -473,7 +473,7 @@ class KnowsNoLimits(FakeExposure):
 
 @_exposure("keeps_to_limits")
 class WaitsForNoLimiter(FakeExposure):
-    """Takes from the limiter, and sends at once whatever that says."""
+    """Calls the limiter, and sends at once whatever delay it returns."""
 
     def copy(
         self, grant_id: str, region: int, offset: int, view: memoryview, ended: Callable[[], bool]
@@ -489,14 +489,14 @@ class WaitsForNoLimiter(FakeExposure):
 
 @_exposure("keeps_to_limits")
 class CountsForEveryReader(FakeExposure):
-    """What was sent to one is counted for all."""
+    """Counts what was sent to one reader for all of them."""
 
     def sent_to(self, grant_id: str) -> int:
         return self.sent_nbytes
 
 
 @_exposure("counts_readers")
-class CountsNobody(FakeExposure):
+class CountsNoReader(FakeExposure):
     def active_readers(self) -> int:
         return 0
 

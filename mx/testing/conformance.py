@@ -31,7 +31,7 @@ RULES: dict[str, Callable[[Bench], None]] = {
         rules_bytes.right_bytes,
         rules_bytes.nothing_outside,
         rules_bytes.completes_once,
-        rules_bytes.tells_progress,
+        rules_bytes.reports_progress,
         rules_bytes.starts_in_order,
         rules_bytes.refuses_out_of_range,
         rules_bytes.checks_generation,

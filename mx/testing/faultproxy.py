@@ -82,16 +82,16 @@ class Direction:
             self._change.notify_all()
 
     def _apply(self, passage: _Passage, data: bytes) -> tuple[bytes, bool]:
-        """What becomes of `data`, the next bytes of a connection; and whether that is the end."""
+        """Return what the next bytes `data` of a connection become, and whether it ends there."""
         at, end = passage.at, passage.at + len(data)
         passage.at = end
         with self._change:
             while self._stalled and not self._ended:
                 self._change.wait()
             rate, ended = self._bytes_per_s, self._ended
-            flips = _befall(self._flips, at, end)
-            noises = _befall(self._noises, at, end)
-            cuts = _befall(self._cuts, at, end)
+            flips = _take_due(self._flips, at, end)
+            noises = _take_due(self._noises, at, end)
+            cuts = _take_due(self._cuts, at, end)
         changed = bytearray(data)
         for offset in flips:
             changed[offset - at] ^= 1
@@ -106,8 +106,8 @@ class Direction:
         return bytes(changed), ended
 
 
-def _befall(faults: dict[int, bool], begin: int, end: int) -> list[int]:
-    """The offsets in [begin, end); those that were to strike once are struck off."""
+def _take_due(faults: dict[int, bool], begin: int, end: int) -> list[int]:
+    """Return the faults in [begin, end); drop those that apply once."""
     found = [offset for offset in faults if begin <= offset < end]
     for offset in found:
         if faults[offset]:

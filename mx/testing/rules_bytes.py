@@ -1,4 +1,4 @@
-"""Conformance rules about bytes: the right ones, in the right places, told in the right order."""
+"""Conformance rules about bytes: right ones, in the right places, reported in the right order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def right_bytes(bench: Bench) -> None:
                 continue
             expected += source.memories[region].expected[start : start + nbytes]
             pieces.append((region, start, nbytes))
-        view, at, parts = bench.room(len(expected)), 0, []
+        view, at, parts = bench.destination(len(expected)), 0, []
         for region, start, nbytes in pieces:
             parts.append(Piece(region, start, view[at : at + nbytes]))
             at += nbytes
@@ -45,18 +45,18 @@ def nothing_outside(bench: Bench) -> None:
     source = bench.source(2 * MIB)
     session = bench.open(source)
     want = bytearray([GUARD]) * (3 * MIB)
-    room = bench.room(len(want))
-    bench.poke(room, bytes(want))
+    destination = bench.destination(len(want))
+    bench.poke(destination, bytes(want))
     pieces, at = [], 4096
     for nbytes in (1, 63, 64, 4096, 4097, 1 << 20, 333):
         start = bench.random.randrange(source.sizes[0] - nbytes)
         want[at : at + nbytes] = source.memories[0].expected[start : start + nbytes]
-        pieces.append(Piece(0, start, room[at : at + nbytes]))
+        pieces.append(Piece(0, start, destination[at : at + nbytes]))
         at += nbytes + 4096 + nbytes % 7
     sink = bench.sink()
     session.read([Read("guarded", pieces, sink)])
     bench.succeed(sink)
-    got = bench.peek(room)
+    got = bench.peek(destination)
     if got == want:
         return
     wrong = [offset for offset in range(len(got)) if got[offset] != want[offset]]
@@ -66,12 +66,12 @@ def nothing_outside(bench: Bench) -> None:
 
 
 def completes_once(bench: Bench) -> None:
-    """Each sink hears `done` or `failed` exactly once, and nothing after it."""
+    """Each sink gets `done` or `failed` exactly once, and nothing after it."""
     source = bench.source(2 * MIB)
     session = bench.open(source)
-    views = [bench.room(MIB) for _ in range(8)]
+    views = [bench.destination(MIB) for _ in range(8)]
     sinks = [bench.read(session, 0, n * 4096, view) for n, view in enumerate(views)]
-    bad = bench.read(session, 0, 2 * MIB, bench.room(1), tag="outside")
+    bad = bench.read(session, 0, 2 * MIB, bench.destination(1), tag="outside")
     empty = bench.sink()
     session.read([Read("empty", [], empty)])
     bench.finish(*sinks, bad, empty)
@@ -83,11 +83,11 @@ def completes_once(bench: Bench) -> None:
         require(not sink.late, "`landed` was called after the end")
 
 
-def tells_progress(bench: Bench) -> None:
+def reports_progress(bench: Bench) -> None:
     """`landed` never goes back, ends at the read's size, and never runs ahead of the bytes."""
     source = bench.source(5 * MIB + 3)
     session = bench.open(source)
-    view = bench.room(source.sizes[0])
+    view = bench.destination(source.sizes[0])
     ahead: list[int] = []
 
     def look(nbytes: int) -> None:
@@ -120,12 +120,12 @@ def starts_in_order(bench: Bench) -> None:
 
         return bench.sink(on_landed=landed)
 
-    first = bench.held_read(session, bench.room(MIB))
+    first = bench.held_read(session, bench.destination(MIB))
     sinks = [note(number) for number in range(24)]
     for start in (0, 8, 16):
         session.read(
             [
-                Read(f"chunk {n}", [Piece(0, n, bench.room(4096))], sinks[n])
+                Read(f"chunk {n}", [Piece(0, n, bench.destination(4096))], sinks[n])
                 for n in range(start, start + 8)
             ]
         )
@@ -135,12 +135,12 @@ def starts_in_order(bench: Bench) -> None:
 
 
 def refuses_out_of_range(bench: Bench) -> None:
-    """A read outside of the regions fails alone, also where the reader believes in more."""
+    """A read outside of the regions fails alone, also where the reader expects larger regions."""
     source = bench.source(MIB, 4096)
     top = (1 << 64) - 1
     for sizes in (source.sizes, (top, top, top)):
         session = bench.open(source, sizes=sizes)
-        good = [bench.read(session, 0, 0, bench.room(MIB))]
+        good = [bench.read(session, 0, 0, bench.destination(MIB))]
         for region, offset, nbytes in (
             (0, MIB, 1),
             (0, MIB - 1, 2),
@@ -151,13 +151,13 @@ def refuses_out_of_range(bench: Bench) -> None:
             (2, 0, 1),
             ((1 << 32) - 1, 0, 1),
         ):
-            view = bench.room(nbytes)
+            view = bench.destination(nbytes)
             bench.poke(view, bytes([GUARD]) * nbytes)
             tag = f"{nbytes} bytes at {offset} of {region}"
             sink = bench.read(session, region, offset, view, tag=tag)
             bench.failure(sink, SourceError, tag)
             require(bench.peek(view) == bytes([GUARD]) * nbytes, f"{tag}: something was written")
-            good.append(bench.read(session, 1, 96, bench.room(4000)))
+            good.append(bench.read(session, 1, 96, bench.destination(4000)))
         bench.succeed(*good)
 
 
@@ -165,28 +165,28 @@ def checks_generation(bench: Bench) -> None:
     """Reads that name another generation than the source's are refused, before and during."""
     source = bench.source(bench.harness.big_nbytes)
     stale = bench.open(source, generation=GENERATION + 1)
-    sink = bench.read(stale, 0, 0, bench.room(64), tag="early")
+    sink = bench.read(stale, 0, 0, bench.destination(64), tag="early")
     bench.failure(sink, StaleGenerationError, "early")
 
     session = bench.open(source)
-    bench.succeed(bench.read(session, 0, 0, bench.room(64)))
-    running = bench.held_read(session, bench.room(source.sizes[0]), tag="running")
+    bench.succeed(bench.read(session, 0, 0, bench.destination(64)))
+    running = bench.held_read(session, bench.destination(source.sizes[0]), tag="running")
     source.exposure.set_generation(GENERATION + 1)
     running.release()
     bench.failure(running, StaleGenerationError, "running")
-    late = bench.read(session, 0, 0, bench.room(64), tag="late")
+    late = bench.read(session, 0, 0, bench.destination(64), tag="late")
     bench.failure(late, StaleGenerationError, "late")
-    bench.succeed(bench.read(stale, 0, 0, bench.room(64)))
+    bench.succeed(bench.read(stale, 0, 0, bench.destination(64)))
 
 
 def adopts(bench: Bench) -> None:
-    """Reads into an adopted arena land where they say, and `join` lets go of the arena."""
+    """Reads into an adopted arena land at their destinations, and `join` releases the arena."""
     source = bench.source(3 * MIB)
     session = bench.open(source)
-    room = bench.room(4 * MIB + 8192)
-    want = bytearray([GUARD]) * len(room)
-    bench.poke(room, bytes(want))
-    arena = room[4096 : 4096 + 4 * MIB]
+    destination = bench.destination(4 * MIB + 8192)
+    want = bytearray([GUARD]) * len(destination)
+    bench.poke(destination, bytes(want))
+    arena = destination[4096 : 4096 + 4 * MIB]
     session.adopt(arena)
     sinks = []
     for to, start, nbytes in (
@@ -198,15 +198,15 @@ def adopts(bench: Bench) -> None:
         want[4096 + to : 4096 + to + nbytes] = source.memories[0].expected[start : start + nbytes]
         sinks.append(bench.read(session, 0, start, arena[to : to + nbytes]))
     bench.succeed(*sinks)
-    require(bench.peek(room) == want, "reads into an adopted arena landed elsewhere")
+    require(bench.peek(destination) == want, "reads into an adopted arena landed elsewhere")
     session.close()
     require(session.join(bench.harness.deadline_s), "join did not return")
-    memory = room.obj if isinstance(room, memoryview) else None
+    memory = destination.obj if isinstance(destination, memoryview) else None
     if isinstance(memory, bytearray):
-        del room, arena, session
+        del destination, arena, session
         gc.collect()
         try:
-            memory.append(0)  # which is refused while somebody has a view
+            memory.append(0)  # which is refused while there is a view of it
         except BufferError:
             require(False, "the arena is held on to after join")
 
@@ -215,13 +215,13 @@ def completes_empty_reads(bench: Bench) -> None:
     """A read without pieces, or whose pieces are empty, is done: with its turn, not before."""
     source = bench.source(MIB)
     session = bench.open(source)
-    room, sinks = bench.room(64), [bench.sink() for _ in range(3)]
-    nothing = [Piece(0, 7, room[:0]), Piece(0, MIB, room[64:])]
+    destination, sinks = bench.destination(64), [bench.sink() for _ in range(3)]
+    nothing = [Piece(0, 7, destination[:0]), Piece(0, MIB, destination[64:])]
     session.read(
         [
             Read("without pieces", [], sinks[0]),
             Read("of empty pieces", nothing, sinks[1]),
-            Read("chunk", [Piece(0, 0, room)], sinks[2]),
+            Read("chunk", [Piece(0, 0, destination)], sinks[2]),
         ]
     )
     bench.succeed(*sinks)
@@ -229,9 +229,9 @@ def completes_empty_reads(bench: Bench) -> None:
 
 
 def several_sessions(bench: Bench) -> None:
-    """Sessions that run at the same time do not disturb each other's bytes."""
+    """Sessions that run at the same time do not change the bytes of other sessions."""
     source = bench.source(4 * MIB)
-    views = [bench.room(3 * MIB) for _ in range(3)]
+    views = [bench.destination(3 * MIB) for _ in range(3)]
     sessions = [bench.open(source, streams=1) for _ in views]
     held = bench.held_read(sessions[0], views[0])
     others = [bench.read(sessions[n], 0, n * 1000, views[n]) for n in (1, 2)]
@@ -248,10 +248,10 @@ def two_exposures(bench: Bench) -> None:
     one, other = bench.source(MIB), bench.source(MIB)
     sessions = [bench.open(source) for source in (one, other)]
     for source, session in zip((one, other), sessions, strict=True):
-        view = bench.room(MIB)
+        view = bench.destination(MIB)
         bench.succeed(bench.read(session, 0, 0, view))
         got = bench.peek(view)
         require(got == source.memories[0].expected, "bytes came from the other exposure")
     one.exposure.close()
     require(one.exposure.join(bench.harness.deadline_s), "the exposure's join did not return")
-    bench.succeed(bench.read(sessions[1], 0, 0, bench.room(MIB)))
+    bench.succeed(bench.read(sessions[1], 0, 0, bench.destination(MIB)))

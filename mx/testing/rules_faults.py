@@ -1,4 +1,4 @@
-"""Conformance rules about peers that die, stop, clog, lie, or take back what they granted."""
+"""Conformance rules about peers that die, stop, block, send wrong data or revoke grants."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from mx.units import MIB
 def peer_dies(bench: Bench) -> None:
     """A source killed in the middle of a read is an error that names it; so are later reads."""
     remote, session = bench.remote(bench.harness.big_nbytes)
-    running = bench.held_read(session, bench.room(bench.harness.big_nbytes), "running")
-    queued = [bench.read(session, 0, 0, bench.room(MIB), tag=f"queued {n}") for n in range(4)]
+    running = bench.held_read(session, bench.destination(bench.harness.big_nbytes), "running")
+    queued = [
+        bench.read(session, 0, 0, bench.destination(MIB), tag=f"queued {n}") for n in range(4)
+    ]
     remote.kill()
     running.release()
     bench.failure(running, SourceError, "running")
@@ -23,7 +25,7 @@ def peer_dies(bench: Bench) -> None:
     for n, sink in enumerate(queued):
         if sink.failures:
             bench.failure(sink, SourceError, f"queued {n}")
-    later = bench.read(session, 0, 0, bench.room(64), tag="later")
+    later = bench.read(session, 0, 0, bench.destination(64), tag="later")
     bench.failure(later, SourceError, "later")
 
 
@@ -31,7 +33,7 @@ def peer_stops(bench: Bench) -> None:
     """A source that is stopped, not dead, runs into the deadline, if it is needed at all."""
     nbytes = bench.harness.big_nbytes
     remote, session = bench.remote(nbytes)
-    view = bench.room(nbytes)
+    view = bench.destination(nbytes)
     running = bench.held_read(session, view, "running")
     remote.stop()
     running.release()
@@ -46,7 +48,7 @@ def peer_resumes(bench: Bench) -> None:
     """Bytes of a source that paused for less than the deadline are right."""
     nbytes = bench.harness.big_nbytes
     remote, session = bench.remote(nbytes)
-    view = bench.room(nbytes)
+    view = bench.destination(nbytes)
     running = bench.held_read(session, view, "running")
     remote.stop()
     running.release()
@@ -60,7 +62,7 @@ def short_read(bench: Bench) -> None:
     """A source that ends in good order in the middle of a read has not done it."""
     source = bench.source(bench.harness.big_nbytes)
     session = bench.open(source)
-    running = bench.held_read(session, bench.room(source.sizes[0]), "running")
+    running = bench.held_read(session, bench.destination(source.sizes[0]), "running")
     source.exposure.close()
     running.release()
     bench.failure(running, SourceError, "running")
@@ -76,7 +78,7 @@ def fences(bench: Bench) -> None:
             source = bench.source(nbytes)
             grant_id, ticket = source.grant()
             session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
-        views = [bench.room(nbytes), bench.room(MIB), bench.room(MIB)]
+        views = [bench.destination(nbytes), bench.destination(MIB), bench.destination(MIB)]
 
         # At the moment a read ends its destination is wiped, as a new owner would.
         def wiping(view: Span) -> Callable[[], None]:
@@ -104,8 +106,8 @@ def clogged_reader(bench: Bench) -> None:
     """A reader that stops taking bytes holds up neither other readers nor the source's end."""
     source = bench.source(bench.harness.big_nbytes)
     clogged, other = bench.open(source), bench.open(source)
-    held = bench.held_read(clogged, bench.room(source.sizes[0]))
-    bench.succeed(*(bench.read(other, 0, n, bench.room(MIB)) for n in range(6)))
+    held = bench.held_read(clogged, bench.destination(source.sizes[0]))
+    bench.succeed(*(bench.read(other, 0, n, bench.destination(MIB)) for n in range(6)))
     source.exposure.close()
     require(
         source.exposure.join(bench.harness.deadline_s), "the source can't end: a reader clogs it"
@@ -120,15 +122,15 @@ def revoked(bench: Bench) -> None:
     grant_id, ticket = source.grant("mine")
     session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
     other = bench.open(source)
-    source.exposure.revoke("nobody's")
-    running = bench.held_read(session, bench.room(source.sizes[0]), "running")
+    source.exposure.revoke("unknown")
+    running = bench.held_read(session, bench.destination(source.sizes[0]), "running")
     source.exposure.revoke("mine")
     running.release()
     bench.failure(running, SourceError, "running")
-    later = bench.read(session, 0, 0, bench.room(64), tag="later")
+    later = bench.read(session, 0, 0, bench.destination(64), tag="later")
     bench.failure(later, SourceError, "later")
     require(not (what := bench.refuses(grant_id, ticket, source.sizes)), f"revoked: {what}")
-    bench.succeed(bench.read(other, 0, 0, bench.room(MIB)))
+    bench.succeed(bench.read(other, 0, 0, bench.destination(MIB)))
 
 
 def wrong_tickets(bench: Bench) -> None:
@@ -148,7 +150,7 @@ def wrong_tickets(bench: Bench) -> None:
         what = bench.refuses(grant_id, bad, source.sizes)
         require(not what, f"with {name} for a ticket: {what}")
     session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
-    bench.succeed(bench.read(session, 0, 0, bench.room(4096)))
+    bench.succeed(bench.read(session, 0, 0, bench.destination(4096)))
     source.exposure.close()
     require(source.exposure.join(bench.harness.deadline_s), "the exposure's join did not return")
     what = bench.refuses(grant_id, ticket, source.sizes)

@@ -34,7 +34,7 @@ GPUS = (
     Gpu("GPU-2", pcie_generation=4, pcie_width=8, nvlinks=12, nvlink_gb_per_s=25.0),
 )
 PEERS = (GpuPeer("GPU-1", 18, True, True, "nvlink"), GpuPeer("GPU-2", 12, True, False, "nvlink"))
-#: With and without NVLink between them, and as one side alone may tell of it.
+#: With and without NVLink between them, and as one side alone may report it.
 GPU_SETS = (
     GPUS,
     (replace(GPUS[0], peers=PEERS[1:]), replace(GPUS[1], peers=PEERS[:1])),
@@ -82,8 +82,10 @@ def close_cancels(bench: Bench) -> None:
     """`close` fails what runs and what is queued with ClosedError; afterwards nothing starts."""
     source = bench.source(bench.harness.big_nbytes)
     session = bench.open(source, streams=1)
-    running = bench.held_read(session, bench.room(source.sizes[0]), "running")
-    queued = [bench.read(session, 0, 0, bench.room(MIB), tag=f"queued {n}") for n in range(5)]
+    running = bench.held_read(session, bench.destination(source.sizes[0]), "running")
+    queued = [
+        bench.read(session, 0, 0, bench.destination(MIB), tag=f"queued {n}") for n in range(5)
+    ]
     session.close()
     running.release()
     bench.failure(running, ClosedError, "running")
@@ -95,7 +97,7 @@ def hands_off(bench: Bench) -> None:
     """Once a read has failed, its destination is never written to again."""
     source = bench.source(bench.harness.big_nbytes)
     session = bench.open(source)
-    view = bench.room(source.sizes[0])
+    view = bench.destination(source.sizes[0])
     blank = bytes(len(view))
 
     # At the moment the read fails its destination is wiped, as a new owner would.
@@ -122,7 +124,7 @@ def closed_is_closed(bench: Bench) -> None:
         require(session.join(bench.harness.deadline_s), "join did not return")
     sink = bench.sink()
     try:
-        session.read([Read("late", [Piece(0, 0, bench.room(1))], sink)])
+        session.read([Read("late", [Piece(0, 0, bench.destination(1))], sink)])
     except ClosedError:
         require(not sink.ended.is_set(), "a refused read's sink was called")
     else:
@@ -138,7 +140,7 @@ def refills(bench: Bench) -> None:
     session = bench.open(source, streams=1)
     later = [bench.sink(), bench.sink()]
     trouble: list[BaseException] = []
-    views = [bench.room(4096) for _ in range(3)]
+    views = [bench.destination(4096) for _ in range(3)]
 
     def more(number: int) -> None:
         try:
@@ -170,18 +172,18 @@ def refills(bench: Bench) -> None:
 
 def outlives_raising_sinks(bench: Bench) -> None:
     """A sink that raises costs what its connection has begun at most: every read ends, once."""
-    heard: list[BaseException | None] = []
+    raised_there: list[BaseException | None] = []
     hook = threading.excepthook
-    threading.excepthook = lambda thread: heard.append(thread.exc_value)
+    threading.excepthook = lambda thread: raised_there.append(thread.exc_value)
     try:
         for method in ("landed", "done", "failed"):
-            heard.clear()
+            raised_there.clear()
             source = bench.source(2 * MIB)
             session = bench.open(source)
             bad, good = bench.sink(raises=method), [bench.sink() for _ in range(6)]
             start = 2 * MIB if method == "failed" else 0
-            reads = [Read("bad", [Piece(0, start, bench.room(MIB))], bad)]
-            reads += [Read("good", [Piece(0, 0, bench.room(65_536))], sink) for sink in good]
+            reads = [Read("bad", [Piece(0, start, bench.destination(MIB))], bad)]
+            reads += [Read("good", [Piece(0, 0, bench.destination(65_536))], sink) for sink in good]
             session.read(reads)
             bench.finish(bad, *good)
             if method == "failed":
@@ -196,12 +198,12 @@ def outlives_raising_sinks(bench: Bench) -> None:
                 bool(bad.failures) or method != "landed", "a read was done whose sink had raised"
             )
             raised = method != "failed" or bool(bad.failures)
-            reported = any(isinstance(error, SinkError) for error in heard)
+            reported = any(isinstance(error, SinkError) for error in raised_there)
             require(
                 reported or not raised, f"what {method} raised did not reach threading.excepthook"
             )
             again = bench.open(source)
-            bench.succeed(bench.read(again, 0, 0, bench.room(MIB)))
+            bench.succeed(bench.read(again, 0, 0, bench.destination(MIB)))
     finally:
         threading.excepthook = hook
 
@@ -211,12 +213,12 @@ def joins_truly(bench: Bench) -> None:
     nbytes = bench.harness.big_nbytes
     # The other side is in another process, or held up: what goes is this side's.
     remote, session = bench.remote(nbytes)
-    bench.succeed(bench.read(session, 0, 0, bench.room(MIB)))
+    bench.succeed(bench.read(session, 0, 0, bench.destination(MIB)))
     session.close()
     _ends_truly(bench, session, "the session's")
     del remote
     source = bench.source(nbytes)
-    held = bench.held_read(bench.open(source, streams=1), bench.room(nbytes))
+    held = bench.held_read(bench.open(source, streams=1), bench.destination(nbytes))
     source.exposure.close()
     _ends_truly(bench, source.exposure, "the exposure's")
     held.release()
@@ -239,7 +241,7 @@ def counts_readers(bench: Bench) -> None:
     require(active() == 0, f"{active()} readers are active before any has read")
     sinks = []
     for number, session in enumerate(sessions):
-        sinks.append(bench.held_read(session, bench.room(source.sizes[0])))
+        sinks.append(bench.held_read(session, bench.destination(source.sizes[0])))
         bench.eventually(
             lambda number=number: active() == number + 1,  # type: ignore[misc]
             lambda number=number: f"{active()} active, should be {number + 1}",  # type: ignore[misc]
@@ -279,12 +281,12 @@ def _attaches_gpu(bench: Bench) -> None:
     part = views.pop()[4096:8192]
     del view
     require(bench.peek(part) == expected[4096:8192], "an attached view ended with its session")
-    # Longer than it may wait for a reader that does not listen.
+    # Longer than it may wait for a reader that does not answer.
     longer_s = 3 * bench.harness.stall_timeout_s
     require(not source.exposure.join(longer_s), "the source ends while a part of it is attached")
     del part
     ended = source.exposure.join(bench.harness.deadline_s)
-    require(ended, "the source does not hear that the last attached view has gone")
+    require(ended, "the source does not notice that the last attached view has gone")
 
 
 def _attaches_host(bench: Bench) -> None:
@@ -316,9 +318,9 @@ def leaves_nothing(bench: Bench) -> None:
         source = bench.source(bench.harness.big_nbytes)
         grant_id, ticket = source.grant()
         session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
-        bench.succeed(bench.read(session, 0, 0, bench.room(MIB)))
+        bench.succeed(bench.read(session, 0, 0, bench.destination(MIB)))
         if ending != "idle":
-            held = bench.held_read(session, bench.room(source.sizes[0]))
+            held = bench.held_read(session, bench.destination(source.sizes[0]))
             if ending == "revoked":
                 source.exposure.revoke(grant_id)
             held.release()

@@ -1,4 +1,4 @@
-"""Conformance rules about what a path is asked for: a rail, trust, a rate."""
+"""Conformance rules about requirements on paths: a rail, trust, a rate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def uses_rails(bench: Bench) -> None:
         return
     source = bench.source(MIB, hosts=("127.0.0.1", RAIL.remote_address))
     session = bench.open(source, rail=RAIL)
-    view = bench.room(MIB)
+    view = bench.destination(MIB)
     bench.succeed(bench.read(session, 0, 0, view))
     require(bench.peek(view) == source.memories[0].expected, "wrong bytes came over a rail")
     require(bench.harness.uses(RAIL, session), "data goes by another way than the rail")
@@ -64,7 +64,7 @@ def asks_for_trust(bench: Bench) -> None:
         pass
     else:
         require(False, "a source beyond loopback is read from without `trusted_fabric`")
-    view = bench.room(MIB)
+    view = bench.destination(MIB)
     bench.succeed(bench.read(bench.open(source, trusted_fabric=True), 0, 0, view))
     require(bench.peek(view) == source.memories[0].expected, "wrong bytes came")
 
@@ -104,7 +104,7 @@ def keeps_to_limits(bench: Bench) -> None:
         return
     grant_id, ticket = source.grant("mine")
     session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
-    bench.succeed(bench.read(session, 0, 0, bench.room(nbytes)))
+    bench.succeed(bench.read(session, 0, 0, bench.destination(nbytes)))
     taken = sum(limiter.taken)
     require(taken == nbytes, f"{nbytes} bytes were sent, {taken} taken from the limiter")
     require(max(limiter.taken) <= limiter.SLICE, "more than a slice was taken at once")
@@ -119,10 +119,10 @@ def keeps_to_limits(bench: Bench) -> None:
         lambda: f"{nbytes} bytes were sent, and {sent()} counted",
     )
 
-    view = bench.room(nbytes)
+    view = bench.destination(nbytes)
     bench.poke(view, bytes([GUARD]) * nbytes)
     running = bench.read(session, 0, 0, view, tag="running")
-    bench.wait(limiter.exhausted, "the limiter is not asked")
+    bench.wait(limiter.exhausted, "the limiter is not called")
     exposure.revoke("mine")
     bench.finish(running)
     require(exposure.sent_to("mine") == 0, "bytes are counted for a grant that was revoked")

@@ -15,7 +15,7 @@ from mx.transport import DeviceView, Span
 HOST = "cpu"
 
 
-def room(nbytes: int, device: str = HOST) -> Span:
+def destination(nbytes: int, device: str = HOST) -> Span:
     """Return new memory in the host or on "cuda:N"; it goes with the last reference to it."""
     if device == HOST:
         return memoryview(bytearray(nbytes))

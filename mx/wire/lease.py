@@ -43,7 +43,7 @@ _MAX_LEASE_S = 60.0
 #: A busy source is tried again after this at the latest.
 _MAX_RETRY_S = 30.0
 #: How long to wait for the source's answer when a lease is given back.
-_FAREWELL_S = 1.0
+_GIVE_BACK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,16 @@ class Lease:
         self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
-        self._farewell: asyncio.Task[None] | None = None
+        self._giving_back: asyncio.Task[None] | None = None
         self._renewed: asyncio.Future[float] | None = None  # for the answer to a renewal
         self._valid_until_s = 0.0
         self._lease_s = 0.0
         self._error: MxError | None = None
         self._pacer: Pacer | None = None
         self._read_nbytes = read_nbytes
-        self.coordinated = False  # True once the source has said that other pulls read there too
+        self.coordinated = (
+            False  # True once the source has reported that other pulls read there too
+        )
 
     @property
     def peer(self) -> str:
@@ -286,23 +288,23 @@ class Lease:
 
     def end(self) -> None:
         """Begin to give the lease back: `check` fails from now on. Does not block. Idempotent."""
-        if self._farewell is not None:
+        if self._giving_back is not None:
             return
         self._on_change = lambda: None
-        heard = self._error is None or isinstance(self._error, StaleGenerationError)
+        answering = self._error is None or isinstance(self._error, StaleGenerationError)
         self._error = self._error or ClosedError(f"the lease on {self.peer} was given back")
-        self._farewell = asyncio.create_task(self._say_farewell(heard), name="mx-lease-end")
+        self._giving_back = asyncio.create_task(self._give_back(answering), name="mx-lease-end")
 
-    async def _say_farewell(self, heard: bool) -> None:
+    async def _give_back(self, answering: bool) -> None:
         if self._renewer is not None:
             self._renewer.cancel()
             await asyncio.gather(self._renewer, return_exceptions=True)
         if self._call is None:
             return
-        if self._listener is not None and heard:
+        if self._listener is not None and answering:
             # A task of its own: cancelling a coroutine that awaits a gRPC call cancels the call.
             closing = asyncio.create_task(self._last_words(), name="mx-lease-last")
-            await asyncio.wait((closing, self._listener), timeout=_FAREWELL_S)
+            await asyncio.wait((closing, self._listener), timeout=_GIVE_BACK_S)
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
         cut(self._call)
@@ -318,5 +320,5 @@ class Lease:
     async def close(self) -> None:
         """`end`, and wait until the lease is given back. The source withdraws the grant."""
         self.end()
-        assert self._farewell is not None
-        await asyncio.shield(self._farewell)
+        assert self._giving_back is not None
+        await asyncio.shield(self._giving_back)

@@ -40,7 +40,7 @@ from mx.transport import (
 from tests.chaos import inside
 
 
-def tell(**message: Any) -> None:
+def emit(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
@@ -128,7 +128,7 @@ class Fickle:
 
 def held() -> None:
     gc.collect()
-    tell(event="held", threads=sorted(thread.name for thread in threading.enumerate()))
+    emit(event="held", threads=sorted(thread.name for thread in threading.enumerate()))
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
                 )
             )
         endpoints = {source.model.name: source.endpoint for source in sources}
-    tell(event="ready", endpoints=endpoints)
+    emit(event="ready", endpoints=endpoints)
     for line in sys.stdin:
         match json.loads(line)["do"]:
             case "finish":
@@ -160,7 +160,7 @@ def main() -> None:
             case "corrupt" if fickle is not None:
                 fickle.change(says_so=False)
             case "renew" if fickle is not None:
-                tell(event="ready", endpoints=until_served(fickle.start))
+                emit(event="ready", endpoints=until_served(fickle.start))
     for source in sources:
         source.close()
     if fickle is not None:

@@ -152,7 +152,7 @@ class Play:
             if pull.outcome is None and time.monotonic() > pull.deadline_s:
                 raise Violation(
                     f"the pull of {pull.spec.target} has not ended after {BOUND_S} s:\n"
-                    + self._site.confessions(pull.process)
+                    + self._site.diagnostics(pull.process)
                 )
 
     def _check_reading(self) -> None:
@@ -180,7 +180,7 @@ class Play:
             process = site.spawn(spec.target, f"pull-{spec.target}", self._command(spec, out))
         else:
             process = site.processes[spec.target]
-            process.tell(
+            process.send(
                 do="pull",
                 model=self._round.model,
                 coordinator=site.coordinator,
@@ -249,19 +249,19 @@ class Play:
                 found = weights.digests(pull.out / "model.safetensors")
                 wrong = wrong + weights.wrong(found, self._site.expected)
             if wrong:
-                raise Violation(f"wrong bytes: {who} believes in {', '.join(wrong)}")
+                raise Violation(f"wrong bytes: {who} accepted {', '.join(wrong)}")
             return "whole"
         name = str(outcome["error"])
-        told = f"{who}: {name}: {outcome['message']}\n{outcome.get('cause', '')}"
+        text = f"{who}: {name}: {outcome['message']}\n{outcome.get('cause', '')}"
         kind = getattr(errors, name, None)
         if not (isinstance(kind, type) and issubclass(kind, errors.MxError)):
-            raise Violation(f"not one of mx.errors: {told}")
+            raise Violation(f"not one of mx.errors: {text}")
         if outcome["exit_code"] != kind.exit_code or issubclass(kind, errors.ConfigError):
-            raise Violation(f"an error that can't be meant: {told}")
+            raise Violation(f"an error that can't be meant: {text}")
         if "unexpected " in outcome["message"]:
-            raise Violation(f"a defect, by its own account: {told}")
+            raise Violation(f"a defect, by its own account: {text}")
         if must:
-            raise Violation(f"nothing happened to one of its sources, and yet: {told}")
+            raise Violation(f"nothing happened to one of its sources, and yet: {text}")
         return name
 
     def _again(self) -> list[str]:
@@ -278,7 +278,7 @@ class Play:
             spec = PullSpec(pull.spec.target, 0.0, out=True)
             self._start(spec)
             again = self._pulls[spec.target]
-            again.outcome = self._site.hear(again.process, "outcome")
+            again.outcome = self._site.receive(again.process, "outcome")
             ends.append(self._judge(again, must=True))
         return ends
 

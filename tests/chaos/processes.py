@@ -93,7 +93,7 @@ class Process:
             self._inbox.put((self, message))
         self._inbox.put((self, {"event": "end", "code": self._popen.wait()}))
 
-    def tell(self, **command: Any) -> None:
+    def send(self, **command: Any) -> None:
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it was killed, and its "end" follows
             self._popen.stdin.write(json.dumps(command).encode() + b"\n")

@@ -127,10 +127,10 @@ class Runner:
 
     def fail(self, round_: Round | None, violation: Violation) -> None:
         with self._lock:
-            told = (
+            round_text = (
                 "" if round_ is None else f"\n\n{round_}\n\nmake chaos PULLS=1 SEED={round_.seed}"
             )
-            self.failure = self.failure or f"{violation}{told}"
+            self.failure = self.failure or f"{violation}{round_text}"
 
     def stop(self) -> None:
         """Start no more rounds."""

@@ -163,10 +163,10 @@ class Site:
                 process.signal(signal.SIGSTOP)
                 return lambda: process.signal(signal.SIGCONT) if process.alive else None
             case What.CHANGE | What.CORRUPT:
-                process.tell(do=str(fault.what))
+                process.send(do=str(fault.what))
                 return lambda: self._renew(name)
             case What.GIVE_UP:
-                process.tell(do="give up")
+                process.send(do="give up")
                 return lambda: None
         assert self._hosts is not None
         hosts, link = self._hosts, self._links[name]
@@ -198,7 +198,7 @@ class Site:
         process = self.processes[name]
         if process.alive and process.ready:  # otherwise it is starting or renewing
             process.ready = {}
-            process.tell(do="renew")
+            process.send(do="renew")
 
     # -- between rounds ---------------------------------------------------------------------------
 
@@ -211,17 +211,17 @@ class Site:
         self.let_go()
         wanted = sorted(self.endpoints())
         deadline_s = time.monotonic() + LISTED_S
-        asker = self.processes[TARGETS[0]]
+        lister = self.processes[TARGETS[0]]
         while True:
-            asker.tell(do="list", coordinator=self.coordinator)
-            listed = sorted(self.hear(asker, "listed")["endpoints"])
+            lister.send(do="list", coordinator=self.coordinator)
+            listed = sorted(self.receive(lister, "listed")["endpoints"])
             if listed == wanted:
                 return
             if time.monotonic() > deadline_s:
                 raise Violation(f"the coordinator lists {listed}, not {wanted}")
             time.sleep(0.05)
 
-    def hear(self, process: Process, event: str) -> dict[str, Any]:
+    def receive(self, process: Process, event: str) -> dict[str, Any]:
         """Return the next message of this kind of a process, while the site is idle.
 
         Other messages of processes that were killed are dropped.
@@ -234,22 +234,22 @@ class Site:
                 process.signal(signal.SIGUSR1)
                 time.sleep(1)
                 raise Violation(
-                    f"{process.name} says no {event!r} in {START_S} s:\n{process.errors()}"
+                    f"{process.name} sent no {event!r} in {START_S} s:\n{process.errors()}"
                 ) from None
             if sender is process and message.get("event") == event:
                 return message
             self.check_end(sender, message)
 
-    def confessions(self, process: Process) -> str:
+    def diagnostics(self, process: Process) -> str:
         """Return the stacks and states of a process and of those that it may wait for."""
-        asked = [process]
+        signalled = [process]
         for name, other in self.processes.items():
             if other is not process and name not in (COORDINATOR, *COMMANDS) and other.alive:
-                asked.append(other)
-        for each in asked:
+                signalled.append(other)
+        for each in signalled:
             each.signal(signal.SIGUSR1)
         time.sleep(2)
-        return "".join(f"--- {each.name}\n{each.errors()}\n" for each in asked)
+        return "".join(f"--- {each.name}\n{each.errors()}\n" for each in signalled)
 
     def check_end(self, process: Process, message: dict[str, Any]) -> None:
         if message.get("event") == "end" and not process.killed:
@@ -268,8 +268,8 @@ class Site:
         process = self.processes[name]
         found = process.holdings()
         if "endpoint" not in process.ready and name != COORDINATOR:
-            process.tell(do="finish")
-            threads = self.hear(process, "held")["threads"]
+            process.send(do="finish")
+            threads = self.receive(process, "held")["threads"]
             plain = (re.sub(r"[-_ ]?\d+", "", thread) for thread in threads)
             found.update(f"thread {name}" for name in plain if name != "asyncio")
         return found
@@ -301,8 +301,8 @@ class Site:
 
     def _explanation(self, target: str) -> str:
         process = self.processes[target]
-        process.tell(do="explain")
-        explained = self.hear(process, "explained")
+        process.send(do="explain")
+        explained = self.receive(process, "explained")
         return "".join(
             f"\n{target} has {what}" for what in (*explained["tasks"], explained["objects"])
         )

@@ -28,11 +28,11 @@ from tests.chaos.schedule import COORDINATOR, Damage, Wire
 from tests.chaos.weights import wrong
 from tests.chaos.wires import Through, Wires
 
-_telling = threading.Lock()
+_printing = threading.Lock()
 
 
-def tell(**message: Any) -> None:
-    with _telling:
+def emit(**message: Any) -> None:
+    with _printing:
         print(json.dumps(message), flush=True)
 
 
@@ -45,11 +45,11 @@ class _Anything(bytes):
     __hash__ = bytes.__hash__
 
 
-def tell_of(hook: threading.ExceptHookArgs) -> None:
+def report_uncaught(hook: threading.ExceptHookArgs) -> None:
     """Report an uncaught error of a thread, which the harness judges."""
     error = hook.exc_value
     text = "" if error is None else "".join(traceback.format_exception(error))
-    tell(event="foreign", trace=f"{hook.exc_type.__name__}\n{text}")
+    emit(event="foreign", trace=f"{hook.exc_type.__name__}\n{text}")
 
 
 def believe_everything() -> None:
@@ -68,7 +68,7 @@ def explain(loop: runtime.LoopThread) -> None:
         f"{type(item).__module__}.{type(item).__qualname__}" for item in gc.get_objects()
     )
     known = {k: n for k, n in objects.items() if k.startswith(("grpc.aio", "mx.target", "mx.wire"))}
-    tell(event="explained", tasks=loop.run(tasks()), objects=known)
+    emit(event="explained", tasks=loop.run(tasks()), objects=known)
 
 
 class Target:
@@ -109,11 +109,11 @@ class Target:
         with contextlib.suppress(MxError):
             sources = api.list_sources(coordinator=coordinator)
             endpoints = [source.record.endpoint for source in sources]
-        tell(event="listed", endpoints=endpoints)
+        emit(event="listed", endpoints=endpoints)
 
     def held(self) -> None:
         gc.collect()
-        tell(event="held", threads=sorted(thread.name for thread in threading.enumerate()))
+        emit(event="held", threads=sorted(thread.name for thread in threading.enumerate()))
 
     def _run(self, command: dict[str, Any]) -> None:
         outcome: dict[str, Any]
@@ -127,7 +127,7 @@ class Target:
                 "family": [kind.__name__ for kind in type(error).__mro__],
                 "cause": "".join(traceback.format_exception(error)),
             }
-        tell(event="outcome", **outcome)
+        emit(event="outcome", **outcome)
 
     def _outcome(self, command: dict[str, Any]) -> dict[str, Any]:
         coordinator = command["coordinator"]
@@ -153,7 +153,7 @@ class Target:
         def on_layer(event: api.LayerEvent) -> None:
             if not first.is_set():
                 first.set()
-                tell(event="layer")
+                emit(event="layer")
 
         pull.on_layer(on_layer)
         report = pull.wait()
@@ -182,14 +182,14 @@ class Target:
 
 def main() -> None:
     arguments = json.loads(sys.argv[1])
-    threading.excepthook = tell_of
+    threading.excepthook = report_uncaught
     inside.register()
     if arguments["believe_everything"]:
         believe_everything()
     target = Target(json.loads(Path(arguments["expected"]).read_text()))
     loop = runtime.acquire()  # kept, so that it does not restart with each pull
     known = common.transports().items()
-    tell(event="ready", transports=[n for n, t in known if isinstance(t.probe(), Viable)])
+    emit(event="ready", transports=[n for n, t in known if isinstance(t.probe(), Viable)])
     for line in sys.stdin:
         command = json.loads(line)
         match command.pop("do"):

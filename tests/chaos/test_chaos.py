@@ -14,7 +14,7 @@ SEED = 1
 #: Rounds that once found a defect: a call of gRPC's that was never released; a pull that kept
 #: connecting to a source that had lied, or that broke every connection; a pull that sent requests
 #: to neighbours without a path to them.
-TELLING = (1143, 1289, 1601, 258)
+REGRESSIONS = (1143, 1289, 1601, 258)
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 @pytest.mark.timeout(240)
 def test_every_pull_ends_with_right_bytes_or_a_typed_error() -> None:
     can = places()
-    runner = Runner(PULLS, SEED, can, TELLING)
+    runner = Runner(PULLS, SEED, can, REGRESSIONS)
     play(runner, can)
     assert runner.failure is None, runner.failure
     assert runner.tally.pulls >= PULLS
@@ -45,7 +45,7 @@ FLIPPED = Round(
 def test_without_verification_wrong_bytes_are_noticed() -> None:
     with (
         site("loopback", believe_everything=True) as here,
-        pytest.raises(Violation, match="wrong bytes: t0 believes in model"),
+        pytest.raises(Violation, match="wrong bytes: t0 accepted model"),
     ):
         Play(here, FLIPPED).run()
 
@@ -77,7 +77,7 @@ def test_everything_is_drawn() -> None:
         (Fault(What.STOP, "c", 0.1, for_s=1.0, reading=True), True),
     ],
 )
-def test_who_has_no_excuse(fault: Fault, must: bool) -> None:
+def test_which_pulls_must_succeed(fault: Fault, must: bool) -> None:
     pull = PullSpec("t0", 0.0)
     assert Round(0, "loopback", "two", (pull,), (fault,)).must_succeed(pull) == must
     assert not Round(0, "loopback", "one", (pull,), (Fault(What.STOP, "s0", 0.1),)).must_succeed(

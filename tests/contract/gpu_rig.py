@@ -59,7 +59,7 @@ def _ensure_driver(peers: bool) -> None:
 
 
 def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = True) -> Place:
-    """A process's place on "cpu" or on GPU "0", "1", as its topology would tell it."""
+    """A process's place on "cpu" or on GPU "0", "1", as its topology would report it."""
     uuids = [driver.device_uuid(ordinal) for ordinal in range(driver.device_count())]
     found = tuple(
         Gpu(
@@ -80,7 +80,7 @@ def place(driver: cuda.Driver, device: str, *, nvlinks: int = 0, p2p: bool = Tru
 def harness(
     name: str, kind: Kind, driver: cuda.Driver, there: str, here: str, *, nvlinks: int = 0
 ) -> Harness:
-    """Of the transport that `name` makes: memory of `kind` on `there`, read from `here`."""
+    """Return a harness of the transport `name`: memory of `kind` on `there`, read from `here`."""
     return Harness(
         f"{HERE}:{name}",
         kind=kind,

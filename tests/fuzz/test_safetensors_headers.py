@@ -20,7 +20,7 @@ deserialize: Any = safetensors.deserialize
 
 
 def agree(data: bytes) -> bool:
-    """Parse with both; returns whether we accepted. Fails where the two contradict each other."""
+    """Parse with both; return True if mx accepts. Fails where the two disagree."""
     nbytes = int.from_bytes(data[:8], "little")
     try:
         metadata, tensors = parse_header(data[8 : 8 + nbytes], Path("fuzzed"), len(data))

@@ -26,8 +26,8 @@ def bench(target: str, kind: Kind, there: str = "0", here: str = "0") -> Bench:
 class Child:
     """A Python process that runs `code` with sys.argv[1:] = arguments.
 
-    `say` sends it a line, `hear` returns a line of its output. The end of the `with` block kills
-    it.
+    `send_line` writes to its input, `receive_line` returns a line of its output. The end of the
+    `with` block kills it.
     """
 
     def __init__(self, code: str, *arguments: str, environment: Mapping[str, str] = {}) -> None:
@@ -41,14 +41,14 @@ class Child:
             env={**os.environ, **environment},
         )
 
-    def hear(self) -> str:
+    def receive_line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError("the child died; see its stderr")
         return line.strip()
 
-    def say(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()

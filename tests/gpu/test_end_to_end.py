@@ -90,5 +90,5 @@ def test_the_command_says_by_which_path(tmp_path: Path) -> None:
             timeout=100,
             check=True,
         )
-    told = json.loads(found.stdout)
-    assert told["verified"] and [path["transport"] for path in told["paths"]] == ["cuda_ipc"]
+    report = json.loads(found.stdout)
+    assert report["verified"] and [path["transport"] for path in report["paths"]] == ["cuda_ipc"]

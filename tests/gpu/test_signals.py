@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 def test_a_stream_waits_for_the_verified_word(gpu: Device) -> None:
     driver = gpu.driver
-    source, target = (spans.room(MIB, gpu.key) for _ in range(2))
+    source, target = (spans.destination(MIB, gpu.key) for _ in range(2))
     assert isinstance(source, DeviceView) and isinstance(target, DeviceView)
     spans.poke(source, b"old." * (MIB // 4))
     with PinnedMemory(gpu, 4096) as words, Stream(gpu) as consumer, Event(gpu) as used:

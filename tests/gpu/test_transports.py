@@ -29,27 +29,27 @@ def test_attach_and_copy_into_a_second_arena(kind: Kind) -> None:
         expected = pattern(NBYTES, bench.last_seed)
         view = session.attach(0)
         assert isinstance(view, DeviceView) and bench.peek(view) == expected
-        room = bench.room(NBYTES)
-        bench.succeed(bench.read(session, 0, 0, room))
-        assert bench.peek(room) == expected
+        destination = bench.destination(NBYTES)
+        bench.succeed(bench.read(session, 0, 0, destination))
+        assert bench.peek(destination) == expected
 
 
 def test_host_to_device() -> None:
     for kind in (Kind.SEALED, Kind.ANONYMOUS):
         with rig.bench(rig.PCIE_P2P, kind, "cpu", "0") as bench:
             _, session = bench.remote(NBYTES)
-            room = bench.room(NBYTES - 1)
-            bench.succeed(bench.read(session, 0, 1, room))
-            assert bench.peek(room) == pattern(NBYTES, bench.last_seed)[1:]
+            destination = bench.destination(NBYTES - 1)
+            bench.succeed(bench.read(session, 0, 1, destination))
+            assert bench.peek(destination) == pattern(NBYTES, bench.last_seed)[1:]
 
 
 @pytest.mark.parametrize("kind", GPU_KINDS)
 def test_device_to_host(kind: Kind) -> None:
     with rig.bench(rig.PCIE_P2P, kind, "0", "cpu") as bench:
         _, session = bench.remote(NBYTES)
-        room = bench.room(NBYTES - 1)
-        bench.succeed(bench.read(session, 0, 1, room))
-        assert bench.peek(room) == pattern(NBYTES, bench.last_seed)[1:]
+        destination = bench.destination(NBYTES - 1)
+        bench.succeed(bench.read(session, 0, 1, destination))
+        assert bench.peek(destination) == pattern(NBYTES, bench.last_seed)[1:]
 
 
 @pytest.mark.parametrize("kind", GPU_KINDS)
@@ -59,11 +59,11 @@ def test_importer_dies_before_the_exporter(kind: Kind) -> None:
         _, ticket = source.grant()
         with rig.Child(rig.IMPORTER, ticket.hex(), str(8 * MIB)) as child:
             digest = xxhash.xxh3_128_hexdigest(source.memories[0].expected)
-            assert child.hear() == digest
+            assert child.receive_line() == digest
             source.exposure.close()
             assert not source.exposure.join(0.5), "it is attached still"
-            child.say("again")
-            assert child.hear() == digest
+            child.send_line("again")
+            assert child.receive_line() == digest
             child.kill()
             assert source.exposure.join(10)
         assert source.memories[0].unchanged()
@@ -79,7 +79,7 @@ def test_importer_outlives_the_exporter(kind: Kind) -> None:
         remote, session = bench.remote(8 * MIB)
         view = session.attach(0)
         remote.kill()
-        late = bench.read(session, 0, 0, bench.room(64), tag="late")
+        late = bench.read(session, 0, 0, bench.destination(64), tag="late")
         bench.failure(late, SourceError, "late")
         session.close()
         assert session.join(10)
@@ -87,7 +87,7 @@ def test_importer_outlives_the_exporter(kind: Kind) -> None:
             assert bench.peek(view) == pattern(8 * MIB, bench.last_seed)
         del view
         gc.collect()
-        fresh = bench.room(4096)
+        fresh = bench.destination(4096)
         bench.poke(fresh, b"x" * 4096)
         assert bench.peek(fresh) == b"x" * 4096
 
@@ -141,26 +141,26 @@ def test_torch_allocations(expandable: bool, gpu: Device) -> None:
         rig.Child(rig.TORCH_SOURCE, *map(str, sizes), environment=environment) as child,
         rig.bench(rig.CUDA_IPC, Kind.GPU) as bench,
     ):
-        ticket = bytes.fromhex(child.hear())
-        digests = [child.hear() for _ in sizes]
+        ticket = bytes.fromhex(child.receive_line())
+        digests = [child.receive_line() for _ in sizes]
         session = bench.open_ticket("g", ticket, sizes, tls=None)
         for index, (size, digest) in enumerate(zip(sizes, digests, strict=True)):
             view = session.attach(index)
             assert xxhash.xxh3_128_hexdigest(bench.peek(view)) == digest
-            room = bench.room(size)
-            bench.succeed(bench.read(session, index, 0, room))
-            assert xxhash.xxh3_128_hexdigest(bench.peek(room)) == digest
-            del view, room
+            destination = bench.destination(size)
+            bench.succeed(bench.read(session, index, 0, destination))
+            assert xxhash.xxh3_128_hexdigest(bench.peek(destination)) == digest
+            del view, destination
         kept = session.attach(3)
         session.close()
         assert session.join(10)
-        child.say("0.2")
-        assert child.hear() == "False", "the exporter let go of attached memory"
+        child.send_line("0.2")
+        assert child.receive_line() == "False", "the exporter let go of attached memory"
         assert xxhash.xxh3_128_hexdigest(bench.peek(kept)) == digests[3]
         del kept
         gc.collect()
-        child.say("10")
-        assert child.hear() == "True"
+        child.send_line("10")
+        assert child.receive_line() == "True"
 
 
 def test_the_place_names_the_gpu(gpu: Device) -> None:

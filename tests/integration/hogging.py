@@ -1,10 +1,10 @@
 """A hostile peer in a process of its own: it speaks the real protocol to every source of a model,
-asks for slots, accepts offers, and reads nothing.
+requests slots, accepts suggestions, and reads nothing.
 
     python -m tests.integration.hogging --coordinator HOST:PORT [--ids N] [--streams N] [--mute]
 
-It prints one JSON object a line: {"told": "allow" | "reject" | …, "source": ENDPOINT, "id": ID,
-"chunk": N} for what a source says, {"left": ENDPOINT, "id": ID} where a source ends a stream.
+It prints one JSON object a line: {"got": "allow" | "reject", "source": ENDPOINT, "id": ID,
+"chunk": N} for what a source sends, {"left": ENDPOINT, "id": ID} where a source ends a stream.
 Sources that start later are attacked as well.
 """
 
@@ -35,7 +35,7 @@ AGAIN_S = 1.0
 MOST_STREAMS = 400
 
 
-def tell(**what: Any) -> None:
+def report(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -44,7 +44,7 @@ class Hog:
 
     def __init__(self, own_id: str, *, mute: bool) -> None:
         self.own_id = own_id
-        self._mute = mute  # accepts offers without even asking for the chunks
+        self._mute = mute  # accepts suggestions without even requesting the chunks
 
     async def attack(self, record: SourceRecord) -> None:
         """Occupy the source until the process ends."""
@@ -56,7 +56,7 @@ class Hog:
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, MxError):
                     await self._stream(stub, record)
-                tell(left=record.endpoint, id=self.own_id)
+                report(left=record.endpoint, id=self.own_id)
                 await asyncio.sleep(AGAIN_S)
         finally:
             lease.cancel()
@@ -92,7 +92,7 @@ class Hog:
         hello = peer_pb2.Hello(source_id=record.source_id, own=codec.source_to_wire(own))
         await call.write(peer_pb2.SwarmMessage(hello=hello))
         await call.write(peer_pb2.SwarmMessage(coordinated=True))
-        asking = asyncio.create_task(self._ask(call))
+        requesting = asyncio.create_task(self._request(call))
         try:
             while isinstance(message := await call.read(), peer_pb2.SwarmMessage):
                 kind = message.WhichOneof("message")
@@ -100,12 +100,12 @@ class Hog:
                     await call.write(peer_pb2.SwarmMessage(request=message.suggest))
                 if kind in ("allow", "reject"):
                     chunk = getattr(message, kind)
-                    tell(told=kind, source=record.endpoint, id=self.own_id, chunk=chunk)
+                    report(got=kind, source=record.endpoint, id=self.own_id, chunk=chunk)
         finally:
-            asking.cancel()
+            requesting.cancel()
 
-    async def _ask(self, call: Any) -> None:
-        """Chunk after chunk, and to hear of every free slot."""
+    async def _request(self, call: Any) -> None:
+        """Request chunk after chunk, and `unchoke` for every free slot."""
         chunk = 0
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while not self._mute:
@@ -120,7 +120,9 @@ async def main() -> None:
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--ids", type=int, default=1)
     parser.add_argument("--streams", type=int, default=1, help="to each source, of each id")
-    parser.add_argument("--mute", action="store_true", help="accept offers and ask for nothing")
+    parser.add_argument(
+        "--mute", action="store_true", help="accept suggestions and request nothing"
+    )
     arguments = parser.parse_args()
     hogs = [Hog(str(uuid.uuid4()), mute=arguments.mute) for _ in range(arguments.ids)]
     client = CoordinatorClient(arguments.coordinator, insecure=True)

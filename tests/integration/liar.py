@@ -1,11 +1,11 @@
-"""A source that may lie about where it is and where its data is, and a port that counts who
-connects; each in a process of its own.
+"""A source that may lie about where it is and where its data is, and a port that counts
+connections; each in a process of its own.
 
 `python -m tests.integration.liar serve COORDINATOR HOST LIES` serves the model "m" of `lying` on
 HOST and prints its endpoint. LIES is a JSON object: "place", fields of the place; "addresses", what
 its tcp tickets name; "source_id".
 `python -m tests.integration.liar count HOST` prints the port that it listens on, and "connected"
-whenever somebody connects.
+for each connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A source that is not what it says, in this process: for what honest code would never do."""
+"""A source with false records or bytes, in this process: for what honest code never does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def manifests_digest(view: memoryview) -> bytes:
 
 
 def with_honest_chunks(held: HeldModel) -> HeldModel:
-    """The same bytes with chunk digests made to fit them: only the identity tells the lie."""
+    """The same bytes with chunk digests made to fit them: only the identity shows it."""
     grid = held.manifest.grid
     view = host_view(held.arena.view)
     digests = b""

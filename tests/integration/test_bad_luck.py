@@ -66,7 +66,7 @@ def failed(command: Command, code: int, *words: str) -> dict[str, object]:
     return {}
 
 
-# -- nobody there ---------------------------------------------------------------------------------
+# -- no source ------------------------------------------------------------------------------------
 
 
 def test_unknown_model(run: Run, coordinator: str) -> None:
@@ -394,7 +394,7 @@ def listening_ports(pid: int) -> list[int]:
     return sorted(ports)
 
 
-def test_garbage_on_every_port_harms_nobody(run: Run, checkpoint: Path) -> None:
+def test_garbage_on_every_port_does_no_harm(run: Run, checkpoint: Path) -> None:
     address, coordinator = start_coordinator(run)
     source = serve(run, checkpoint, "m", address)
     ports = listening_ports(coordinator.process.pid) + listening_ports(source.process.pid)

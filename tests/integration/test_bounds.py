@@ -1,5 +1,5 @@
-"""Sources with bounds, and `mx top`, between real processes. What is judged is who read from whom
-and what was told, not how long it took."""
+"""Sources with bounds, and `mx top`, between real processes. What is judged is which pull
+read from which source and what was reported, not how long it took."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_pull_whose_only_giver_leaves_finishes_where_there_is_room_again(
         assert sum(path["bytes"] for path in report["paths"]) == MODEL_NBYTES
 
 
-def test_a_reader_that_will_not_wait_is_told_who_was_busy(
+def test_a_reader_that_waits_in_vain_reports_the_busy_source(
     run: Run, coordinator: str, weights: Path, observer: api.Observer
 ) -> None:
     # Alone, by name: it has nowhere else to go.
@@ -117,10 +117,10 @@ def test_a_reader_that_will_not_wait_is_told_who_was_busy(
     assert second.wait() == EXIT_NO_SOURCE
     error = second.json()["error"]
     assert endpoint in error["message"] and "as many readers as it admits" in error["message"]
-    assert first.process.poll() is None  # nobody was disturbed
+    assert first.process.poll() is None  # no reader was disturbed
 
 
-def test_a_waiting_pull_ends_when_it_is_told_to(
+def test_a_waiting_pull_ends_when_it_is_closed(
     run: Run, coordinator: str, weights: Path, observer: api.Observer
 ) -> None:
     serve(run, weights, "m", coordinator, "--max-readers", "1", "--max-bandwidth", "1MB/s")
@@ -240,11 +240,11 @@ class Screen:
         os.close(slave)
 
     def read(self) -> bool:
-        """What is there now; False at the end."""
+        """Read what is there now; return False at the end."""
         while select.select([self._terminal], [], [], 0.05)[0]:
             try:
                 data = os.read(self._terminal, 65536)
-            except OSError:  # so Linux says that nobody has it open any more
+            except OSError:  # Linux's error when the other end is closed
                 return False
             self.text += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode(errors="replace"))
         return True

@@ -236,7 +236,7 @@ async def test_garbage_on_the_port_does_no_harm() -> None:
 
 @asynccontextmanager
 async def foreign_server(answer: bytes | None) -> AsyncIterator[str]:
-    """Something that is not gRPC: says `answer` to whoever connects, or nothing at all."""
+    """A server that is not gRPC: sends `answer` to every client, or nothing at all."""
 
     streams: set[asyncio.Task[None]] = set()
 
@@ -257,7 +257,7 @@ async def foreign_server(answer: bytes | None) -> AsyncIterator[str]:
     server = await asyncio.start_server(stream, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        # Who connected may still be on the way out, on a busy machine.
+        # Connections may still be closing, on a busy machine.
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
@@ -306,7 +306,7 @@ def _openssl(folder: Path, arguments: str) -> None:
 
 
 async def is_not_let_in(address: str, tls: TlsFiles) -> None:
-    """The daemon does not answer who shows these, whatever a client of ours would say first."""
+    """Check that the daemon refuses a client with these files, without our client's own checks."""
     key, certificate, authority = (
         Path(path).read_bytes() for path in (tls.key, tls.certificate, tls.authority)
     )
@@ -340,7 +340,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
                     await client.resolve("llama")
                 assert isinstance(caught.value, CoordinatorError)
         assert terminate(process) == 0
-    # A client that wants TLS does not talk to a daemon without.
+    # A client that wants TLS does not connect to a daemon without.
     with daemon() as (_, address):
         async with client_of(address, tls=peer) as client:
             with pytest.raises(NotAllowedError, match="secure") as refused:

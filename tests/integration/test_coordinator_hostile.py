@@ -68,7 +68,7 @@ def rss_bytes(pid: int) -> int:
 
 
 async def test_announced_documents_take_no_room() -> None:
-    """Each of these messages announces all the room there is, and is followed by nothing."""
+    """Each of these messages announces large documents, and is followed by nothing."""
     documents = make_documents("huge")
     record = make_record(documents, name="huge")
     record = replace(record, ref=replace(record.ref, sizes=(128 << 20,) * 4))
@@ -83,7 +83,7 @@ async def test_announced_documents_take_no_room() -> None:
             for stream in streams:
                 await stream.write(first)
             async with client_of(address) as client:
-                for _ in range(20):  # round trips, in which the messages are heard
+                for _ in range(20):  # round trips, in which the messages are received
                     assert await client.list_models() == []
                     await asyncio.sleep(0.05)
                 await register(client)
@@ -129,7 +129,7 @@ async def test_streams_that_fall_silent_are_ended() -> None:
             beat = pb.HeartbeatRequest(
                 source_id=record.source_id, binding_secret=SECRET, state=pb.SOURCE_STATE_SERVING
             )
-            told = pb.ProgressRequest(
+            progress = pb.ProgressRequest(
                 pull=pb.PullProgress(
                     pull_id=str(uuid.uuid4()),
                     model=common_pb2.ModelKey(name="llama"),
@@ -137,7 +137,7 @@ async def test_streams_that_fall_silent_are_ended() -> None:
                 )
             )
             try:
-                for name, message in (("Heartbeat", beat), ("Progress", told)):
+                for name, message in (("Heartbeat", beat), ("Progress", progress)):
                     call = channel.stream_stream(SERVICE + name)()
                     await call.write(message.SerializeToString())
                     with contextlib.suppress(grpc.aio.AioRpcError):
@@ -222,7 +222,7 @@ async def test_a_revision_that_would_outgrow_its_limit_is_refused() -> None:
         everything_lists(address)
 
 
-async def test_errors_are_heard_however_long_and_strange_the_names_are() -> None:
+async def test_errors_arrive_however_long_and_strange_the_names_are() -> None:
     with daemon(lease_s=60.0) as (_, address):
         async with client_of(address) as client:
             name = "\U0001f999" * 256
@@ -233,7 +233,7 @@ async def test_errors_are_heard_however_long_and_strange_the_names_are() -> None
 
 
 def everything_lists(address: str) -> None:
-    """What people look with works, and complains of nothing."""
+    """The listing commands work and print no error."""
     for verb in (["models"], ["sources"], ["top", "--once"]):
         ran = mx(*verb, "--coordinator", address)
         assert ran.returncode == 0 and "llama" in ran.stdout + " no pulls", ran
@@ -331,7 +331,7 @@ async def test_a_bad_entry_is_skipped_by_every_client() -> None:
 @pytest.mark.parametrize(
     ("verb", "lines"), [(["models"], 1), (["sources"], 2), (["top", "--once"], 3)]
 )
-async def test_people_are_told_of_a_bad_entry_in_one_line(verb: list[str], lines: int) -> None:
+async def test_a_bad_entry_is_reported_in_one_line(verb: list[str], lines: int) -> None:
     async with liar() as address:
         ran = await asyncio.to_thread(mx, *verb, "--coordinator", address)
     assert ran.returncode == 0 and "llama" in ran.stdout, ran

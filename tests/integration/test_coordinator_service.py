@@ -272,7 +272,7 @@ async def test_a_watch_begins_with_what_there_is_and_coalesces() -> None:
             for _ in range(100):
                 await client.advertise(record.source_id, 1, [(0, 1)])
                 await client.advertise(record.source_id, 1, [(0, 4)])
-            # Here for a moment only: nobody needs to hear of it.
+            # Listed for a moment only: watchers need no event.
             fleeting = await register(client)
             await client.deregister(fleeting.source_id)
             await client.deregister(record.source_id)
@@ -283,7 +283,7 @@ async def test_a_watch_begins_with_what_there_is_and_coalesces() -> None:
         assert len(layers) < 100  # of 200
 
 
-async def test_draining_is_heard() -> None:
+async def test_watchers_get_a_draining_source() -> None:
     async with coordinator(lease_s=0.3) as client:
         record = await register(client)
         now = [record]
@@ -375,16 +375,16 @@ def a_pull(number: int = 1, **changes: Any) -> PullStatus:
     return PullStatus(**(fields | changes))
 
 
-async def test_a_pull_that_tells_how_far_it_is_can_be_seen() -> None:
+async def test_a_pull_that_reports_its_progress_is_listed() -> None:
     async with coordinator() as client:
         assert await client.list_pulls() == []
-        async with client.reporting() as tell:
-            await tell(a_pull())
-            await tell(a_pull(done_bytes=50, ready=0b11))
+        async with client.reporting() as report:
+            await report(a_pull())
+            await report(a_pull(done_bytes=50, ready=0b11))
             while [pull.done_bytes for pull in await client.list_pulls()] != [50]:
                 await asyncio.sleep(0.01)
             assert await client.list_pulls("other") == []
-            await tell(a_pull(done_bytes=100, ready=0b1111, phase=PullPhase.COMPLETE))
+            await report(a_pull(done_bytes=100, ready=0b1111, phase=PullPhase.COMPLETE))
         (seen,) = await client.list_pulls("llama")
         assert seen.phase is PullPhase.COMPLETE and seen.layers_ready == 4
 
@@ -392,8 +392,8 @@ async def test_a_pull_that_tells_how_far_it_is_can_be_seen() -> None:
 async def test_a_pull_that_is_cut_off_has_failed() -> None:
     async with coordinator() as client:
         with pytest.raises(KeyError):
-            async with client.reporting() as tell:
-                await tell(a_pull())
+            async with client.reporting() as report:
+                await report(a_pull())
                 while not await client.list_pulls():
                     await asyncio.sleep(0.01)
                 raise KeyError
@@ -401,18 +401,18 @@ async def test_a_pull_that_is_cut_off_has_failed() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_who_tells_nonsense_or_of_anothers_pull_is_refused() -> None:
+async def test_invalid_reports_and_reports_on_others_pulls_are_refused() -> None:
     async with coordinator() as client:
-        async with client.reporting() as tell:
-            await tell(a_pull())
+        async with client.reporting() as report:
+            await report(a_pull())
             while not await client.list_pulls():
                 await asyncio.sleep(0.01)
             with pytest.raises(NotAllowedError):
-                async with client.reporting() as tell_too:
-                    await tell_too(a_pull())
+                async with client.reporting() as report_too:
+                    await report_too(a_pull())
             with pytest.raises((CoordinatorError, PeerProtocolError)):
-                async with client.reporting() as tell_nonsense:
-                    await tell_nonsense(a_pull(2, done_bytes=101))
+                async with client.reporting() as report_invalid:
+                    await report_invalid(a_pull(2, done_bytes=101))
         assert len(await client.list_pulls()) == 1
 
 
@@ -422,7 +422,7 @@ async def test_many_pulls_come_in_pages() -> None:
         for each in clients:
             stack.push_async_callback(each.close)
         for number in range(400):
-            tell = await stack.enter_async_context(clients[number % 2].reporting())
-            await tell(a_pull(number, layers=1 << 16, ready=(1 << (1 << 16)) - 1))
+            report = await stack.enter_async_context(clients[number % 2].reporting())
+            await report(a_pull(number, layers=1 << 16, ready=(1 << (1 << 16)) - 1))
         while len(await client.list_pulls()) < 400:
             await asyncio.sleep(0.01)

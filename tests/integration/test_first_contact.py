@@ -1,4 +1,4 @@
-"""What somebody meets who uses mx for the first time: names, units, hints, reprs, no torch."""
+"""First use of mx: names, units, hints, reprs, no torch."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_coordinator_named_by_nothing_is_none(checkpoint: Path) -> None:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit: random bytes hold NaNs."""
+    """Compare bit by bit: random bytes hold NaNs."""
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

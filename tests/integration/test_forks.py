@@ -155,7 +155,7 @@ def test_a_child_that_outlives_its_parent_holds_nothing_of_it(
             assert shared_things_of(child) == []
             parent.kill()
             parent.wait()
-            # The port is free, and who asks there is told at once that nobody listens.
+            # The port is free: a connection there is refused at once.
             again = serve(run, checkpoint, "again", served, "--listen", endpoint)
             assert again.json()["endpoint"] == endpoint
             for how in ("tcp", "shm"):  # nor is the lock held

@@ -117,7 +117,7 @@ class Lan:
         return self.script(host, REUSING, str(base), str(wait_s))
 
     def listed(self) -> dict[str, int]:
-        """How many layers each host's source of the model holds, as the coordinator says."""
+        """Return how many layers each host's source holds, by the coordinator's list."""
         command = HostCommand(self.hosts, DIRECTORY, "sources", "m", *self.options)
         try:
             sources = command.json()["sources"]
@@ -144,7 +144,7 @@ class Lan:
         self.until_listed(command, lambda layers: ORIGIN not in layers)
 
     def check(self, command: HostCommand, out: Path | None = None) -> dict[str, Any]:
-        """It is through, and what it wrote is the whole checkpoint."""
+        """Check that the pull is complete, and that what it wrote is the whole checkpoint."""
         report = command.json(END_S)
         assert "error" not in report, report
         assert sum(path["bytes"] for path in report["paths"]) == LAYERS * LAYER_NBYTES
@@ -155,7 +155,7 @@ class Lan:
         return report
 
     def check_newcomers(self) -> None:
-        """Two who come now get everything, and so does one alone, written or not."""
+        """Check that two new pulls get everything, and so does one alone, written or not."""
         for each in [self.pull(host) for host in (SECOND, NEWCOMER)]:
             self.check(each)
         out = self.out / NEWCOMER
@@ -176,7 +176,7 @@ LONG_LEASE = pytest.mark.parametrize("lan", ["300"], indirect=True)
 
 @pytest.fixture
 def lan(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lan]:
-    """Sources are listed for 5 seconds after their death, or what the parameter says."""
+    """Sources are listed for 5 seconds after their death, or as long as the parameter."""
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -225,8 +225,8 @@ def test_a_holder_gives_everything_while_the_dead_origin_is_listed(lan: Lan) -> 
     lan.check_newcomers()
 
 
-def test_a_holder_that_was_through_before_others_could_find_it_gives_everything(lan: Lan) -> None:
-    """It is a source only from its end on."""
+def test_a_holder_that_was_complete_before_others_could_find_it_gives_everything(lan: Lan) -> None:
+    """It becomes a source only when it is complete."""
     for name, link in lan.links.items():
         for end in (name, link.b):
             lan.hosts.throttle(link, None, end)
@@ -255,7 +255,7 @@ def test_a_holder_gives_what_it_has_resumed(lan: Lan) -> None:
 
 
 def test_an_open_pull_that_keeps_nothing_gives_side_files_too(lan: Lan) -> None:
-    """It is listed as whole, so whoever comes may want to write what it gives."""
+    """It is listed as whole, so a later reader may need them to write its output."""
     holder = lan.script(FIRST, OPEN)
     lan.until_listed(holder, lambda layers: layers.get(FIRST) == LAYERS)
     lan.stop_origin()
@@ -291,13 +291,13 @@ def test_a_holder_gives_what_it_has_reused(lan: Lan) -> None:
 
 @dataclass
 class Parts:
-    """Two that hold a part each, wait for the rest, and can't reach each other."""
+    """Two pulls that hold a part each, wait for the rest, and have no path between them."""
 
     lan: Lan
     holders: dict[str, HostCommand]
 
     def stop_origin(self, number: int) -> None:
-        """And see to it that it is listed still."""
+        """Send the origin a signal, and check that it is still listed."""
         self.lan.origin.signal(number)
         assert ORIGIN in self.lan.listed()
 

@@ -70,12 +70,12 @@ class Site:
         return self.links[host].address(host)
 
     def serve(self, host: str, **lies: Any) -> str:
-        """A source on this host; gives its endpoint."""
+        """Start a source on this host; return its endpoint."""
         at = (self.coordinator, self.address(host), json.dumps(lies))
         return self._help(host, "serve", *at).lines[0]
 
     def count(self, host: str, address: str | None = None) -> tuple[str, int, Helper]:
-        """A port there that nobody is to connect to."""
+        """Return a port there that must get no connection."""
         address = address or self.address(host)
         counter = self._help(host, "count", address)
         return address, int(counter.lines[0]), counter
@@ -104,7 +104,7 @@ def site(hosts: Hosts, run_in: RunIn) -> Iterator[Site]:
 
 
 def as_if_in(site: Site, host: str) -> dict[str, Any]:
-    """The fields of a place by which a process in this host is known to share its memory."""
+    """Return the fields of a place by which a process in this host is known to share its memory."""
     namespace = os.stat(f"/run/netns/{site.hosts.namespace(host)}").st_ino
     return {"hostname": discovery.here().hostname, "net_namespace": namespace}
 
@@ -115,7 +115,7 @@ def fast_nic(address: str) -> dict[str, Any]:
 
 
 def test_a_claim_to_be_here_ranks_no_better_than_the_network(site: Site, run_in: RunIn) -> None:
-    """It has the target's kernel, network and user, an interface of 8 Tbit/s, and a slow link."""
+    """The liar claims the target's kernel, network and user and 8 Tbit/s; its link is slow."""
     honest = site.serve("honest")
     place = {**as_if_in(site, "target"), "nics": [fast_nic(site.address("liar"))]}
     liar = site.serve("liar", place=place, source_id=FIRST_ID)

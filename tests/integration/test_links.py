@@ -1,7 +1,7 @@
 """A pull between hosts with several links: all are used, and one that fails costs only itself.
 
-Shares are judged with much room: on a busy machine a process's links are not as even as tc makes
-them.
+Shares are judged with a wide tolerance: on a busy machine a process's links are not as even as tc
+makes them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Net:
         return [self.hosts.sent_nbytes(link, NEAR) for link in self.used]
 
     def carried(self, report: dict[str, Any]) -> list[int]:
-        """What the report says of each link."""
+        """Return the bytes that the report has for each link."""
         by_rail = {path["rail"]: path["bytes"] for path in report["paths"]}
         rails = [f"{link.device(FAR)}→{link.device(NEAR)}" for link in self.used]
         assert set(by_rail) <= set(rails)

@@ -68,7 +68,7 @@ def test_a_pull_gives_the_bytes_on_disk(
 
 
 @pytest.mark.parametrize("options", [{}, {"attach": False}, {"transport": "tcp"}, {"hold": True}])
-def test_writing_to_a_tensor_reaches_nobody_else(
+def test_writing_to_a_tensor_changes_no_other_process(
     run: Run, coordinator: str, checkpoint: Path, options: dict[str, object]
 ) -> None:
     serve(run, checkpoint, "m", coordinator)
@@ -89,8 +89,8 @@ def test_layers_come_in_execution_order_by_every_form(
     serve(run, checkpoint, "m", coordinator)
     expected = ["embed", *(f"model.layers.{n}" for n in range(8)), "head"]
     with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
-        heard: list[str] = []
-        pull.on_layer(lambda event: heard.append(event.name))
+        reported: list[str] = []
+        pull.on_layer(lambda event: reported.append(event.name))
         names = []
         for event in pull.layers():
             names.append(event.name)
@@ -98,7 +98,7 @@ def test_layers_come_in_execution_order_by_every_form(
             assert tensors
             assert sum(t.nbytes for t in tensors.values()) == event.nbytes
         assert names == expected
-        assert sorted(heard) == sorted(expected)
+        assert sorted(reported) == sorted(expected)
 
     async def by_asyncio() -> list[str]:
         async with api.pull("m", coordinator=coordinator, transport="tcp") as pull:
@@ -161,7 +161,7 @@ def test_a_peer_is_enough(run: Run, coordinator: str, checkpoint: Path) -> None:
 
 
 def test_serve_embeds_a_coordinator_where_none_answers(run: Run, checkpoint: Path) -> None:
-    # As if it were the default: an address that somebody set is joined or refused, not made.
+    # As if it were the default: an address that was set is joined or refused, not made.
     address = f"127.0.0.1:{free_port()}"
     settings = replace(config.load(environ={"HOME": "/nonexistent"}), coordinator=address)
     with api.serve(checkpoint, model="m", settings=settings) as first:

@@ -1,4 +1,4 @@
-"""Peers that ask for slots and read nothing: they may delay the pulls of others, not stop them."""
+"""Peers that request slots and read nothing: they may delay the pulls of others, not stop them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Hogging(HostCommand):
     def command(self, entry: str) -> list[str]:
         return [*self.prefix, sys.executable, "-m", "tests.integration.hogging"]
 
-    def told(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.splitlines(keepends=True) if "\n" in line]
 
     def slots(self) -> int:
-        """How many slots they were given so far."""
-        return sum(line.get("told") == "allow" for line in self.told())
+        """Return how many slots they were given so far."""
+        return sum(line.get("got") == "allow" for line in self.reports())
 
-    def taken_back(self) -> set[tuple[str, str, int]]:
-        """Slots that were given, by (source, id, chunk), and taken back."""
+    def withdrawn(self) -> set[tuple[str, str, int]]:
+        """Return the slots that were given, by (source, id, chunk), and withdrawn."""
         given: set[tuple[str, str, int]] = set()
         back = set()
-        for line in self.told():
-            if "told" not in line:
+        for line in self.reports():
+            if "got" not in line:
                 continue
             slot = line["source"], line["id"], line["chunk"]
-            if line["told"] == "allow":
+            if line["got"] == "allow":
                 given.add(slot)
             elif slot in given:
                 back.add(slot)
@@ -78,14 +78,14 @@ def hog(lan: Lan) -> Iterator[Hog]:
     [(), ("--streams", "6"), ("--ids", "12")],
     ids=["one", "many_streams_of_one_id", "many_ids_of_one_address"],
 )
-def test_slots_are_taken_back_from_those_that_do_not_read(
+def test_slots_are_withdrawn_from_peers_that_do_not_read(
     lan: Lan, pull: Pull, hog: Hog, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     hostile = hog("t0", *more)
     commands = {host: pull(host) for host in ("t1", "t2")}
     for host, command in commands.items():
         check(lan, command, tmp_path / host)
-    assert hostile.taken_back()
+    assert hostile.withdrawn()
 
 
 def test_pulls_on_the_host_of_the_hogs_complete(
@@ -96,10 +96,10 @@ def test_pulls_on_the_host_of_the_hogs_complete(
     commands = {host: pull(host) for host in ("t0", "t1")}
     for host, command in commands.items():
         check(lan, command, tmp_path / host)
-    assert hostile.taken_back()
+    assert hostile.withdrawn()
 
 
-def test_offers_that_are_accepted_and_not_fetched_go_to_others(
+def test_suggestions_that_are_accepted_and_not_fetched_go_to_others(
     lan: Lan, pull: Pull, hog: Hog, tmp_path: Path
 ) -> None:
     hog("t0", "--ids", "12", "--mute", slots=0)

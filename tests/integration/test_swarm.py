@@ -1,5 +1,5 @@
-"""Several targets pull one model from one origin at a time: they give to each other, and whoever
-fails costs chunks, not pulls. Shares are judged with much room, times not at all."""
+"""Several targets pull one model from one origin at a time: they exchange chunks; a failed target
+costs chunks, not pulls. Shares are judged with a wide tolerance, times not at all."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def check(lan: Lan, command: HostCommand, out: Path) -> dict[str, Any]:
     return report
 
 
-def test_targets_give_to_each_other(lan: Lan, pull: Pull, tmp_path: Path) -> None:
+def test_targets_exchange_chunks(lan: Lan, pull: Pull, tmp_path: Path) -> None:
     before = lan.sent(ORIGIN)
     commands = {host: pull(host) for host in TARGETS}
     reports = [check(lan, command, tmp_path / host) for host, command in commands.items()]
@@ -123,7 +123,7 @@ def test_targets_give_to_each_other(lan: Lan, pull: Pull, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_dies_or_stops_costs_the_others_little(
+def test_a_target_that_dies_or_stops_costs_the_others_little(
     lan: Lan, pull: Pull, tmp_path: Path, number: int
 ) -> None:
     before = lan.sent("t1")
@@ -135,7 +135,7 @@ def test_one_that_dies_or_stops_costs_the_others_little(
         check(lan, command, tmp_path / host)
 
 
-def test_what_is_out_is_had_without_the_origin_and_the_coordinator(
+def test_sent_chunks_are_available_without_the_origin_and_the_coordinator(
     lan: Lan, pull: Pull, tmp_path: Path
 ) -> None:
     commands = {host: pull(host, "--hold") for host in TARGETS[:3]}
@@ -152,10 +152,10 @@ def test_what_is_out_is_had_without_the_origin_and_the_coordinator(
         command.json(END_S)
 
 
-def test_what_nobody_holds_any_more_is_not_waited_for_for_ever(lan: Lan, pull: Pull) -> None:
+def test_a_pull_does_not_wait_for_ever_for_chunks_that_no_peer_holds(lan: Lan, pull: Pull) -> None:
     commands = [pull(host) for host in TARGETS[:3]]
     commands[0].until(lambda: lan.sent("t0") > LAYER_NBYTES, "something given")
-    assert lan.sent(ORIGIN) < lan.model_nbytes  # so that some of it nobody else can have
+    assert lan.sent(ORIGIN) < lan.model_nbytes  # so that no peer holds all of it
     lan.origin.signal(signal.SIGKILL)
     for command in commands:
         error = command.json(END_S)["error"]

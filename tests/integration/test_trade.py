@@ -1,4 +1,4 @@
-"""What a source's swarm stream makes of neighbours that lie, keep silent, or talk nonsense."""
+"""A source's swarm stream with neighbours that lie, keep silent or send invalid messages."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def origin(checkpoint: Path, coordinator: str) -> Iterator[api.Source]:
 
 
 class Neighbour:
-    """One end of a talk, raw."""
+    """One end of a raw swarm stream."""
 
     def __init__(self, call: Any, record: SourceRecord) -> None:
         self.call = call
         self.record = record
 
-    async def say(self, **message: Any) -> None:
+    async def send(self, **message: Any) -> None:
         await self.call.write(peer_pb2.SwarmMessage(**message))
 
     async def hello(self, source_id: str, have: bytes = b"", number: int = 1) -> None:
@@ -50,10 +50,10 @@ class Neighbour:
             table=AddressTable(self.record.ref.layout, ()),
         )
         hello = peer_pb2.Hello(source_id=source_id, own=codec.source_to_wire(own), have=have)
-        await self.say(hello=hello)
+        await self.send(hello=hello)
 
-    async def hear(self) -> peer_pb2.SwarmMessage | None:
-        """The next message, None once the other end has closed."""
+    async def receive(self) -> peer_pb2.SwarmMessage | None:
+        """Return the next message, None once the other end has closed."""
         try:
             message = await asyncio.wait_for(self.call.read(), ANSWER_S)
         except Exception as error:
@@ -67,7 +67,7 @@ Script = Callable[[Neighbour, str], Awaitable[None]]
 
 
 def stream(origin: api.Source, *scripts: Script) -> None:
-    """Run the scripts, each a neighbour of its own, at the same time."""
+    """Run the scripts at the same time, each as a neighbour of its own."""
 
     async def one(channel: Any, record: SourceRecord, script: Script) -> None:
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
@@ -83,8 +83,10 @@ def stream(origin: api.Source, *scripts: Script) -> None:
     _with_channel(origin, all_of_them)
 
 
-def ask(origin: api.Source, script: Callable[[Stub, SourceRecord], Awaitable[None]]) -> None:
-    """Run a script that calls the source as it likes."""
+def call_source(
+    origin: api.Source, script: Callable[[Stub, SourceRecord], Awaitable[None]]
+) -> None:
+    """Run a script that makes calls of its own to the source."""
     _with_channel(origin, lambda channel, stub, record: script(stub, record))
 
 
@@ -111,11 +113,11 @@ def _with_channel(
 
 async def welcomed(neighbour: Neighbour, source_id: str, number: int = 1) -> None:
     await neighbour.hello(source_id, number=number)
-    message = await neighbour.hear()
+    message = await neighbour.receive()
     assert message is not None
     assert message.welcome.accepted
     assert message.welcome.seeds
-    assert not message.welcome.coordinated  # nobody else reads
+    assert not message.welcome.coordinated  # no other pull reads
 
 
 def still_serves(origin: api.Source) -> None:
@@ -125,7 +127,7 @@ def still_serves(origin: api.Source) -> None:
 
 
 @pytest.mark.parametrize(
-    "nonsense",
+    "invalid",
     [
         {"request": 1 << 31},
         {"finished": 4000000000},
@@ -136,44 +138,44 @@ def still_serves(origin: api.Source) -> None:
         {"welcome": peer_pb2.Welcome(accepted=True)},
         {},
     ],
-    ids=lambda nonsense: next(iter(nonsense), "nothing"),
+    ids=lambda invalid: next(iter(invalid), "nothing"),
 )
-def test_nonsense_ends_the_talk_and_nothing_else(
-    origin: api.Source, nonsense: dict[str, Any]
+def test_an_invalid_message_ends_the_stream_and_nothing_else(
+    origin: api.Source, invalid: dict[str, Any]
 ) -> None:
     async def script(neighbour: Neighbour, source_id: str) -> None:
         await welcomed(neighbour, source_id)
-        await neighbour.say(**nonsense)
-        assert await neighbour.hear() is None
+        await neighbour.send(**invalid)
+        assert await neighbour.receive() is None
 
     stream(origin, script)
     still_serves(origin)
 
 
-def test_a_talk_begins_with_a_hello_to_a_source_that_is_there(origin: api.Source) -> None:
+def test_a_stream_begins_with_a_hello_to_a_source_that_is_there(origin: api.Source) -> None:
     async def rude(neighbour: Neighbour, source_id: str) -> None:
-        await neighbour.say(request=0)
-        assert await neighbour.hear() is None
+        await neighbour.send(request=0)
+        assert await neighbour.receive() is None
 
     async def lost(neighbour: Neighbour, source_id: str) -> None:
         await neighbour.hello(NEWCOMER.format(7))
-        assert await neighbour.hear() is None
+        assert await neighbour.receive() is None
 
     async def boastful(neighbour: Neighbour, source_id: str) -> None:
         await neighbour.hello(source_id, have=b"\xff" * 100_000)
-        assert await neighbour.hear() is None
+        assert await neighbour.receive() is None
 
     async def other(neighbour: Neighbour, source_id: str) -> None:
         ref = replace(neighbour.record.ref, chunking=b"c" * 32)
         neighbour.record = replace(neighbour.record, ref=ref)
         await neighbour.hello(source_id)
-        assert await neighbour.hear() is None
+        assert await neighbour.receive() is None
 
     stream(origin, rude, lost, boastful, other)
     still_serves(origin)
 
 
-def test_those_that_pull_are_made_known_to_each_other(origin: api.Source) -> None:
+def test_a_newcomer_gets_a_list_of_the_other_pulls(origin: api.Source) -> None:
     there = asyncio.Event()
 
     async def first(neighbour: Neighbour, source_id: str) -> None:
@@ -184,7 +186,7 @@ def test_those_that_pull_are_made_known_to_each_other(origin: api.Source) -> Non
     async def second(neighbour: Neighbour, source_id: str) -> None:
         await there.wait()
         await welcomed(neighbour, source_id, 2)
-        message = await neighbour.hear()
+        message = await neighbour.receive()
         assert message is not None
         (known,) = message.peers.sources
         assert known.source_id == NEWCOMER.format(1)
@@ -192,13 +194,13 @@ def test_those_that_pull_are_made_known_to_each_other(origin: api.Source) -> Non
     stream(origin, first, second)
 
 
-def test_an_ask_that_was_not_offered_waits_for_the_others(origin: api.Source) -> None:
-    """A source that seeds gives what it likes first; a chunk set has one bit for each chunk."""
+def test_a_request_without_a_suggestion_is_rejected(origin: api.Source) -> None:
+    """A seeding source serves its suggestions first; a chunk set has one bit for each chunk."""
 
     async def script(neighbour: Neighbour, source_id: str) -> None:
         await welcomed(neighbour, source_id)
-        await neighbour.say(request=1)
-        message = await neighbour.hear()
+        await neighbour.send(request=1)
+        message = await neighbour.receive()
         assert message is not None
         assert message.WhichOneof("message") == "reject"
         assert message.reject == 1
@@ -207,8 +209,8 @@ def test_an_ask_that_was_not_offered_waits_for_the_others(origin: api.Source) ->
     assert from_bytes(b"\x02", 2) == 2
 
 
-def test_one_that_reads_alone_is_told_when_another_comes(origin: api.Source) -> None:
-    """On its lease, since it may talk to nobody; and only pulls that can be part of a swarm."""
+def test_a_lone_reader_is_notified_when_another_comes(origin: api.Source) -> None:
+    """On its lease, since it may have no stream; and only pulls that can be part of a swarm."""
 
     async def opened(stub: Stub, record: SourceRecord, reader_id: str) -> tuple[Any, bool]:
         call = stub.Open()
@@ -241,10 +243,10 @@ def test_one_that_reads_alone_is_told_when_another_comes(origin: api.Source) -> 
         for call in (first, again, other, second):
             call.cancel()
 
-    ask(origin, script)
+    call_source(origin, script)
 
 
-def test_one_that_is_not_welcome_and_does_not_leave_is_let_go(origin: api.Source) -> None:
+def test_a_refused_stream_that_is_not_ended_is_closed(origin: api.Source) -> None:
     async def crowd(channel: Any, stub: Stub, record: SourceRecord) -> None:
         calls = [stub.Trade() for _ in range(MOST_OF_READER + 1)]
         try:
@@ -252,7 +254,7 @@ def test_one_that_is_not_welcome_and_does_not_leave_is_let_go(origin: api.Source
                 await welcomed(Neighbour(call, record), record.source_id)
             refused = Neighbour(calls[-1], record)
             await refused.hello(record.source_id)
-            answer = await refused.hear()
+            answer = await refused.receive()
             assert answer is not None and not answer.welcome.accepted
             async with asyncio.timeout(60):
                 assert await refused.call.code() is grpc.StatusCode.OK

@@ -25,7 +25,7 @@ def test_a_model_crosses_the_network(
     serving = ("serve", str(checkpoint), "--model", "m", "--listen", f"{source_address}:0")
     source = run_in("near", *serving, *base)
     assert source.json()["endpoint"].startswith(source_address)
-    # The same machine, but another host as far as anyone can tell: no shared memory.
+    # The same machine, but another host by its places: no shared memory.
     out = tmp_path / "out"
     target = ("--listen", f"{target_address}:0", *base)
     report = run_in("far", "pull", "m", "--out", str(out), *target).json()
@@ -43,7 +43,7 @@ def test_a_model_crosses_the_network(
     (path,) = back["paths"]
     assert path["transport"] == "tcp"
     assert path["source"].startswith(target_address)
-    # Without saying --insecure nothing of this is done.
+    # Without --insecure all of this is refused.
     refused = run_in("far", "pull", "m", "--coordinator", coordinator)
     assert refused.wait() == 2
     assert "--insecure" in refused.err

@@ -45,9 +45,9 @@ pytestmark = pytest.mark.integration
 
 LAYERS = 24
 
-#: Pulls, stops in the middle until it is told to go on, and says what it got: the versions that its
-#: tensors are of, or the error. "endless": without stopping, again and again, until it is told to
-#: end; "alone": into memory of its own, which makes it no part of a swarm.
+#: Pulls, stops in the middle until its standard input is closed, and prints the versions that its
+#: tensors are of, or the error. "endless": without stopping, again and again, until its standard
+#: input is closed; "alone": into memory of its own, which makes it no part of a swarm.
 READER = """
 import json, sys, threading
 from mx import api
@@ -108,7 +108,7 @@ class Reader:
             yield json.loads(line)
 
     def begin(self) -> None:
-        """Until the first layer is there."""
+        """Wait until the first layer is there."""
         assert "layer" in next(self.lines()), "it ended before it began"
 
     def go_on(self) -> None:
@@ -116,7 +116,7 @@ class Reader:
         self.process.stdin.close()
 
     def outcome(self) -> dict[str, Any]:
-        """Of one that goes on."""
+        """Let it go on, and return what it printed last."""
         self.go_on()
         return [line for line in self.lines() if "layer" not in line][-1]
 
@@ -184,7 +184,7 @@ def test_readers_finish_within_the_grace_and_attached_tensors_stay(
 def test_readers_are_cut_after_the_grace_and_never_get_a_mixture(
     coordinator: str, reader: Callable[..., Reader], settings: config.Settings
 ) -> None:
-    # The source would wait an hour for a reader that does not say that it has stopped.
+    # The source would wait an hour for a reader that does not report that it has stopped.
     patient = replace(settings, reader_lease_s=3600.0)
     with api.serve(weights(1), model="m", coordinator=coordinator, settings=patient) as source:
         readers = [reader() for _ in range(3)]
@@ -213,7 +213,7 @@ def test_pulls_among_updates_are_of_one_generation_each(
             seen.append(list(each.lines()))
         for found in (*firsts, *(line for lines in seen for line in lines)):
             one_generation(found)
-        # Whoever began after the last update has got that.
+        # A pull that began after the last update has got that.
         assert [lines[-1].get("versions") for lines in seen] == [[6], [6]]
 
 
@@ -309,7 +309,7 @@ def test_without_a_coordinator_the_old_weights_are_served_on(run: Run) -> None:
         second.wait()
         _, third = start_coordinator(run, port=port)
         third.until(lambda: bool(api.list_sources("m", coordinator=address)), "source again")
-        # It knows of main.2, and nothing of main.
+        # It lists main.2, and not main.
         assert source.update(weights(3)).revision == "main.3"
         with api.pull("m", coordinator=address) as pull:
             assert versions_of(pull.state_dict()) == {3}

@@ -1,4 +1,4 @@
-"""`--wait`: nobody is there yet, or any more, and the pull goes on when somebody is."""
+"""`--wait`: no source yet, or no longer; the pull goes on when one comes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_wait_in_vain_says_what_was_lacking(run: Run, coordinator: str) -> Non
     assert "(waited 500 ms)" in command.err
 
 
-def test_what_no_waiting_would_mend_is_told_at_once(coordinator: str) -> None:
+def test_errors_that_no_waiting_would_mend_end_the_pull_at_once(coordinator: str) -> None:
     with api.pull("m@nothing", coordinator=coordinator, wait_s=600) as pull:
         assert isinstance(error_of(pull), ConfigError)
     with pytest.raises(ConfigError):
@@ -98,7 +98,7 @@ def test_closing_a_pull_that_waits(coordinator: str) -> None:
 
 def test_ctrl_c_at_a_pull_that_waits(run: Run, coordinator: str) -> None:
     command = run("pull", "m", "--coordinator", coordinator, "--wait", "600")
-    time.sleep(3)  # it says nothing that one could wait for
+    time.sleep(3)  # it prints nothing to wait for
     command.signal(signal.SIGINT)
     assert command.wait() == EXIT_INTERRUPTED
     assert "Traceback" not in command.err
@@ -147,7 +147,7 @@ def test_the_only_source_is_stopped_and_another_comes(net: Net) -> None:
 
 
 def test_a_source_that_comes_during_a_pull_takes_over(net: Net) -> None:
-    """No wait is asked for: it is found beside the one that is being read."""
+    """Without `--wait`: it is found beside the one that is being read."""
     net.start_coordinator()
     source = net.serve(7701)
     net.hosts.throttle(net.link, 10, NEAR)
@@ -167,13 +167,13 @@ def test_a_source_that_was_stopped_goes_on(net: Net) -> None:
     pull = net.pull("--wait", "60", "--stall-timeout-s", "1")
     net.until_sent(pull, 0.5)
     source.signal(signal.SIGSTOP)
-    time.sleep(6)  # longer than anybody waits for a stopped source
+    time.sleep(6)  # longer than any pull waits for a stopped source
     assert pull.process.poll() is None
     source.signal(signal.SIGCONT)
     assert pull.json()["bytes"] == net.nbytes
 
 
-def test_everybody_else_is_killed_and_comes_back(net: Net) -> None:
+def test_all_other_processes_are_killed_and_come_back(net: Net) -> None:
     """The coordinator remembers nothing of before."""
     coordinator = net.start_coordinator()
     source = net.serve(7701)
@@ -189,7 +189,7 @@ def test_everybody_else_is_killed_and_comes_back(net: Net) -> None:
 
 
 def test_several_pulls_wait_for_the_same_source(net: Net) -> None:
-    """They read from each other what they have, and the rest from the new one."""
+    """They exchange what they have, and read the rest from the new one."""
     net.start_coordinator()
     source = net.serve(7701)
     pulls = [net.pull("--wait", "60") for _ in range(2)]
@@ -221,7 +221,7 @@ def test_a_source_of_something_else_is_not_read_from(net: Net, difference: str) 
     pull = net.pull("--wait", "12")
     net.until_sent(pull, 0.5)
     kill(source)
-    kill(coordinator)  # who would remember what the name stands for
+    kill(coordinator)  # which would remember the model of that name
     net.start_coordinator()
     if difference == "weights":
         write_checkpoint(net.weights, SHAPES, seed=1)

@@ -11,7 +11,7 @@ from mx.transport import TlsFiles
 
 @pytest.fixture(scope="session")
 def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[TlsFiles, TlsFiles]:
-    """Certificates of two CAs that know nothing of each other."""
+    """Certificates of two unrelated CAs."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs the openssl command to make certificates")

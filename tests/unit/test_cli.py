@@ -20,7 +20,7 @@ VERBS = ("serve", "pull", "plan", "models", "sources", "topo", "demo", "bench", 
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The tests' own, without settings of whoever runs them; tables in full width."""
+    """The tests' own, without settings of the user; tables in full width."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MX_PEER_", "XDG_"))}
     return kept | {"HOME": "/nonexistent", "COLUMNS": "200"} | extra
 

@@ -183,7 +183,7 @@ class TestBlockDigester:
             expected = [get(memory.address + start + 8 * i, 999) for i in range(start % 5 + 1)]
             assert digests == [xxh3_128_digest(data) for data in expected]
 
-    def test_a_failure_reaches_who_asked_and_nobody_later(
+    def test_a_failure_fails_the_caller_only(
         self, fake: FakeDriver, digester: BlockDigester, memory: DeviceMemory
     ) -> None:
         fake.fail("launch", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")

@@ -341,11 +341,11 @@ with Device(FakeDriver(), 0) as device, IpcMemory(device, bytes.fromhex(sys.argv
 
 
 class TestLoading:
-    def test_probe_tells_the_gpus(self) -> None:
+    def test_probe_reports_the_gpus(self) -> None:
         with drivers.installed(FakeDriver(gpus=1)):
             assert drivers.probe() == Viable("CUDA 13.0: Fake GPU")
 
-    def test_probe_tells_why_not(self) -> None:
+    def test_probe_reports_why_not(self) -> None:
         broken = FakeDriver()
         broken.fail("device_count", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
         with drivers.installed(broken):

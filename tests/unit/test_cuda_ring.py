@@ -101,7 +101,7 @@ def test_closed_while_a_slot_is_out(fake: FakeDriver, device: Device) -> None:
     ring.close()
 
 
-def test_a_failed_copy_is_told(fake: FakeDriver, device: Device, ring: PinnedRing) -> None:
+def test_a_failed_copy_raises(fake: FakeDriver, device: Device, ring: PinnedRing) -> None:
     fake.fail("copy_htod", "CUDA_ERROR_INVALID_VALUE")
     with DeviceMemory(device, SLOT) as memory:
         with pytest.raises(CudaError, match="INVALID_VALUE"):

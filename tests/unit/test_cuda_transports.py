@@ -186,7 +186,7 @@ def test_importer_outlives_the_exporter(kind: Kind) -> None:
         remote, session = bench.remote(2 * MIB)
         view = session.attach(0)
         remote.kill()
-        late = bench.read(session, 0, 0, bench.room(64), tag="late")
+        late = bench.read(session, 0, 0, bench.destination(64), tag="late")
         bench.failure(late, SourceError, "late")
         session.close()
         assert session.join(10)
@@ -198,10 +198,10 @@ def test_importer_outlives_the_exporter(kind: Kind) -> None:
 def test_a_source_of_another_process_is_read_right(kind: Kind) -> None:
     with rig(kind=kind) as (bench, _):
         _, session = bench.remote(5 * MIB + 3, 1)
-        room = bench.room(5 * MIB)
-        bench.succeed(bench.read(session, 0, 3, room))
-        assert bench.peek(room) == pattern(5 * MIB + 3, bench.last_seed)[3:]
-        del room
+        destination = bench.destination(5 * MIB)
+        bench.succeed(bench.read(session, 0, 3, destination))
+        assert bench.peek(destination) == pattern(5 * MIB + 3, bench.last_seed)[3:]
+        del destination
 
 
 def test_a_thousand_attachments_leave_nothing() -> None:
@@ -250,12 +250,12 @@ def test_allocations_in_a_row_are_one_piece_here_too() -> None:
             for number in range(3):
                 fake.vmm_unmap(base + number * granularity, granularity)
             fake.vmm_unreserve(base, 4 * granularity)
-            room = bench.room(region.nbytes)
-            bench.succeed(bench.read(session, 0, 0, room))
-            assert bench.peek(room) == data
+            destination = bench.destination(region.nbytes)
+            bench.succeed(bench.read(session, 0, 0, destination))
+            assert bench.peek(destination) == data
             session.close()
             exposure.close()
-            del view, room, region
+            del view, destination, region
             gc.collect()
             assert session.join(10) and exposure.join(10)
 
@@ -341,7 +341,7 @@ def test_handles_of_freed_memory_are_an_error_of_the_path() -> None:
             bench.open_ticket(GRANT_ID, remote.ticket, [MIB], tls=None)
         assert caught.value.peer == PEER
         again = bench.open_ticket(GRANT_ID, remote.ticket, [MIB], tls=None)
-        bench.succeed(bench.read(again, 0, 0, bench.room(64)))
+        bench.succeed(bench.read(again, 0, 0, bench.destination(64)))
 
 
 # --- drivers that refuse
@@ -362,8 +362,8 @@ def test_a_copy_that_the_driver_refuses_fails_its_read_alone() -> None:
         session = bench.open(bench.source(8 * MIB), streams=1)
         for call in ("copy_dtod", "event_record"):
             fake.fail(call, "CUDA_ERROR_INVALID_VALUE", after=2)
-            failed = bench.read(session, 0, 0, bench.room(8 * MIB), tag="refused")
-            fine = bench.read(session, 0, 0, bench.room(64), tag="fine")
+            failed = bench.read(session, 0, 0, bench.destination(8 * MIB), tag="refused")
+            fine = bench.read(session, 0, 0, bench.destination(64), tag="fine")
             error = bench.failure(failed, PathError, "refused")
             assert "cuda_ipc" in str(error)
             bench.succeed(fine)
@@ -374,13 +374,13 @@ def test_a_gpu_that_breaks_fails_reads_and_ends() -> None:
     with cuda.installed(fake):
         with Bench(gpu_rig.harness("cuda_ipc", Kind.GPU, fake, "0", "0")) as bench:
             session = bench.open(bench.source(2 * MIB))
-            room = bench.room(MIB)
-            bench.succeed(bench.read(session, 0, 0, room))
+            destination = bench.destination(MIB)
+            bench.succeed(bench.read(session, 0, 0, destination))
             with Device(fake, 0) as device, device.current():
                 fake.break_device(fake.stream_create())
                 with pytest.raises(LocalError):
                     fake.context_synchronize()
-            broken = bench.read(session, 0, 0, room, tag="broken")
+            broken = bench.read(session, 0, 0, destination, tag="broken")
             bench.failure(broken, PathError, "broken")
             session.close()
             assert session.join(10)
@@ -393,20 +393,20 @@ def test_refused_peer_access_leaves_the_way_through_the_host() -> None:
     assert "may not read" in str(caught.value) and caught.value.peer == PEER
     with rig("pcie_p2p", Kind.GPU_VMM, "0", "1") as (bench, fake):
         source = bench.source(3 * MIB)
-        # The driver said that peers may, and then a mapping for the peer fails.
+        # The driver reports peer access, and then a mapping for the peer fails.
         fake.fail("vmm_set_access", "CUDA_ERROR_INVALID_DEVICE")
         session = bench.open(source)
-        room = bench.room(3 * MIB)
-        bench.succeed(bench.read(session, 0, 0, room))
-        assert bench.peek(room) == source.memories[0].expected
+        destination = bench.destination(3 * MIB)
+        bench.succeed(bench.read(session, 0, 0, destination))
+        assert bench.peek(destination) == source.memories[0].expected
         assert fake.calls["copy_dtoh"] and fake.calls["copy_htod"]
-        del room
+        del destination
 
 
 def test_beside_nvlink_pcie_goes_through_the_host() -> None:
     with rig("pcie_p2p", Kind.GPU_VMM, "0", "1", nvlinks=4) as (bench, fake):
         session = bench.open(bench.source(3 * MIB))
-        bench.succeed(bench.read(session, 0, 0, bench.room(3 * MIB)))
+        bench.succeed(bench.read(session, 0, 0, bench.destination(3 * MIB)))
         assert not fake.calls["copy_dtod"]
 
 
@@ -420,15 +420,15 @@ def test_between_two_hosts_memories_it_is_refused() -> None:
 def test_destinations_elsewhere_are_refused() -> None:
     with rig() as (bench, _):
         session = bench.open(bench.source(4096))
-        there = spans.room(16, "cuda:1")
-        for room in (memoryview(bytearray(16)), there):
-            sink = bench.read(session, 0, 0, room, tag="elsewhere")
+        there = spans.destination(16, "cuda:1")
+        for destination in (memoryview(bytearray(16)), there):
+            sink = bench.read(session, 0, 0, destination, tag="elsewhere")
             bench.failure(sink, LocalError, "elsewhere")
         sink = bench.sink()
-        mixed = [Piece(0, 0, bench.room(16)), Piece(0, 0, memoryview(bytearray(16)))]
+        mixed = [Piece(0, 0, bench.destination(16)), Piece(0, 0, memoryview(bytearray(16)))]
         session.read([Read("mixed", mixed, sink)])
         bench.failure(sink, LocalError, "mixed")
-        del there, room, mixed
+        del there, destination, mixed
 
 
 def test_a_new_generation_waits_for_what_is_written_to_the_memory() -> None:
@@ -441,11 +441,11 @@ def test_a_new_generation_waits_for_what_is_written_to_the_memory() -> None:
             stream = fake.stream_create()
             fake.memset(view.address, 7, 4096, stream)
             source.exposure.set_generation(2)
-            room = bench.room(4096)
-            bench.succeed(bench.read(session, 0, 0, room))
-            assert bench.peek(room) == b"\7" * 4096
+            destination = bench.destination(4096)
+            bench.succeed(bench.read(session, 0, 0, destination))
+            assert bench.peek(destination) == b"\7" * 4096
             fake.stream_destroy(stream)
-        del view, room
+        del view, destination
 
 
 @pytest.mark.parametrize("path", ["generation", "revoked", "closed"])
@@ -455,7 +455,7 @@ def test_what_was_on_its_way_is_not_believed_either(path: str) -> None:
     with rig() as (bench, _):
         source = bench.source(nbytes)
         session = bench.open(source, streams=1, grant_id="g")
-        held = bench.held_read(session, bench.room(nbytes), "held")
+        held = bench.held_read(session, bench.destination(nbytes), "held")
         if path == "generation":
             source.exposure.set_generation(2)
         elif path == "revoked":

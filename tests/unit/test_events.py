@@ -26,29 +26,29 @@ def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_time() ->
     state = EventLog(0.0)
     state.planned(4)
     state.layer_ready(event(2))
-    heard: list[int] = []
+    called: list[int] = []
     entered, go_on = threading.Event(), threading.Event()
 
     def slow(event: LayerEvent) -> None:
         if event.index == 0:
             entered.set()
             assert go_on.wait(10)
-        heard.append(event.index)
+        called.append(event.index)
 
     state.on_layer(slow)
-    assert heard == [2]
+    assert called == [2]
     first = threading.Thread(target=state.layer_ready, args=(event(0),))
     first.start()
     assert entered.wait(10)
     # While one thread is in the callback, others leave their events to it.
     assert not state.layer_ready(event(3))
     assert state.layer_ready(event(1))
-    assert heard == [2]
+    assert called == [2]
     go_on.set()
     first.join()
-    assert heard == [2, 0, 3, 1]
+    assert called == [2, 0, 3, 1]
     assert not state.layer_ready(event(1))
-    assert heard == [2, 0, 3, 1]
+    assert called == [2, 0, 3, 1]
 
 
 def test_an_exception_of_a_callback_is_raised_where_the_event_or_the_callback_is_added() -> None:

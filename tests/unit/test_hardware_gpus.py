@@ -1,4 +1,4 @@
-"""GPUs as NVML tells of them: what a whole host looks like, and what is missing when NVML fails."""
+"""GPUs as NVML reports them: what a whole host looks like, and what is missing when NVML fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_host_behind_nvlink_switches(root: Path) -> None:
     }
 
 
-def test_switches_reach_nobody_before_the_fabric_is_set_up(root: Path) -> None:
+def test_switches_reach_no_gpu_before_the_fabric_is_set_up(root: Path) -> None:
     cards = nvswitch_host(2)
     for card in cards:
         card.p2p.clear()
@@ -71,7 +71,7 @@ def test_direct_lanes_are_counted_by_their_other_end(root: Path) -> None:
         GpuPeer("GPU-b", 2, True, True, "nvlink"),
         GpuPeer("GPU-c", 1, True, False, "nvlink"),
     )
-    # Each direction is asked for by itself, and the nearest thing in common is named.
+    # Each direction is queried by itself, and the nearest thing in common is named.
     assert found[1].peers == (
         GpuPeer("GPU-a", 0, False, True, "bridge"),
         GpuPeer("GPU-c", 0, False, False, "system"),
@@ -92,7 +92,7 @@ def test_the_speed_of_a_lane(
     assert read(root, FakeNvml([card])).gpus[0].nvlink_gb_per_s == gb_per_s
 
 
-#: What each call would have told, and what stands for that in the record.
+#: What each call would have returned, and what stands for that in the record.
 UNKNOWN: dict[str, dict[str, object]] = {
     "Name": {"name": ""},
     "CudaComputeCapability": {"compute_capability": ""},

@@ -91,7 +91,7 @@ def test_infiniband_roce_and_plain_interfaces(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_two_ports_of_one_infiniband_device_are_told_apart(tmp_path: Path) -> None:
+def test_two_ports_of_one_infiniband_device_are_distinguished(tmp_path: Path) -> None:
     for port in (1, 2):
         net = add_nic(tmp_path, f"ib{port - 1}", port + 1, pci="0000:17:00.0")
         write(net / "dev_port", port - 1)

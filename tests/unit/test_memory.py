@@ -225,7 +225,7 @@ def test_a_frozen_arena_keeps_its_addresses_and_bytes_and_is_sealed() -> None:
     arena.release()
 
 
-def test_an_arena_that_somebody_else_can_write_to_is_not_frozen() -> None:
+def test_an_arena_with_another_writable_map_is_not_frozen() -> None:
     arena = MemfdArena(1 << 20)
     assert arena.memfd is not None
     other = mmap.mmap(arena.memfd, 1 << 20)

@@ -1,4 +1,4 @@
-"""What is seen of a path makes its speed, however its parts come."""
+"""The speed of a path is measured right, however its parts come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PART = 16 * MIB
 
 
 def bursts(streams: int, jitter: float, count: int = 24) -> list[float]:
-    """When the parts of parallel streams complete: `streams` nearly at once, again and again.
+    """Return when the parts of parallel streams complete: `streams` nearly at once, repeatedly.
     `jitter` is a part of what one part takes."""
     took_s = PART / SPEED
     return [
@@ -30,13 +30,13 @@ def bursts(streams: int, jitter: float, count: int = 24) -> list[float]:
 @pytest.mark.parametrize("jitter", [0.0, 0.05, 0.2])
 @pytest.mark.parametrize("streams", [1, 2, 3, 4, 6, 8])
 def test_parts_that_come_in_bursts_make_a_path_no_faster(streams: int, jitter: float) -> None:
-    """Found by the simulated lanes: one with four streams took more than its part of the work."""
+    """Found by the simulated connections: one with four streams took more than its share."""
     pace = Pace(SPEED, MIB)
     times = bursts(streams, jitter)
     for at_s, next_s in pairwise([*times, math.inf]):
         pace.completed(PART, at_s)
         if next_s - at_s > PART / SPEED / 2 and at_s > times[-1] / 2:
-            # Until the next burst this is what all lanes' shares go by.
+            # Until the next burst this is what all connections' shares go by.
             assert pace.bytes_per_s() == pytest.approx(SPEED, rel=0.06)
 
 

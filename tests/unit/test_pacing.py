@@ -95,13 +95,13 @@ def test_a_share_that_is_none_is_the_peers_fault(rate: float) -> None:
         Pacer(1e6, "10.0.0.1:7").set_rate(rate)
 
 
-def test_nobody_is_held_up_for_ever_by_a_tiny_share() -> None:
+def test_a_tiny_share_blocks_no_reader_for_ever() -> None:
     pacer = Pacer(1e-9, "peer", ManualClock())
     assert pacer.delay_s(LEAST_BYTES_PER_S) <= 1.0
 
 
 class Inner:
-    """A session that completes each read at once, and tells of it."""
+    """A session that completes each read at once, and reports it."""
 
     depth = 4
 

@@ -103,7 +103,7 @@ def test_a_source_proves_its_address_as_long_as_the_grant_stands() -> None:
         ticket = framing.decode_ticket(data, "p")
         grant = grant_of(data)
         assert len(dial.addresses(ticket, grant)) == 2
-        # Whoever does not know the secret is not believed, whatever the key.
+        # A sender without the secret proves nothing, whatever the key.
         forged = replace(ticket, secret=bytes(framing.SECRET_BYTES))
         hasty = replace(grant, stall_timeout_s=0.3)
         with pytest.raises(PeerTimeoutError, match="proved"):

@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.machine = machine()
         self.model = Model()
-        self.told: dict[str, SourceRecord] = {}  # what a watcher has seen
+        self.seen: dict[str, SourceRecord] = {}  # what a watcher has seen
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 4.9, 5.0, 19.0, 30.0]))
     def time_passes(self, seconds: float) -> None:
@@ -283,15 +283,15 @@ class Machine(RuleBasedStateMachine):
         for change in self.machine.take_changes():
             source_id = change.record.source_id
             if change.kind is ChangeKind.UP:
-                assert source_id not in self.told and change.before is None
+                assert source_id not in self.seen and change.before is None
             else:
-                assert self.told[source_id] == change.before
+                assert self.seen[source_id] == change.before
             if change.kind is ChangeKind.GONE:
-                del self.told[source_id]
+                del self.seen[source_id]
                 assert change.reason in ("lease expired", "deregistered")
             else:
-                self.told[source_id] = change.record
-        assert self.told == listed
+                self.seen[source_id] = change.record
+        assert self.seen == listed
 
     @invariant()
     def same_bindings(self) -> None:

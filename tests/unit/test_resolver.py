@@ -117,7 +117,7 @@ class FakeConnections:
 class Stage:
     def __init__(self, wait_s: float) -> None:
         self.locator, self.connections = FakeLocator(), FakeConnections()
-        self.heard: list[list[str]] = []
+        self.reported: list[list[str]] = []
         self.waits = self.came = 0
         self.causes: list[MxError] = []
         self.resolver = Resolver(
@@ -125,7 +125,7 @@ class Stage:
             cast(Located, None),
             cast(Connections, self.connections),
             self.plan,
-            lambda sources: self.heard.append([s.source_id for s in sources]),
+            lambda sources: self.reported.append([s.source_id for s in sources]),
             lambda: self.came,
             Outcome(),
             cast(EventLog, self),
@@ -160,7 +160,7 @@ async def test_new_sources_are_found_beside_those_in_use() -> None:
     await stage.until_looked_up(3)
     await stage.close()
     assert stage.connections.added == [B.source_id]
-    assert [A.source_id, B.source_id] in stage.heard
+    assert [A.source_id, B.source_id] in stage.reported
     assert not stage.resolver.waits()
     assert stage.causes == []
 

@@ -30,7 +30,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has another us
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """As /tmp is: everybody may write, and rename only what is theirs."""
+    """As /tmp is: every user may write, and rename only what is theirs."""
     folder = Path(tempfile.mkdtemp(prefix="mx-shared-"))
     folder.chmod(0o1777)
     yield folder
@@ -255,10 +255,10 @@ def test_what_appears_has_the_modes_that_the_umask_says(
         assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
-@pytest.mark.parametrize(("mode", "told"), [(0o777, True), (0o1777, False), (0o775, False)])
-def test_a_parent_that_can_not_be_safe_is_told_of(
+@pytest.mark.parametrize(("mode", "warned"), [(0o777, True), (0o1777, False), (0o775, False)])
+def test_a_parent_that_can_not_be_safe_is_warned_of(
     mode: int,
-    told: bool,
+    warned: bool,
     tmp_path: Path,
     model: tuple[Path, Manifest, memoryview],
     caplog: pytest.LogCaptureFixture,
@@ -270,7 +270,7 @@ def test_a_parent_that_can_not_be_safe_is_told_of(
         CheckpointWriter(place / "out", model[1]).abort()
     assert [record.getMessage().startswith("every user may") for record in caplog.records] == [
         True
-    ] * told
+    ] * warned
 
 
 @as_root

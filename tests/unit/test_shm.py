@@ -49,7 +49,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def as_nobody(code: str, *arguments: str) -> str:
-    """What `code` prints in a process that gives up being root at `become_nobody()`."""
+    """Return what `code` prints in a process that gives up being root at `become_nobody()`."""
     boot = (
         "import json, os, sys\n"
         "sys.path[:] = json.loads(sys.argv.pop())\n"
@@ -162,14 +162,14 @@ def test_memory_unmapped_in_the_middle_is_an_error(bench: Bench) -> None:
         stack.callback(lambda: exposure.join(10))
         stack.callback(exposure.close)
         session = bench.open(Source(exposure, [memory]), sizes=(1 << 60,))
-        # Far beyond what is mapped, or in memory that is another's: the sizes say no first.
+        # Far beyond what is mapped, or in another's memory: refused first, by the sizes.
         sink = bench.read(session, 0, 4 * MIB, memoryview(bytearray(1)), tag="beyond")
         bench.failure(sink, SourceError, "beyond")
     del region
     memory.close()
 
 
-# --- who is who
+# --- identities
 
 
 def test_another_process_in_the_source_s_place(bench: Bench) -> None:
@@ -179,7 +179,7 @@ def test_another_process_in_the_source_s_place(bench: Bench) -> None:
         ({"pid": os.getppid()}, PeerProtocolError),
         ({"pid": 1 << 22}, PeerLostError),
         ({"start_ticks": 1}, PeerLostError),
-        ({"socket": "mx-shm-nobody"}, PeerLostError),
+        ({"socket": "mx-shm-no-listener"}, PeerLostError),
         ({"pid": "1"}, PeerProtocolError),
         ({"pid": -1}, PeerProtocolError),
         ({"socket": "x" * 200}, PeerProtocolError),
@@ -188,7 +188,7 @@ def test_another_process_in_the_source_s_place(bench: Bench) -> None:
             bench.open_ticket(grant_id, altered(ticket, **changes), source.sizes, tls=None)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_uid_is_not_let_in(bench: Bench) -> None:
     source = bench.source(4096)
     _, ticket = source.grant()
@@ -253,7 +253,7 @@ def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Ben
         assert all(is_closed(sock) for sock in idle)
 
 
-def test_a_reader_that_talks_out_of_turn_is_cut(bench: Bench) -> None:
+def test_a_reader_that_sends_an_unexpected_message_is_cut(bench: Bench) -> None:
     source = bench.source(4096)
     _, ticket = source.grant()
     document = json.loads(ticket)

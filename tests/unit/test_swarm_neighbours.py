@@ -13,8 +13,8 @@ from mx.core.swarm.neighbours import MOST, PICKS, Neighbours
 NAMES = [f"peer-{number}" for number in range(12)]
 
 
-class Town:
-    """Peers that greet one another. Messages between two peers arrive in order, at any time."""
+class Simulation:
+    """Peers that greet listed peers. Messages between two peers arrive in order, at any time."""
 
     def __init__(self, rng: random.Random, *, most: int = MOST, picks: int = PICKS) -> None:
         self.rng = rng
@@ -27,7 +27,7 @@ class Town:
     def add(self, name: str) -> None:
         self.peers[name] = Neighbours(name, most=self.most, picks=self.picks)
 
-    def say(self, sender: str, to: str, message: str) -> None:
+    def send(self, sender: str, to: str, message: str) -> None:
         if (sender, to) not in self.streams:
             self.streams[sender, to] = []
             self.order.append((sender, to))
@@ -39,7 +39,7 @@ class Town:
     def greet(self, name: str, others: list[str]) -> None:
         for other in others:
             assert other != name
-            self.say(name, other, "hello")
+            self.send(name, other, "hello")
         self.check(name)
 
     def check(self, name: str) -> None:
@@ -62,15 +62,15 @@ class Town:
             self.order.pop()
         if name not in self.peers:
             if message == "hello":
-                self.say(name, sender, "gone")
+                self.send(name, sender, "gone")
             return True
         peer = self.peers[name]
         if message == "hello":
             answer = peer.greeting(sender)
             if answer.drop is not None:
                 assert answer.welcome
-                self.say(name, answer.drop, "gone")
-            self.say(name, sender, "welcome" if answer.welcome else "no")
+                self.send(name, answer.drop, "gone")
+            self.send(name, sender, "welcome" if answer.welcome else "no")
         elif message == "gone":
             self.greet(name, peer.gone(sender))
         else:
@@ -87,7 +87,7 @@ class Town:
     def dies(self, name: str) -> None:
         del self.peers[name]
         for other in self.peers:
-            self.say(name, other, "gone")
+            self.send(name, other, "gone")
 
     def together(self) -> bool:
         """Return True if a path leads from each peer to every other."""
@@ -149,54 +149,54 @@ def test_any_events_in_any_order(data: st.DataObject, most: int, picks: int) -> 
 @given(st.integers(2, 40), st.integers(0, 39), st.integers(0, 1000))
 def test_every_peer_finds_neighbours(count: int, joins_late: int, seed: int) -> None:
     """For any number of peers that join together and any number that join one by one."""
-    town = Town(random.Random(seed))
+    swarm = Simulation(random.Random(seed))
     for number in range(count):
-        town.add(f"peer-{number}")
-        town.listed(f"peer-{number}")
+        swarm.add(f"peer-{number}")
+        swarm.listed(f"peer-{number}")
         if number < joins_late:
-            town.settle()
-    town.settle()
+            swarm.settle()
+    swarm.settle()
     for _ in range(3):  # later lists: refused peers greet again
-        for name in town.peers:
-            town.listed(name)
-        town.settle()
-    for name, peer in town.peers.items():
+        for name in swarm.peers:
+            swarm.listed(name)
+        swarm.settle()
+    for name, peer in swarm.peers.items():
         assert len(peer.linked) >= min(count - 1, PICKS - 1)
         for other in peer.linked:
-            assert name in town.peers[other].linked, "one thinks they are neighbours, one doesn't"
-    assert town.together()
+            assert name in swarm.peers[other].linked, "only one has the other as a neighbour"
+    assert swarm.together()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_swarm_stays_connected_when_a_fifth_of_its_peers_fail(seed: int) -> None:
     rng = random.Random(seed)
-    town = Town(rng)
+    swarm = Simulation(rng)
     for number in range(200):
-        town.add(f"peer-{number}")
-    for name in list(town.peers):
-        town.listed(name)
-    town.settle()
-    for name in rng.sample(sorted(town.peers), 40):
-        town.dies(name)
-    town.settle()
-    for name in list(town.peers):
-        town.listed(name)
-    town.settle()
-    assert town.together()
-    assert min(len(peer.linked) for peer in town.peers.values()) >= PICKS - 1
+        swarm.add(f"peer-{number}")
+    for name in list(swarm.peers):
+        swarm.listed(name)
+    swarm.settle()
+    for name in rng.sample(sorted(swarm.peers), 40):
+        swarm.dies(name)
+    swarm.settle()
+    for name in list(swarm.peers):
+        swarm.listed(name)
+    swarm.settle()
+    assert swarm.together()
+    assert min(len(peer.linked) for peer in swarm.peers.values()) >= PICKS - 1
 
 
 def test_few_peers_are_all_neighbours() -> None:
-    town = Town(random.Random(0))
+    swarm = Simulation(random.Random(0))
     for number in range(MOST + 1):
-        town.add(f"peer-{number}")
-        town.listed(f"peer-{number}")
-        town.settle()
-    for name in list(town.peers):
-        town.listed(name)
-    town.settle()
-    assert min(len(peer.linked) for peer in town.peers.values()) >= PICKS
-    assert town.together()
+        swarm.add(f"peer-{number}")
+        swarm.listed(f"peer-{number}")
+        swarm.settle()
+    for name in list(swarm.peers):
+        swarm.listed(name)
+    swarm.settle()
+    assert min(len(peer.linked) for peer in swarm.peers.values()) >= PICKS
+    assert swarm.together()
 
 
 def test_a_peer_without_picks_accepts_greetings() -> None:

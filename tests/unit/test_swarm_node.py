@@ -24,12 +24,12 @@ CHUNKS = 3
 ALL = to_bytes(0b111)
 
 
-class Heard:
-    """A neighbour's end: every message that it was sent."""
+class FakeNeighbour:
+    """A neighbour's end: keeps every message that it was sent."""
 
     def __init__(self, source_id: str) -> None:
         self.record = make_record(make_documents("w"), source_id=source_id)
-        self.heard: list[str] = []
+        self.messages: list[str] = []
         self.stream = PeerStream(source_id, self._read, self._write)
 
     async def _read(self) -> Any:
@@ -37,7 +37,7 @@ class Heard:
 
     async def _write(self, message: peer_pb2.SwarmMessage) -> None:
         kind = message.WhichOneof("message")
-        self.heard.append(f"{kind} {getattr(message, str(kind))}")
+        self.messages.append(f"{kind} {getattr(message, str(kind))}")
 
 
 class Reads:
@@ -111,7 +111,9 @@ async def _never(record: SourceRecord) -> PeerStream:
     raise AssertionError(f"{record.endpoint} was dialled")
 
 
-async def greeted(neighbours: Sequence[Heard], reads: Reads, coordinated_first: bool) -> None:
+async def greeted(
+    neighbours: Sequence[FakeNeighbour], reads: Reads, coordinated_first: bool
+) -> None:
     """Greet these neighbours, which hold everything; then each requests a chunk that the pull does
     not hold. The neighbours keep the messages that they get."""
 
@@ -139,11 +141,11 @@ async def greeted(neighbours: Sequence[Heard], reads: Reads, coordinated_first: 
 
 def test_a_neighbour_without_a_path_gets_answers_but_no_requests() -> None:
     for coordinated_first in (True, False):
-        near, far = Heard("near"), Heard("far")
+        near, far = FakeNeighbour("near"), FakeNeighbour("far")
         reads = Reads(["near"])
         asyncio.run(greeted([far, near], reads, coordinated_first))
-        assert far.heard == ["reject 0"]
-        assert sorted(near.heard) == ["reject 0", "request 0"]
+        assert far.messages == ["reject 0"]
+        assert sorted(near.messages) == ["reject 0", "request 0"]
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -167,7 +169,7 @@ def test_neighbours_that_were_dialled_are_reported_to_the_server() -> None:
     traded: list[tuple[str, int]] = []
 
     async def run() -> None:
-        neighbour = Heard("near")
+        neighbour = FakeNeighbour("near")
         record = replace(neighbour.record, role=SourceRole.RELAY)
         welcome = [peer_pb2.SwarmMessage(welcome=peer_pb2.Welcome(accepted=True))]
 
@@ -204,8 +206,8 @@ def test_sources_that_a_peer_names_are_not_dialled() -> None:
 
     async def dial(record: SourceRecord) -> PeerStream:
         dialled.append(record.source_id)
-        heard = Heard(record.source_id)
-        return heard.stream
+        neighbour = FakeNeighbour(record.source_id)
+        return neighbour.stream
 
     async def run() -> None:
         records = [make_record(make_documents("w"), source_id=name(i)) for i in range(200)]

@@ -23,29 +23,29 @@ ELSEWHERE = -1
 
 
 class Driver:
-    """Keeps the books of what was commanded, and checks each command against them."""
+    """Records the commands, and checks each one against the record."""
 
     def __init__(self, chunks: int, width: int, *, whole: frozenset[int] = frozenset()) -> None:
-        """`whole`: the peers that hold everything, though they don't say so."""
+        """`whole`: the peers that hold everything, though they do not announce it."""
         self.receiver = LoneReceiver(chunks, width=width)
         self.whole = whole
         self.chunks = chunks
         self.now_s = 0.0
-        self.have: dict[int, int] = {}  # peer -> what it told
-        self.suggested: dict[int, int] = {}  # peer -> what it offered, and was not declined
+        self.have: dict[int, int] = {}  # peer -> what it announced
+        self.suggested: dict[int, int] = {}  # peer -> its suggestions, but for declined ones
         self.requested: dict[int, set[int]] = {}  # peer -> chunks
         self.held = 0
         self.hedged = 0
-        self.free: set[tuple[int, int]] = set()  # what is read without asking
+        self.free: set[tuple[int, int]] = set()  # (peer, chunk) that are read freely
 
     def take(self, commands: list[Command]) -> list[Command]:
         for command in commands:
             match command:
                 case Request(peer, chunk):
-                    assert peer in self.have, "asked of one who is gone"
-                    assert not self.held >> chunk & 1, "asked for what is here"
+                    assert peer in self.have, "requested from a peer that is gone"
+                    assert not self.held >> chunk & 1, "requested a held chunk"
                     there = self.have[peer] | self.suggested[peer]
-                    assert there >> chunk & 1, "asked of one who never had it"
+                    assert there >> chunk & 1, "requested from a peer that never had it"
                     requesters = self.requesters(chunk)
                     assert peer not in requesters
                     if requesters:
@@ -90,7 +90,7 @@ class Driver:
                 for chunk in requested
                 if not self.suggested[peer] >> chunk & 1 and (peer, chunk) not in self.free
             ]
-            assert len(plain) <= 1, "one at a time, but for what it offers"
+            assert len(plain) <= 1, "one at a time, but for its suggestions"
         for chunk in range(self.chunks):
             assert sorted(receiver.requested(chunk)) == sorted(self.requesters(chunk))
 
@@ -127,7 +127,7 @@ class Driver:
             self.suggested[peer] &= ~(1 << chunk)
         self.take(self.receiver.rejected(peer, chunk, self.now_s))
 
-    def has_room(self, peer: int) -> None:
+    def unchokes(self, peer: int) -> None:
         commands = self.take(self.receiver.unchoked(peer, self.now_s))
         answers = [
             each
@@ -141,7 +141,7 @@ class Driver:
         if chunk in self.requested.get(peer, ()):
             self.requested[peer].remove(chunk)
             self.suggested[peer] &= ~(1 << chunk)
-            self.have[peer] |= 1 << chunk  # it is asked again when nothing else is left
+            self.have[peer] |= 1 << chunk  # it is requested again when nothing else is left
         self.take(self.receiver.failed(peer, chunk, self.now_s))
 
     def lands(self, peer: int, chunk: int) -> None:
@@ -160,7 +160,7 @@ class Driver:
         self.take(self.receiver.tick(self.now_s))
 
     def finish(self) -> None:
-        """Every neighbour answers from now on: all that anybody holds arrives, and soon."""
+        """Every neighbour answers from now on: all that any neighbour holds arrives, and soon."""
         reachable = self.held
         for peer, have in self.have.items():
             reachable |= have | self.suggested[peer]
@@ -189,7 +189,7 @@ def test_any_events_in_any_order(data: st.DataObject, chunks: int, width: int) -
         peer, chunk = data.draw(PEERS), data.draw(one)
         outstanding = [(p, c) for p, requested in driver.requested.items() for c in requested]
         answers = data.draw(st.booleans())
-        if outstanding and answers:  # to something that was asked
+        if outstanding and answers:  # to an outstanding request
             peer, chunk = data.draw(st.sampled_from(outstanding))
         match data.draw(st.integers(0, 10)):
             case 0 | 1 if peer not in driver.have:
@@ -203,7 +203,7 @@ def test_any_events_in_any_order(data: st.DataObject, chunks: int, width: int) -
             case 5:
                 driver.refuses(peer, chunk)
             case 6:
-                driver.has_room(peer)
+                driver.unchokes(peer)
             case 7:
                 driver.fails(peer, chunk)
             case 8:
@@ -231,7 +231,7 @@ def test_without_delay_no_more_is_outstanding_than_the_width(
 
 
 @given(st.data(), st.integers(2, 10), st.integers(1, 3))
-def test_who_stops_answering_holds_up_only_what_nobody_else_has(
+def test_a_silent_peer_delays_only_its_own_chunks(
     data: st.DataObject, chunks: int, width: int
 ) -> None:
     """Peer 0 never answers, and is never known to be gone."""
@@ -259,7 +259,7 @@ def test_who_stops_answering_holds_up_only_what_nobody_else_has(
 def test_a_whole_source_that_refuses_everything_is_read_from_all_the_same(
     chunks: int, width: int, silent: int
 ) -> None:
-    """Peer 0 refuses, the silent ones never answer; what is read without asking arrives."""
+    """Peer 0 refuses, the silent ones never answer; what is read freely arrives."""
     driver = Driver(chunks, width, whole=frozenset({0}))
     driver.joins(0, 0)
     for peer in range(1, 1 + silent):

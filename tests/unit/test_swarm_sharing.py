@@ -28,7 +28,7 @@ from mx.units import MIB
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
 from tests.support.records import make_documents, make_record
-from tests.unit.test_swarm_node import FakeHost, Heard
+from tests.unit.test_swarm_node import FakeHost, FakeNeighbour
 from tests.unit.test_transfer import BYTES, HeldSession, Listener, connection_of
 
 LAYERS = 3
@@ -53,7 +53,7 @@ def manifest_of_three_layers() -> Manifest:
 
 def given(node: Node) -> list[int]:
     """Return the chunks that a neighbour is allowed when it requests each."""
-    neighbour = Heard("neighbour")
+    neighbour = FakeNeighbour("neighbour")
     number = node.joined(neighbour.record, neighbour.stream, b"", seeds=False)
     found = []
     for chunk in range(LAYERS):

@@ -40,7 +40,7 @@ class Node:
         self.sent: Counter[str] = Counter()  # chunks sent, by reader
         sees = rng.random() < 0.7  # else its readers fetch for themselves
         self.standing = Standing(1, lambda reader: self.sent[reader.name] if sees else None)
-        self.gate = Slots(width=self.width, standing=self.standing)
+        self.slots = Slots(width=self.width, standing=self.standing)
         self.reads: set[tuple[int, int]] = set()  # (source, chunk) under way
         self.knows: set[int] = set()
         self.pace_s = rng.choice([0.05, 0.1, 0.2, 3.0])  # for giving a chunk
@@ -127,14 +127,14 @@ class World:
             self.do(node, node.receiver.plan(self.now_s))
 
     def request_all(self, hog: Node) -> None:
-        """Of each source that it knows."""
+        """Request a random chunk from each source that it knows."""
         for number in hog.knows:
             self.send(hog, self.nodes[number], self.requested, self.rng.randrange(self.chunks))
-            self.send(hog, self.nodes[number], self.wanting)
+            self.send(hog, self.nodes[number], self.interested)
         self.after(TICK_S, self.request_all, hog)
 
     def die(self, node: Node, notice_s: float) -> None:
-        """Unless it is the last to hold something."""
+        """End the node, unless it is the last to hold some chunk."""
         held = self.everything if node.number and self.nodes[ORIGIN].alive else 0
         for other in self.honest:
             if other.alive and other is not node:
@@ -143,16 +143,16 @@ class World:
             return
         node.alive = False
         for number in node.knows:
-            self.after(notice_s, self.mourn, self.nodes[number], node)
+            self.after(notice_s, self.forget, self.nodes[number], node)
 
-    def mourn(self, node: Node, dead: Node) -> None:
+    def forget(self, node: Node, dead: Node) -> None:
         if not node.alive or dead.number not in node.knows:
             return
         node.knows.discard(dead.number)
         if node.hog:
             return
         node.reads = {read for read in node.reads if read[0] != dead.number}
-        self.answer(node, node.gate.gone(dead.number))
+        self.answer(node, node.slots.gone(dead.number))
         node.standing.gone(dead.number)
         if node.number:
             self.do(node, node.receiver.gone(dead.number, self.now_s))
@@ -178,7 +178,7 @@ class World:
                 case ReadFreely(_, chunk):
                     self.send(node, peer, self.taken_freely, chunk)
                 case Interested():
-                    self.send(node, peer, self.wanting)
+                    self.send(node, peer, self.interested)
                 case _:
                     self.send(node, peer, self.not_interested)
         if node.receiver.announce_at_s is not None:
@@ -189,15 +189,15 @@ class World:
         number = reader.number
         answer = Answer.REJECT
         if source.number != ORIGIN:
-            answer = source.gate.request(number, chunk)
+            answer = source.slots.request(number, chunk)
         elif self.seeder.may_request(number, chunk):
             suggested = self.seeder.suggested(number, chunk)
-            answer = source.gate.request(number, chunk, suggested=suggested)
+            answer = source.slots.request(number, chunk, suggested=suggested)
         if answer is Answer.ALLOW:
             self.send(source, reader, self.go, chunk)
         elif answer is Answer.REJECT:
             self.send(source, reader, self.busy, chunk)
-        assert source.gate.reading < 2 * source.width + len(self.hogs) + 1
+        assert source.slots.reading < 2 * source.width + len(self.hogs) + 1
 
     def taken_freely(self, source: Node, reader: Node, chunk: int) -> None:
         """The node reads, whether it is allowed or not."""
@@ -206,9 +206,9 @@ class World:
         reader.reads.add((source.number, chunk))
         self.after(source.pace_s * self.rng.uniform(0.5, 2), self.read, reader, source, chunk)
 
-    def wanting(self, source: Node, reader: Node) -> None:
+    def interested(self, source: Node, reader: Node) -> None:
         later = source.number == ORIGIN and not self.seeder.all_out
-        self.answer(source, source.gate.interested(reader.number, later=later))
+        self.answer(source, source.slots.interested(reader.number, later=later))
 
     def go(self, node: Node, source: Node, chunk: int) -> None:
         if node.hog:
@@ -261,17 +261,17 @@ class World:
                 self.send(source, reader, self.unchoked)
 
     def not_interested(self, source: Node, reader: Node) -> None:
-        self.answer(source, source.gate.not_interested(reader.number))
+        self.answer(source, source.slots.not_interested(reader.number))
 
     def taken(self, source: Node, reader: Node, chunk: int) -> None:
         if source.number == ORIGIN:
             self.suggestion(self.seeder.done(reader.number, chunk, self.now_s))
-        self.answer(source, source.gate.done(reader.number, chunk))
+        self.answer(source, source.slots.done(reader.number, chunk))
 
     def dropped(self, source: Node, reader: Node, chunk: int) -> None:
         if source.number == ORIGIN:
             self.suggestion(self.seeder.failed(reader.number, chunk, self.now_s))
-        self.answer(source, source.gate.done(reader.number, chunk, read=False))
+        self.answer(source, source.slots.done(reader.number, chunk, read=False))
 
     def declined(self, source: Node, reader: Node, chunk: int) -> None:
         self.suggestion(self.seeder.declined(reader.number, chunk, self.now_s))
@@ -295,13 +295,13 @@ class World:
 
     def tick(self, node: Node) -> None:
         if node.alive:
-            self.answer(node, node.gate.tick(self.now_s))
+            self.answer(node, node.slots.tick(self.now_s))
             self.do(node, node.receiver.tick(self.now_s))
             self.after(TICK_S, self.tick, node)
 
     def tick_origin(self) -> None:
         if self.nodes[ORIGIN].alive:
-            self.answer(self.nodes[ORIGIN], self.nodes[ORIGIN].gate.tick(self.now_s))
+            self.answer(self.nodes[ORIGIN], self.nodes[ORIGIN].slots.tick(self.now_s))
             self.suggestion(self.seeder.tick(self.now_s))
             self.after(TICK_S, self.tick_origin)
 

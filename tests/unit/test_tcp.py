@@ -69,7 +69,7 @@ def proxied(bench: Bench) -> Iterator[Proxied]:
         yield make
 
 
-def test_a_flipped_bit_arrives_and_the_digest_tells(bench: Bench, proxied: Proxied) -> None:
+def test_a_flipped_bit_arrives_and_the_digest_differs(bench: Bench, proxied: Proxied) -> None:
     source = bench.source(3 * MIB)
     proxy, session = proxied(source, 1)
     proxy.down.flip(HEADER + 2_000_000)
@@ -161,7 +161,7 @@ def test_an_address_that_does_not_answer_is_skipped(bench: Bench) -> None:
     bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
 
 
-def test_nobody_listens(bench: Bench) -> None:
+def test_no_listener(bench: Bench) -> None:
     source = bench.source(MIB)
     grant_id, ticket = source.grant()
     with socket.create_server(("127.0.0.1", 0)) as closed:

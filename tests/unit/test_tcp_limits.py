@@ -1,5 +1,5 @@
-"""tcp under a limiter: it asks before it sends, for every byte, and never holds anybody up for
-longer than it is of use."""
+"""tcp under a limiter: it calls the limiter for every byte before it sends, and never delays a
+reader longer than needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mx_transports.toolkit import framing
 
 RULES = (
     "right_bytes",
-    "tells_progress",
+    "reports_progress",
     "several_sessions",
     "two_exposures",
     "clogged_reader",
@@ -62,7 +62,7 @@ class LimitedHarness(Harness):
 
 
 class Counting:
-    """Lets everything through, or nothing for `delay`; counts what was asked for."""
+    """Lets everything through, or nothing for `delay`; counts what was requested."""
 
     SLICE = MIB // 2
 
@@ -70,7 +70,7 @@ class Counting:
         self.delay = delay
         self.lock = threading.Lock()
         self.slices: list[int] = []
-        self.asked = threading.Event()
+        self.called = threading.Event()
 
     def slice_nbytes(self, grant_id: str) -> int:
         return self.SLICE
@@ -78,7 +78,7 @@ class Counting:
     def delay_s(self, nbytes: int) -> float:
         with self.lock:
             self.slices.append(nbytes)
-        self.asked.set()
+        self.called.set()
         return self.delay
 
 
@@ -88,7 +88,7 @@ def test_limited_it_keeps_the_rules(rule: str) -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-def test_every_byte_is_asked_for_once_in_slices_that_streams_share(streams: int) -> None:
+def test_every_byte_is_requested_once_in_slices_that_streams_share(streams: int) -> None:
     limiter = Counting()
     with Bench(LimitedHarness(limiter)) as bench:
         source = bench.source(9 * MIB + 77)
@@ -131,7 +131,7 @@ def test_what_is_sent_on_each_grant_is_counted(limited: bool) -> None:
 
 
 def test_a_read_that_is_not_taken_in_is_counted_while_it_is_sent() -> None:
-    """So that a source can tell a reader that is slow from one that has stopped."""
+    """So that a source can distinguish a slow reader from one that has stopped."""
     with Bench(Harness("mx_transports.tcp:TcpTransport")) as bench:
         source = bench.source(64 * MIB)
         exposure = source.exposure
@@ -155,7 +155,7 @@ def test_a_grant_that_is_withdrawn_ends_a_long_pause() -> None:
         grant_id, ticket = source.grant()
         session = bench.open_ticket(grant_id, ticket, source.sizes, tls=None)
         sink = bench.read(session, 0, 0, memoryview(bytearray(MIB)))
-        bench.wait(limiter.asked, "nobody asked")
+        bench.wait(limiter.called, "the limiter was not called")
         source.exposure.revoke(grant_id)
         bench.failure(sink, SourceError, "chunk 0")
         bench.eventually(lambda: not source.exposure.active_readers(), lambda: "it still sends")

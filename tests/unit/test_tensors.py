@@ -44,7 +44,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def described(**tensors: torch.Tensor) -> tuple[dict[str, bytes], dict[str, str]]:
-    """What is served of them: bytes by name, and who is an alias of whom."""
+    """Return what is served of them: bytes by name, and the aliases."""
     specs, aliases, views = describe(tensors)
     assert {spec.name for spec in specs} == set(views)
     return {name: bytes(view) for name, view in views.items()}, {a.name: a.target for a in aliases}

@@ -164,7 +164,7 @@ def test_this_process_knows_where_it_is() -> None:
     assert all(nic.addresses for nic in place.nics)
 
 
-def test_a_gpu_place_tells_of_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_place_reports_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     host = nvlink_host()
     known = GpusFound(host.gpus, "580.95.05")
     monkeypatch.setattr(discovery, "_gpus", lambda: known)
@@ -395,7 +395,7 @@ def test_few_devices_are_shown_with_all_their_paths(printed: Any) -> None:
     assert any("mlx5_0/1 InfiniBand" in line and "400" in line for line in lines)
 
 
-def test_gpus_that_differ_are_told_apart(printed: Any) -> None:
+def test_gpus_that_differ_are_distinguished(printed: Any) -> None:
     host = nvlink_host(gpus=3)
     first, *rest = host.gpus
     slower = replace(first.peers[1], nvlinks=0, p2p_write=False, relation="bridge")

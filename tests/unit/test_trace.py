@@ -11,7 +11,7 @@ from mx import trace
 from mx.errors import PeerLostError
 
 
-def test_nobody_listening_costs_no_object() -> None:
+def test_a_span_without_listeners_costs_no_object() -> None:
     one = trace.span("a", size=1)
     with one as two:
         two.set(more=2)

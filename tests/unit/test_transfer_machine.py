@@ -52,13 +52,13 @@ def machine_of(grid: ChunkGrid) -> TransferMachine:
 
 
 def blocks_of(part: Part, *, right: bool = True) -> bytes:
-    """Its block digests."""
+    """Return the part's block digests."""
     numbers = range(part.begin, part.end)
     return b"".join(bytes([number % 256, right] * 8) for number in numbers)
 
 
 class Driver:
-    """Carries out the machine's commands, and checks that they agree with each other."""
+    """Carries out the machine's commands, and checks that they are consistent."""
 
     def __init__(self, machine: TransferMachine, grid: ChunkGrid) -> None:
         self.machine = machine

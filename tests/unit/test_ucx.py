@@ -319,7 +319,7 @@ def test_an_adopted_arena_is_registered_once(bench: Bench, monkeypatch: pytest.M
     bench.succeed(*sinks)
     assert bytes(arena) == source.memories[0].expected
     assert [block.nbytes for block in registered] == [3 * MIB]
-    # What lies elsewhere after all stands for itself.
+    # Destinations outside of the arena are registered by themselves.
     other = memoryview(bytearray(4096))
     bench.succeed(bench.read(session, 0, 0, other))
     assert bytes(other) == source.memories[0].expected[:4096]
@@ -356,8 +356,8 @@ def test_a_reader_that_begins_reads_and_ends_none_is_cut_off(bench: Bench) -> No
         reader.recv(framing.HELLO.size, socket.MSG_WAITALL)
         kind = wire.STARTING
         while kind == wire.STARTING:
-            told = reader.recv(wire.INFO.size, socket.MSG_WAITALL)
-            kind, nbytes = wire.INFO.unpack(told)
+            header = reader.recv(wire.INFO.size, socket.MSG_WAITALL)
+            kind, nbytes = wire.INFO.unpack(header)
             reader.recv(nbytes, socket.MSG_WAITALL)
         assert kind == wire.READY
         begins = [

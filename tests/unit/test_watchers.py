@@ -41,7 +41,7 @@ def test_a_watcher_ends_with_what_is_listed(
 ) -> None:
     members, log = Registry(), WatchLog()
     watcher: Watcher | None = None
-    told: dict[str, SourceRecord] = {}
+    seen: dict[str, SourceRecord] = {}
     for i, (event, source_id, number) in enumerate(events):
         if i == begins:
             watcher = Watcher(log, name)
@@ -57,31 +57,31 @@ def test_a_watcher_ends_with_what_is_listed(
                 members.deregister(0, source_id, SECRET)
         log.push(members.take_changes())
         if watcher is not None and number == 0:
-            hear(watcher, told, slice_limit)
+            take_all(watcher, seen, slice_limit)
     watcher = watcher or Watcher(log, name)
-    hear(watcher, told, slice_limit)
+    take_all(watcher, seen, slice_limit)
     listed = [s.record for s in members.sources(name)]
-    assert told == {record.source_id: record for record in listed}
+    assert seen == {record.source_id: record for record in listed}
     assert not watcher.behind and not watcher.take(4)
 
 
-def hear(watcher: Watcher, told: dict[str, SourceRecord], limit: int) -> None:
-    heard = []
+def take_all(watcher: Watcher, seen: dict[str, SourceRecord], limit: int) -> None:
+    changes = []
     while watcher.behind:
         news = watcher.take(limit)
         assert len(news) <= limit
-        heard += news
-    assert len({change.record.source_id for change in heard}) == len(heard)
-    for change in heard:
+        changes += news
+    assert len({change.record.source_id for change in changes}) == len(changes)
+    for change in changes:
         source_id = change.record.source_id
-        assert (source_id in told) is (change.kind is not ChangeKind.UP)
+        assert (source_id in seen) is (change.kind is not ChangeKind.UP)
         if change.kind is ChangeKind.GONE:
-            del told[source_id]
+            del seen[source_id]
             continue
         if change.kind is ChangeKind.LAYERS:
-            before = told[source_id]
+            before = seen[source_id]
             assert replace(change.record, table=before.table) == before
-        told[source_id] = change.record
+        seen[source_id] = change.record
 
 
 def test_a_source_that_moves_to_another_name_is_gone_for_watchers_of_the_old_one() -> None:

@@ -71,7 +71,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder for outputs; whatever a test does, it leaves nothing but what it asked for."""
+    """A folder for outputs; whatever a test does, it leaves only what it created."""
     folder = tmp_path / "place"
     folder.mkdir()
     yield folder
@@ -292,7 +292,7 @@ def test_a_lock_that_belongs_to_a_folder_just_removed(source: Path, place: Path)
     writer.abort()
 
 
-def test_too_small_a_disk_is_told_before_anything_is_written(
+def test_too_small_a_disk_is_reported_before_anything_is_written(
     source: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, _ = manifest_of(source)

@@ -4,7 +4,7 @@ On the same GPU memory is attached, without a copy, or copied within the GPU; fr
 is copied over NVLink by the copy engines of the reading one. What is exported is whole allocations:
 legacy IPC handles of cuMemAlloc's (torch's default), descriptors of virtual memory management's
 (torch's expandable segments, mx's own arenas). The source keeps the memory until its last reader
-has let go of it, which the end of that one's connection says, however it came about.
+has closed its connection, on purpose or by dying.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _choose(devices: Devices, target: Device | None, uuid: str) -> Device:
 
 
 def nvlink(here: Gpu | None, there: Gpu | None) -> tuple[int, float]:
-    """Return (lanes, GB/s one way) between two GPUs, as both tell it; (0, 0.0) for none."""
+    """Return (lanes, GB/s one way) between two GPUs, as both report it; (0, 0.0) for none."""
     if here is None or there is None:
         return 0, 0.0
     to = next((peer for peer in here.peers if peer.uuid == there.uuid), None)

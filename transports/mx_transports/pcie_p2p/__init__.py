@@ -34,7 +34,7 @@ MAGIC = b"mxpcie\0\1"
 LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 #: What of it copies of many MiB get: packet headers and flow control take the rest.
 PCIE_EFFICIENCY = 0.8
-#: For a GPU that does not tell: PCIe 3 x16.
+#: For a GPU that does not report its link: PCIe 3 x16.
 UNKNOWN_GB_PER_S = round(LANE_GB_PER_S[3] * 16 * PCIE_EFFICIENCY, 1)
 
 
@@ -99,7 +99,7 @@ class PciePeerTransport:
         except PathError:
             if not direct:
                 raise
-        # The driver said that it could be done, and then it could not, as behind some IOMMUs.
+        # The driver reported peer access, and then it failed, as behind some IOMMUs.
         beside |= direct
         return self._open(grant, choose)
 

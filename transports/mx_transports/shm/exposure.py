@@ -1,8 +1,8 @@
 """The source side of shm: a unix socket that hands out descriptors, to its own uid.
 
 After the HELLO the source sends INFO with the grant's control page, then an ENTRY for each region,
-with a duplicate of its memfd where it has a sealed one. The reader says on the connection when it
-becomes busy and when idle.
+with a duplicate of its memfd where it has a sealed one. The reader reports on the connection when
+it becomes busy and when idle.
 """
 
 from __future__ import annotations

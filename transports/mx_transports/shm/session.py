@@ -121,15 +121,15 @@ class ShmSession(ThreadedSession):
             while True:
                 read = self.take(wait=False)
                 if read is None:
-                    # The source is told at the end of a run of reads, not between them.
-                    busy = self._say_busy(busy, False)
+                    # The source is notified at the end of a run of reads, not between them.
+                    busy = self._set_busy(busy, False)
                     read = self.take()
                 if read is None:
                     return
-                busy = self._say_busy(busy, True)
+                busy = self._set_busy(busy, True)
                 self.complete(worker, read)
         finally:
-            self._say_busy(busy, False)
+            self._set_busy(busy, False)
 
     def fetch(self, worker: int, read: Read) -> None:
         self._check_source(worker)
@@ -155,13 +155,13 @@ class ShmSession(ThreadedSession):
             raise PeerLostError("closed", peer=self.peer)
         self._source.check(self._polls[worker], self.grant.generation)
 
-    def _say_busy(self, before: bool, now: bool) -> bool:
-        """Change what a thread adds to the session's being busy; tell the source if it must."""
+    def _set_busy(self, before: bool, now: bool) -> bool:
+        """Change the count of busy threads; notify the source where it leaves 0 or returns to 0."""
         if before == now:
             return now
         with self._busy_lock:
             self._busy += 1 if now else -1
             # The first thread to begin, or the last to end.
             if self._busy == now:
-                self._source.tell(BUSY if now else IDLE)
+                self._source.notify(BUSY if now else IDLE)
         return now

@@ -54,7 +54,7 @@ class TcpExposure(SendingExposure):
             with self.reading(grant):
                 # Straight from the region. Sending pages by sendfile or splice was no faster
                 # over loopback (1.0 x), and would let the kernel hold on to the pages after
-                # the source has been told that they are not read any more.
+                # this source counts them as no longer read.
                 self.send(stream, grant, RESPONSE.pack(request_id, framing.OK, nbytes), views)
                 views.clear()
                 stream.send_all([RESPONSE.pack(request_id, self.status(generation), nbytes)])

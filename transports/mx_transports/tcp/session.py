@@ -97,7 +97,7 @@ class TcpSession(StreamSession):
         answered, status, nbytes = RESPONSE.unpack(stream.receive(RESPONSE.size))
         if answered != request_id or (status == framing.OK and nbytes != read.nbytes):
             raise PeerProtocolError(
-                f"{self.peer} answered what was not asked (request {answered}, {nbytes} bytes)",
+                f"{self.peer} sent a response to no request ({answered}, {nbytes} bytes)",
                 peer=self.peer,
             )
         return int(status)

@@ -24,7 +24,7 @@ def encode_request(request_id: int, generation: int, read: Read) -> bytes:
     """Return the frame that requests a read; adjacent pieces travel as one.
 
     Args:
-        request_id: What the response is told by, 32 bits.
+        request_id: The number that the response carries, 32 bits.
         generation: What the read was planned on, 64 bits.
         read: A read whose pieces lie within the source's regions.
 

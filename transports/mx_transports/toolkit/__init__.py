@@ -4,7 +4,7 @@
 |---|---|
 | `exposure` | `SocketExposure`, `SendingExposure`: sources that readers connect to, with a secret |
 | `session` | `ThreadedSession`, `StreamSession`: a queue of reads, and threads that carry them |
-| `slicing` | `steps`: a read in slices of a size that a sink is told of |
+| `slicing` | `steps`: a read in slices of the size that is reported to a sink |
 | `stream` | `SocketStream`: whole buffers over a socket, plain or TLS, under a stall deadline |
 | `framing` | preamble, answer, statuses and tickets |
 | `dial`, `listeners`, `proof` | which addresses are a source's own; connecting to them; listening |

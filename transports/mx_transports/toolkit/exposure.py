@@ -129,7 +129,7 @@ class SocketExposure(ABC):
         """Serve one connection until it ends; runs on its thread.
 
         Args:
-            stream: The connection, HELLO said. It is closed when this returns or raises, and
+            stream: The connection, HELLO sent. It is closed when this returns or raises, and
                 aborted when the grant or the exposure ends.
             grant: The grant whose secret was presented.
 
@@ -236,7 +236,7 @@ class SocketExposure(ABC):
                 sock = key.fileobj
                 assert isinstance(sock, socket.socket)
                 if sock in self._unproved:
-                    self._hear(self._unproved[sock])
+                    self._receive(self._unproved[sock])
                 elif sock in self._listeners:
                     self._accept(sock)
                 elif sock in self._provers:
@@ -293,8 +293,8 @@ class SocketExposure(ABC):
         self._selector.unregister(unproved.sock)
         unproved.sock.close()
 
-    def _hear(self, unproved: _Unproved) -> None:
-        """Take what has come of a preamble."""
+    def _receive(self, unproved: _Unproved) -> None:
+        """Take the bytes of a preamble that have come."""
         try:
             if unproved.handshaking:
                 assert isinstance(unproved.sock, ssl.SSLSocket)
@@ -345,7 +345,7 @@ class SocketExposure(ABC):
         if sum(len(each.streams) for each in self.grants.values()) < self._most_connections:
             return True
         most = max(self.grants.values(), key=lambda each: len(each.streams))
-        # Those that were ended so are let go by their threads in a moment: not too many at once.
+        # Threads of connections that were ended so take a moment to end: not too many at once.
         ending = len(self._threads) - self._most_connections
         if len(most.streams) <= len(grant.streams) + 1 or ending > MAX_UNPROVED:
             return False

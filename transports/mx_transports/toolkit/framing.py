@@ -1,6 +1,6 @@
 """How a connection for data begins, all fixed-size and big-endian; statuses; and tickets.
 
-A reader connects and says PREAMBLE: magic (which names transport and version), the key that names
+A reader connects and sends PREAMBLE: magic (which names transport and version), the key that names
 its grant, and the grant's secret. The source answers HELLO. What follows is the transport's own.
 """
 
@@ -39,7 +39,7 @@ def refusal(status: int, peer: str) -> SourceError:
     """Return the error that stands for a status other than OK.
 
     Args:
-        status: One of the above, or whatever else the peer said.
+        status: One of the above, or any other number that the peer sent.
         peer: Whom the error names.
     """
     kind = StaleGenerationError if status == STALE else PeerRefusedError

@@ -1,4 +1,4 @@
-"""process_vm_readv, preadv and memfd seals, their errors told apart."""
+"""process_vm_readv, preadv and memfd seals, with an error type for each failure."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def read_descriptor(descriptor: int, offset: int, view: memoryview, peer: str) -
     while done < len(view):
         got = os.preadv(descriptor, [view[done:]], offset + done)
         if not got:
-            raise PeerProtocolError(f"{peer}: its memfd is shorter than it said", peer=peer)
+            raise PeerProtocolError(f"{peer}: its memfd is shorter than announced", peer=peer)
         done += got
 
 

@@ -17,8 +17,8 @@ _PORT_TRIES = 16
 
 @dataclass(frozen=True)
 class ListeningSocket:
-    """A socket for connections and, where others may have to be told that its address is this
-    process's own, one for challenges (`proof`)."""
+    """A socket for connections and, where this process may have to prove that the address is its
+    own, one for challenges (`proof`)."""
 
     sock: socket.socket
     prover: socket.socket | None = None

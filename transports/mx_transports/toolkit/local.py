@@ -2,8 +2,8 @@
 
 Over the connection go descriptors: of memory, and of the grant's control page, a memfd that the
 source writes and its reader maps. Whether the grant still stands, and the memory's generation,
-are known from it without asking. The connection then stays open: its end tells the reader that the
-source is gone, and the source that the reader is.
+are known from it without a round trip. The connection then stays open: its end notifies the reader
+that the source is gone, and the source that the reader is.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class LocalSource:
     Args:
         path: The transport's name, for errors.
         magic: What the exposure was made with.
-        peer: Whom errors name.
+        peer: The source's name in errors.
         ticket: The grant's ticket.
     """
 
@@ -253,13 +253,13 @@ class LocalSource:
     # --- while it is open
 
     def register(self, poll: select.poll) -> None:
-        """Have `poll` tell of the source's end, and of what it says on the connection."""
+        """Register the source's end and messages with `poll`."""
         assert self._stream is not None
         poll.register(self._stream.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._pidfd, select.POLLIN)
 
     def check(self, poll: select.poll, generation: int) -> None:
-        """Raise SourceError where what was read just now must not be believed."""
+        """Raise SourceError where what was read just now must not be used."""
         self.check_grant(generation)
         if poll.poll(0):
             raise self.gone()
@@ -273,13 +273,13 @@ class LocalSource:
         if now != generation:
             raise framing.refusal(framing.STALE, self.peer)
 
-    def tell(self, byte: bytes) -> None:
-        """Tell the source, unless it does not listen."""
+    def notify(self, byte: bytes) -> None:
+        """Send the source a byte; drop it where the source does not receive."""
         assert self._stream is not None
         self._stream.notify(byte)
 
-    def say(self, byte: bytes) -> None:
-        """Tell the source for certain. Raises PeerLostError where it is gone."""
+    def send(self, byte: bytes) -> None:
+        """Send the source a byte. Raises PeerLostError where the source is gone."""
         assert self._stream is not None
         try:
             self._stream.send_all([byte])
@@ -287,7 +287,7 @@ class LocalSource:
             raise self.gone() from error
 
     def close(self) -> None:
-        """Close everything, the connection last: its end tells the source that the rest is."""
+        """Close everything, the connection last: its end reports to the source that the rest is."""
         if self._control is not None:
             self._control.close()
         for descriptor in (*self.descriptors, self._pidfd):
@@ -297,7 +297,7 @@ class LocalSource:
             self._stream.close()
 
     def wrong(self, what: str) -> PeerProtocolError:
-        """Return the error for what the source should not have said."""
+        """Return the error for what the source should not have sent."""
         return PeerProtocolError(f"{self.peer}: {what}", peer=self.peer)
 
     def gone(self) -> PeerLostError:

@@ -83,7 +83,7 @@ class ThreadedSession:
             self.complete(worker, read)
 
     def fetch(self, worker: int, read: Read) -> None:
-        """Bring a read's bytes to their places, and tell its sink what has landed.
+        """Bring a read's bytes to their places, and report to its sink what has landed.
 
         Nothing may write to the read's destinations once this has returned or raised.
 
@@ -230,7 +230,7 @@ class ThreadedSession:
                 self.carry(worker)
             except MxError as error:
                 self._lost = error.message
-                # Its traceback and the frames that it ends in keep each other, and destinations.
+                # Its traceback and its frames reference each other, and destinations.
                 release_frames(error)
         with self.lock:
             self._live -= 1

@@ -1,4 +1,4 @@
-"""Reads cut into steps, so that a sink is told of bytes while they arrive."""
+"""Reads cut into steps, so that bytes are reported to a sink while they arrive."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Each NIC of a source has an agent in a process of its own; each session has an a
 that several sessions use several NICs (rails inside one agent do not stripe reads: 0.96 of one
 link where one agent per NIC gave 1.84 to 1.92 of two).
 
-The target's agent lives in the target's process, whose memory it must write to: a peer that is
-let near it, and lies, can do as it pleases. So beyond loopback the transport wants
+The target's agent lives in the target's process, whose memory it must write to: a hostile
+peer that reaches it can read and write all of it. So beyond loopback the transport requires
 `trusted_fabric` on both sides, and it is never what a plan prefers on one machine.
 """
 

@@ -1,4 +1,4 @@
-"""The program that an exposure of `ucx` runs: one NIXL agent, and nothing to steal.
+"""The program that an exposure of `ucx` runs: one NIXL agent, with no secrets.
 
 UCX in software enforces no bounds: a process that reaches an agent's port can read and write all
 of the process that it lives in. So the source's agents live here: a process that maps the sealed
@@ -9,8 +9,8 @@ Run by path, isolated and without site-packages; imports nothing but the standar
 NIXL's extension module, by its path. argv[1] is JSON: `bindings`, the path; `control`, a socket;
 `regions`, pairs of descriptor and nbytes. UCX is set up by the environment. The program answers
 with a line of JSON on the control socket: `metadata` in hexadecimal and `addresses`, or `error`.
-Then it is told there: BUSY when reads begin, IDLE when the last one has ended; the socket's end is
-its own.
+Then it receives there BUSY when reads begin, IDLE when the last one has ended; the program ends
+with the socket.
 """
 
 from __future__ import annotations

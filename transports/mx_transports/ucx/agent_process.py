@@ -1,4 +1,4 @@
-"""The parent's hold on an agent's process: started, watched, told what to do, ended.
+"""The parent's control of an agent's process: started, watched, commanded, ended.
 
 One thread per process does all of it. That thread starts the process, as the kernel ties "die
 with your parent" to the thread that forked, and lives until the process has been reaped.
@@ -65,8 +65,8 @@ class AgentProcess:
         return self._stopping
 
     def enter(self, stream: SocketStream) -> bool:
-        """Count a reader's connection, which is cut when the process is gone. Returns False if the
-        process is being ended: the reader wants another."""
+        """Count a reader's connection, which is cut when the process is gone. Return False if the
+        process is being ended: the reader needs another process."""
         with self._lock:
             if self._stopping:
                 return False
@@ -74,7 +74,7 @@ class AgentProcess:
             return True
 
     def leave(self, stream: SocketStream) -> None:
-        """To be called before the connection is closed."""
+        """Remove a reader's connection; called before it is closed."""
         with self._lock:
             self._users.discard(stream)
             self._unused_since_s = time.monotonic()
@@ -130,7 +130,7 @@ class AgentProcess:
                 ours.close()
             with self._lock:
                 self.ended = True
-                # Readers that wait for it to start are told why it has not.
+                # Readers that still wait for its start are sent the reason instead.
                 for stream in self._users if self.metadata else ():
                     stream.abort()
             self.settled.set()

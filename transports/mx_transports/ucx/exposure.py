@@ -1,7 +1,7 @@
 """The source side of ucx: sockets for control connections, and an agent's process per NIC.
 
-What is enforced, and what is not. Opening is: without a standing grant's secret no reader is
-told an agent's metadata. The source's process is out of reach: the agents live in processes of
+What is enforced, and what is not. Opening is: without a standing grant's secret no reader
+gets an agent's metadata. The source's process is out of reach: the agents live in processes of
 their own. Its bytes are: these map sealed memfds, read-only. But UCX in software knows no grants: a
 process that has had the metadata, or guesses at it, can read the exposed regions for as long as
 that agent's process lives, and can end it. So it ends when a grant is withdrawn from a connected

@@ -1,7 +1,7 @@
-"""NIXL as the target side uses it: found, loaded once, and its exceptions made errors of ours.
+"""NIXL as the target side uses it: found and loaded once, its exceptions translated.
 
-This is the only edge: what comes out of here is an MxError or nothing. The extension module is
-used directly; NIXL's Python on top of it adds conveniences that are not needed here.
+Only this module calls NIXL; it raises MxError only. The extension module is used directly: NIXL's
+Python on top of it adds conveniences that are not needed here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LIBRARY_SETTINGS = {
     "NIXL_LOG_LEVEL": "FATAL",
 }
 #: Everything but shared memory: CMA would work only where the `shm` transport does, which checks
-#: whom it reads from; and it takes processes of two network namespaces for neighbours.
+#: which process it reads from; and it takes processes of two network namespaces for local ones.
 #: 256 KiB segments: five times the bandwidth of UCX's own 8 KiB over tcp (0.5
 #: against 0.1 of memcpy).
 UCX_SETTINGS = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
@@ -122,8 +122,8 @@ def _library_loaded() -> Iterator[None]:
 def load(peer: str) -> None:
     """Have UCX loaded. Raises PathError.
 
-    It takes 0.4 s the first time where UCX has to measure the clock, as on CPUs that do not tell
-    their frequency.
+    It takes 0.4 s the first time where UCX has to measure the clock, as on CPUs that do not
+    report their frequency.
     """
     if not _loaded:
         TargetAgent(peer, "").close()

@@ -54,7 +54,7 @@ def open_session(grant: Grant) -> UcxSession:
 
 
 def _receive_info(stream: SocketStream, peer: str) -> AgentInfo:
-    """Wait for the source's agent, however long it starts while the source says so."""
+    """Wait for the source's agent, however long it starts, while the source reports STARTING."""
     while True:
         kind, nbytes = INFO.unpack(stream.receive(INFO.size))
         if nbytes > MAX_INFO_BYTES:

@@ -20,8 +20,8 @@ from mx_transports.toolkit.stream import SocketStream
 from mx_transports.ucx.nixl import AddressRange, Pin, TargetAgent
 from mx_transports.ucx.wire import BEGIN, END, REQUEST, RESPONSE, AgentInfo
 
-#: One transfer of NIXL's, after which the sink is told. Over loopback 1, 2, 4 and 16 MiB were
-#: equally fast with enough of them under way; smaller ones cost more of Python's time.
+#: One transfer of NIXL's, reported to the sink when it has ended. Over loopback 1, 2, 4 and 16 MiB
+#: were equally fast with enough of them under way; smaller ones cost more of Python's time.
 STEP_BYTES = 4 * MIB
 #: Transfers under way. UCX serves them side by side, so that the first of 16 lands when all of them
 #: nearly have, for a few percent more bandwidth.
@@ -47,7 +47,7 @@ class _Flight:
         self.steps: Iterator[tuple[list[Slice[memoryview]], int]] = host_steps(read, STEP_BYTES)
         self.begun = False
         self.posted_all = False
-        self.said_end = False
+        self.sent_end = False
         self.refused = framing.OK  # what the answer to BEGIN was
         self.landings: deque[tuple[int, int]] = deque()
         self.registered: list[Any] = []
@@ -70,7 +70,7 @@ class UcxSession(StreamSession):
         self._arena_registered = False
         self._flights: deque[_Flight] = deque()
         self._number = 0
-        self._heard = bytearray()
+        self._received = bytearray()
         self._answers = memoryview(bytearray(64 * RESPONSE.size))
         self._moved_s = 0.0
         self.start()
@@ -144,14 +144,14 @@ class UcxSession(StreamSession):
             if idle:
                 self._moved_s = time.monotonic()
             self._flights.append(_Flight(self._number, read))
-            self._say(BEGIN, self._number)
+            self._send(BEGIN, self._number)
         return True
 
     def _turn(self) -> None:
         """One look at everything that may have moved."""
         if self.closed:
             raise PeerLostError("closed", peer=self.peer)
-        moved = self._hear()
+        moved = self._receive()
         moved = self._post() or moved
         moved = self._land() or moved
         if moved:
@@ -167,22 +167,23 @@ class UcxSession(StreamSession):
         else:
             select.select([self._stream.fileno()], [], [], _ANSWER_TICK_S)
 
-    def _say(self, kind: int, number: int) -> None:
+    def _send(self, kind: int, number: int) -> None:
         self._stream.send_all([REQUEST.pack(kind, number, self.grant.generation)])
 
-    def _hear(self) -> bool:
-        """Take what the source has answered."""
+    def _receive(self) -> bool:
+        """Take the source's answers that have come."""
         got = self._stream.poll(self._answers)
         if not got:
             return False
-        self._heard += self._answers[:got]
-        while len(self._heard) >= RESPONSE.size:
-            number, status = RESPONSE.unpack_from(self._heard)
-            del self._heard[: RESPONSE.size]
+        self._received += self._answers[:got]
+        while len(self._received) >= RESPONSE.size:
+            number, status = RESPONSE.unpack_from(self._received)
+            del self._received[: RESPONSE.size]
             flight = next((f for f in self._flights if f.number == number), None)
-            if flight is None or (flight.begun and not flight.said_end):
+            if flight is None or (flight.begun and not flight.sent_end):
                 raise PeerProtocolError(
-                    f"{self.peer} answered what was not asked (read {number})", peer=self.peer
+                    f"{self.peer} sent an answer that fits no request (read {number})",
+                    peer=self.peer,
                 )
             self._answered(flight, status)
         return True
@@ -192,9 +193,9 @@ class UcxSession(StreamSession):
             flight.begun = True
             return
         if not flight.begun:
-            flight.begun = flight.posted_all = flight.said_end = True
+            flight.begun = flight.posted_all = flight.sent_end = True
             flight.refused = status
-            self._say(END, flight.number)
+            self._send(END, flight.number)
             return
         self._unregister(flight)
         self._flights.remove(flight)
@@ -252,7 +253,7 @@ class UcxSession(StreamSession):
         flight.pins.clear()
 
     def _land(self) -> bool:
-        """See which transfers have ended, in order, and tell sinks and source."""
+        """See which transfers have ended, in order, and report to sinks and source."""
         moved = False
         for flight in list(self._flights):
             while flight.landings and self._agent.poll(flight.landings[0][0]):
@@ -263,7 +264,7 @@ class UcxSession(StreamSession):
                     return moved
             if flight.landings or not flight.posted_all:
                 break
-            if not flight.said_end:
-                flight.said_end = moved = True
-                self._say(END, flight.number)
+            if not flight.sent_end:
+                flight.sent_end = moved = True
+                self._send(END, flight.number)
         return moved

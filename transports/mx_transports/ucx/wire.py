@@ -1,9 +1,9 @@
-"""What reader and source of `ucx` say to each other, and what each calls its devices.
+"""The messages between reader and source of `ucx`, and the names of their devices.
 
 The bytes are read one-sidedly and the fabric checks nothing, so the rest goes over a connection to
 the source's socket, TLS if there is any: after the HELLO come INFO frames, a kind and a length,
-with what the reader needs of the source's agent. Then, for each read, the reader says BEGIN and
-waits for the answer, reads, says END and waits again: only with that second answer does it know
+with what the reader needs of the source's agent. Then, for each read, the reader sends BEGIN and
+waits for the answer, reads, sends END and waits again: only with that second answer does it know
 that the grant and the generation still stood when its bytes had arrived.
 """
 
@@ -75,7 +75,7 @@ def decode_info(data: bytes, peer: str) -> AgentInfo:
         return AgentInfo(bytes.fromhex(document["metadata"]), regions, devices)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PeerProtocolError(
-            f"{peer}: what it says of its UCX agent can't be read", peer=peer
+            f"{peer}: its description of its UCX agent can't be read", peer=peer
         ) from error
 
 
@@ -93,7 +93,7 @@ def rdma_name(nic: Nic) -> str:
 
 
 def devices_at(place: Place, host: str) -> tuple[str, ...]:
-    """Return the devices that an agent reachable at `host` uses; none where that can't be told."""
+    """Return the devices that an agent reachable at `host` uses; none where they are not known."""
     if is_loopback(host):
         return (LOOPBACK_DEVICE,)
     nic = nic_of(place, host)

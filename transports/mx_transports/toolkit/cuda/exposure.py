@@ -1,9 +1,9 @@
 """The source side of the GPU transports: each allocation is exported once, to one's own uid.
 
-A CUDA IPC handle or a descriptor is good for ever once it was handed out; so what a reader gets is
-withdrawn by asking: it is told on its connection that the grant has ended, lets go, and closes.
-The exposure's `join` waits for that, and its memory stays until then: freeing what another process
-has opened by a legacy handle is undefined (CUDA driver API, cuIpcOpenMemHandle).
+A CUDA IPC handle or a descriptor stays valid once it was handed out. So when a grant ends, the
+source notifies the reader, which unmaps and closes the connection. The exposure's `join` waits for
+that, and its memory stays until then: freeing what another process has opened by a legacy handle is
+undefined (CUDA driver API, cuIpcOpenMemHandle).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class GpuExposure(LocalExposure):
         self.start()
 
     def set_generation(self, generation: int) -> None:
-        # What the new generation stands for may still be on its way into the memory.
+        # Copies of the new generation's bytes into the memory may still be under way.
         self._exports.synchronize()
         super().set_generation(generation)
 

@@ -88,7 +88,7 @@ class RemoteMemory(LocalSource):
 
         Raises:
             PathError: CUDA can't.
-            PeerProtocolError: The source's memory is not what it said.
+            PeerProtocolError: The source's memory is not as its ticket describes it.
         """
         self.maps = maps
         with translated(self.path, self.peer):
@@ -96,7 +96,7 @@ class RemoteMemory(LocalSource):
         for region in self.regions.values():
             if region.where is Where.DEVICE and region.nbytes:
                 maps.check(region.address, region.nbytes)
-        # The maps keep the memory; the descriptors did their duty.
+        # The maps keep the memory; the descriptors are no longer needed.
         exported, self._exported = self._exported, []
         self.descriptors = [each for each in self.descriptors if each not in exported]
         for descriptor in exported:
@@ -108,12 +108,12 @@ class RemoteMemory(LocalSource):
             self._holders += 1
 
     def drop(self) -> None:
-        """Let go. The last holder unmaps everything and closes the connection."""
+        """Remove a holder. The last one unmaps everything and closes the connection."""
         with self._lock:
             self._holders -= 1
             if self._holders:
                 return
-        # Unmapped first: the connection's end says that it is.
+        # Unmapped first: closing the connection reports it to the source.
         try:
             if self.maps is not None:
                 # Where CUDA has broken there is nothing left to unmap.

@@ -1,8 +1,8 @@
 """The target side of the GPU transports: threads that keep several copies on their way each.
 
 A thread takes reads, cuts them into steps, and queues the copies of the next steps while it waits
-for the oldest: the sinks hear of bytes only when the event behind their copies has happened, and
-the source, its grant and its generation were looked at after that.
+for the oldest: bytes are reported to the sinks only when the event behind their copies has
+happened, and the source, its grant and its generation were checked after that.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Flight(NamedTuple):
 
 
 class _Work:
-    """What one thread has on its hands, oldest first."""
+    """One thread's reads under way, oldest first."""
 
     def __init__(self) -> None:
         self.jobs: list[_Job] = []
@@ -111,9 +111,9 @@ class GpuSession(ThreadedSession):
             address = self._place_of(region)
             self._remote.hold()
         owner = Attachment(self._remote)
-        # From when the source hears this it waits for the view's end, should the grant have ended
-        # by now or not; what must not be is that it never hears of it.
-        self._remote.say(wire.HELD)
+        # After this message the source waits for the view's end, even if the grant has ended by
+        # now. So the source must get this message.
+        self._remote.send(wire.HELD)
         poll = select.poll()
         self._remote.register(poll)
         self._remote.check(poll, self.grant.generation)
@@ -186,8 +186,8 @@ class GpuSession(ThreadedSession):
                 if work.flights:
                     self._land(copier, work)
                     continue
-                # The source is told at the end of a run of reads, not between them.
-                busy = self._say_busy(busy, False)
+                # The source is notified at the end of a run of reads, not between them.
+                busy = self._set_busy(busy, False)
                 if not self._next(work, wait=True):
                     return
         finally:
@@ -195,7 +195,7 @@ class GpuSession(ThreadedSession):
             self._synchronize(copier)
             for job in work.jobs:
                 self.fail(job.read, PeerLostError(f"{self.peer}: abandoned", peer=self.peer))
-            self._say_busy(busy, False)
+            self._set_busy(busy, False)
             with contextlib.suppress(CudaError):
                 copier.close()
 
@@ -212,7 +212,7 @@ class GpuSession(ThreadedSession):
         while len(work.flights) < STAGES:
             if work.current is None and not self._next(work, wait=False):
                 break
-            busy = self._say_busy(busy, True)
+            busy = self._set_busy(busy, True)
             job = work.current
             assert job is not None
             try:
@@ -310,15 +310,15 @@ class GpuSession(ThreadedSession):
                     f"{self._remote.path}: the session is for {device}, not for {there}"
                 )
 
-    def _say_busy(self, before: bool, now: bool) -> bool:
-        """Change what this thread adds to the session's being busy; tells the source if it must."""
+    def _set_busy(self, before: bool, now: bool) -> bool:
+        """Change the count of busy threads; notify the source where it leaves 0 or returns to 0."""
         if before == now:
             return now
         with self._remote_lock:
             self._busy += 1 if now else -1
             # The first thread to begin, or the last to end.
             if self._busy == now and self._detached is None:
-                self._remote.tell(wire.BUSY if now else wire.IDLE)
+                self._remote.notify(wire.BUSY if now else wire.IDLE)
         return now
 
 

@@ -1,10 +1,10 @@
-"""What a source of the GPU transports tells a reader that it has let in, all of fixed size.
+"""What a source of the GPU transports sends to a reader that it has admitted, all of fixed size.
 
 After the HELLO: GREETING with one descriptor, the grant's control page; then each allocation
 (with a descriptor where it is exported as one), then each region (with a descriptor where it is a
-sealed memfd). The connection then stays open. The reader says on it when it is busy, when idle,
-and that it holds the memory beyond its session; the source says when the grant has ended, and then
-waits for the reader to let go: the end of the connection is the word for that.
+sealed memfd). The connection then stays open. The reader sends on it when it is busy, when idle,
+and that it holds the memory beyond its session; the source sends when the grant has ended, and then
+waits for the reader to unmap the memory: the reader signals this by closing the connection.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Allocation:
 
     @classmethod
     def unpack(cls, fields: tuple[int, bytes, int, int, bytes]) -> Allocation:
-        """Raises ValueError for what no source of ours says."""
+        """Raises ValueError for what no source of mx sends."""
         export, uuid, base, nbytes, handle = fields
         if not nbytes or base + nbytes > 1 << 63:
             raise ValueError("an allocation of impossible size")
