@@ -7,7 +7,7 @@ source again while another may give it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class ReadRights:
@@ -56,18 +56,12 @@ class ReadRights:
         """Return the chunks that the source allows."""
         return self._allowed.get(source, self._default)
 
-    def all_of(self, allowed: int) -> bool:
-        """Return True if these are all chunks of the model."""
-        return allowed == self._all
-
-    def may_read(self, source: str, chunk: int, others: Iterable[str]) -> bool:
-        """Return True if the chunk may be read from this source now; `others` are the sources of
-        all open connections."""
+    def may_read(self, source: str, chunk: int, sources: Callable[[], Iterable[str]]) -> bool:
+        """Return True if the chunk may be read from this source now; `sources` returns those of all
+        open connections."""
         if not self.allowed(source) >> chunk & 1:
             return False
         refused = self._refused.get(chunk)
-        return (
-            not refused
-            or source not in refused
-            or all(other in refused for other in others if self.allowed(other) >> chunk & 1)
-        )
+        if not refused or source not in refused:
+            return True
+        return all(each in refused for each in sources() if self.allowed(each) >> chunk & 1)

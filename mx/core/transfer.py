@@ -23,6 +23,7 @@ the caller has reported that no further connection will come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from mx.core import striping
 from mx.core.digest import digest_of_blocks
@@ -37,6 +38,14 @@ from mx.errors import DigestError, MxError, PathSlowError
 
 MAX_CORRUPT = 2
 MAX_ATTEMPTS = 5
+
+
+class _Landed(NamedTuple):
+    """A part that has landed, and waits for the others of its chunk."""
+
+    load: ConnectionLoad  # of the connection that brought it
+    block_digests: bytes
+    nbytes: int  # of payload
 
 
 class TransferMachine:
@@ -64,7 +73,7 @@ class TransferMachine:
         self._missing = Missing(grid)  # neither verified nor being read
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
-        self._unverified: dict[int, dict[Part, tuple[ConnectionLoad, bytes]]] = {}
+        self._unverified: dict[int, dict[Part, _Landed]] = {}
         self._corrupt: dict[str, int] = {}  # source -> how often
         # Chunks to read in one part, to know which source is at fault.
         self._in_one_part: set[int] = set()
@@ -174,7 +183,7 @@ class TransferMachine:
         load.pace.completed(self._missing.nbytes_of(part), now_s)
         self._landed_in_layer[self._grid.layer_of[part.chunk]] += nbytes
         parts = self._unverified.setdefault(part.chunk, {})
-        parts[part] = load, block_digests
+        parts[part] = _Landed(load, block_digests, nbytes)
         # The next reads are issued before the digest is computed.
         commands = self._assign(now_s)
         if sum(each.end - each.begin for each in parts) == self._missing.blocks(part.chunk):
@@ -269,13 +278,13 @@ class TransferMachine:
         chunk again."""
         parts = self._unverified.pop(chunk)
         ordered = sorted(parts, key=lambda part: part.begin)
-        digest = digest_of_blocks(b"".join(parts[part][1] for part in ordered))
-        senders = [load for load, _ in parts.values()]
+        digest = digest_of_blocks(b"".join(parts[part].block_digests for part in ordered))
         if digest == self._digest_of(chunk):
-            for part, (load, _) in parts.items():
-                load.verified_nbytes += self._part_payload_nbytes(part)
-                load.verified_at_s = now_s
+            for each in parts.values():
+                each.load.verified_nbytes += each.nbytes
+                each.load.verified_at_s = now_s
             return self._verified(chunk)
+        senders = [each.load for each in parts.values()]
         self.retries += 1
         self._landed_in_layer[self._grid.layer_of[chunk]] -= self._payload_nbytes(chunk)
         self._missing.give_back(Part(chunk, 0, self._missing.blocks(chunk)))
@@ -311,10 +320,6 @@ class TransferMachine:
             hint="its memory or the path to it is faulty",
         )
 
-    def _part_payload_nbytes(self, part: Part) -> int:
-        place = self._grid.blocks(part.chunk, part.begin, part.end)
-        return sum(segment.nbytes for segment in self._grid.segments(place))
-
     def _verified(self, chunk: int) -> list[Command]:
         self._rights.verified(chunk)
         layer_complete = self.holdings.add(chunk)
@@ -337,8 +342,10 @@ class TransferMachine:
     # -- which connection reads which part ------------------------------------------------------
 
     def _may_read(self, load: ConnectionLoad, chunk: int) -> bool:
-        others = (other.source for other in self._open.values())
-        return self._rights.may_read(load.source, chunk, others)
+        return self._rights.may_read(load.source, chunk, self._open_sources)
+
+    def _open_sources(self) -> set[str]:
+        return {load.source for load in self._open.values()}
 
     def _assign(self, now_s: float) -> list[Command]:
         """Give parts to connections that want more, first to the one that would be done first."""
@@ -370,18 +377,19 @@ class TransferMachine:
 
     def _next(self, load: ConnectionLoad) -> Part | None:
         """Take the part that this connection should read next; None: nothing, for now."""
-        rights, chunk_nbytes = self._rights, self._grid.chunk_nbytes
-        allowed = rights.allowed(load.source)
-        # Those that share the work: all of them, or in coordinated reading those that may read
-        # some of the same chunks.
-        rivals = [each for each in self._open.values() if rights.allowed(each.source) & allowed]
-        chunk = self._choose(load, allowed, rivals) if rivals else None
+        chunk_nbytes, rivals = self._grid.chunk_nbytes, list(self._open.values())
+        among: int | None = None  # the chunks that it may read; None: all
+        if self._rights.coordinated:
+            # Only those that may read some of the same chunks share the work.
+            among = allowed = self._rights.allowed(load.source)
+            rivals = [each for each in rivals if self._rights.allowed(each.source) & allowed]
+        chunk = self._choose(load, among, rivals) if rivals else None
         if chunk is None:
             return None
         nbytes = striping.part_nbytes(load, chunk_nbytes)
         if len(rivals) > 1:
             able = [other for other in rivals if self._may_read(other, chunk)]
-            left_nbytes = self._missing.nbytes_in(None if self._rights.all_of(allowed) else allowed)
+            left_nbytes = self._missing.nbytes_in(among)
             budget = striping.budget(load, rivals, left_nbytes)
             piece = striping.piece_nbytes(load, chunk_nbytes)
             if budget < piece and not striping.is_first(load, able, chunk_nbytes):
@@ -392,7 +400,7 @@ class TransferMachine:
         return self._missing.cut(chunk, None if chunk in self._in_one_part else nbytes)
 
     def _choose(
-        self, load: ConnectionLoad, allowed: int, rivals: list[ConnectionLoad]
+        self, load: ConnectionLoad, among: int | None, rivals: list[ConnectionLoad]
     ) -> int | None:
         """Return the chunk that the connection should read next: the lowest missing one that it may
         read, after as many as the others will have read by the time that it is done."""
@@ -400,7 +408,7 @@ class TransferMachine:
         if len(rivals) > 1:
             rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
         chosen = None
-        for chunk in self._missing.chunks(None if self._rights.all_of(allowed) else allowed):
+        for chunk in self._missing.chunks(among):
             if self._may_read(load, chunk):
                 chosen = chunk
                 if rank <= 0:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports.tcp.wire import MAGIC, MAX_PIECES, PIECE, REQUEST, RESPONSE
 from mx_transports.toolkit import framing
-from mx_transports.toolkit.exposure import GrantState, SendingExposure
+from mx_transports.toolkit.exposure import GrantState
 from mx_transports.toolkit.listeners import addresses, listen
+from mx_transports.toolkit.sending import SendingExposure
 from mx_transports.toolkit.stream import SocketStream
 
 

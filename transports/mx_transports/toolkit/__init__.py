@@ -2,7 +2,8 @@
 
 | module | what it has |
 |---|---|
-| `exposure` | `SocketExposure`, `SendingExposure`: sources that readers connect to, with a secret |
+| `exposure` | `SocketExposure`: sources that readers connect to, with a secret |
+| `sending` | `SendingExposure`: one that sends the bytes itself |
 | `session` | `ThreadedSession`, `StreamSession`: a queue of reads, and threads that carry them |
 | `slicing` | `steps`: a read in slices of the size that is reported to a sink |
 | `stream` | `SocketStream`: whole buffers over a socket, plain or TLS, under a stall deadline |
@@ -11,6 +12,7 @@
 | `limiting` | sending under the limiter of an exposure's options |
 | `tls` | contexts for data connections |
 | `local` | sources and readers of one machine and one user: unix sockets, descriptors, a page |
+| `reach` | whether two places share a network, or a machine and a user |
 | `kernel` | process_vm_readv and memfd seals |
 | `cuda` | what the transports of GPU memory share |
 """

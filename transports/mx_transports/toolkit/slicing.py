@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from mx.transport import Read, Span, host_view
+from mx.transport import Read, Span, host_view, slices
 
 View = TypeVar("View", memoryview, Span)
 
@@ -36,21 +36,10 @@ def steps(
         For each step its slices, none of them empty, and the bytes of the read that are in place
         once this step and all before it are. An empty read has no steps.
     """
-    slices: list[Slice[View]] = []
-    left, landed = step_nbytes, 0
-    for piece in read.pieces:
-        view, done = as_view(piece.view), 0
-        while done < len(view):
-            take = min(left, len(view) - done)
-            slices.append(Slice(piece.region, piece.region_offset + done, view[done : done + take]))
-            done += take
-            left -= take
-            if not left:
-                landed += step_nbytes
-                yield slices, landed
-                slices, left = [], step_nbytes
-    if slices:
-        yield slices, landed + step_nbytes - left
+    landed = 0
+    for pieces, nbytes in slices(read, step_nbytes):
+        landed += nbytes
+        yield [Slice(p.region, p.region_offset, as_view(p.view)) for p in pieces], landed
 
 
 def host_steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Slice[memoryview]], int]]:

@@ -1,0 +1,128 @@
+"""An exposure that sends the bytes of a read itself, over the reader's connection."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Iterator, Sequence
+
+from mx.errors import LocalError
+from mx.transport import ExposedRegion, ExposeOptions, host_view
+from mx_transports.toolkit import limiting
+from mx_transports.toolkit.exposure import GrantState, SocketExposure
+from mx_transports.toolkit.listeners import ListeningSocket
+from mx_transports.toolkit.stream import SocketStream
+
+
+class SendingExposure(SocketExposure):
+    """An exposure that sends the bytes itself. See `mx.transport.Sending`.
+
+    Args:
+        regions: What is exposed; all of it is in the host's memory.
+        options: How to listen, and the limiter that `send` keeps to.
+        name: What its threads are called.
+        magic: The transport and its version, MAGIC_BYTES long.
+        listeners: Where readers connect. The exposure owns them from here on.
+        tls: The context of TLS connections; None for plain ones.
+
+    Raises:
+        LocalError: A region is on a device.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[ExposedRegion],
+        options: ExposeOptions,
+        *,
+        name: str,
+        magic: bytes,
+        listeners: Sequence[ListeningSocket],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        try:
+            self._views = {region.index: host_view(region.view) for region in regions}
+        except LocalError:
+            for listener in listeners:
+                listener.close()
+            raise
+        super().__init__(
+            name=name,
+            magic=magic,
+            listeners=listeners,
+            stall_timeout_s=options.stall_timeout_s,
+            tls=tls,
+        )
+        self._limiter = options.limiter
+        self._sent_bytes = 0
+
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    def sent_to(self, grant_id: str) -> int:
+        with self.lock:
+            standing = self.grants.values()
+            return sum(each.sent_nbytes for each in standing if each.grant_id == grant_id)
+
+    def released(self) -> None:
+        self._views.clear()
+
+    def view(self, region: int, offset: int, nbytes: int) -> memoryview | None:
+        """Return so many bytes of a region, or None where it has none there.
+
+        The holder of the view keeps the region's memory; `released` waits for no view but those
+        that `serve` has.
+        """
+        view = self._views.get(region)
+        if view is None or offset + nbytes > len(view):
+            return None
+        return view[offset : offset + nbytes]
+
+    @contextlib.contextmanager
+    def reading(self, grant: GrantState) -> Iterator[None]:
+        """Count a read of the grant as running inside."""
+        self.count_reads(grant, +1)
+        try:
+            yield
+        finally:
+            self.count_reads(grant, -1)
+
+    def send(
+        self, stream: SocketStream, grant: GrantState, head: bytes, views: Sequence[memoryview]
+    ) -> None:
+        """Send a read's bytes, counted and no faster than the limiter allows.
+
+        Args:
+            stream: The reader's connection.
+            grant: The reader's grant.
+            head: What goes before them, and is not counted.
+            views: The bytes, in their order.
+
+        Raises:
+            OSError: The connection has ended, or made no progress for `stall_timeout_s`.
+        """
+        if self._limiter is None:
+            left = len(head)
+
+            def on_sent(nbytes: int) -> None:
+                nonlocal left
+                payload, left = max(0, nbytes - left), max(0, left - nbytes)
+                self._count_sent(grant, payload)
+
+            stream.send_all([head, *views], on_sent)
+            return
+        stream.send_all([head])
+        for view in views:
+            for part in limiting.paced(
+                view,
+                self._limiter,
+                grant.grant_id,
+                lambda: len(grant.streams),
+                lambda: grant.revoked,
+            ):
+                stream.send_all([part])
+                self._count_sent(grant, len(part))
+
+    def _count_sent(self, grant: GrantState, nbytes: int) -> None:
+        with self.lock:
+            self._sent_bytes += nbytes
+            grant.sent_nbytes += nbytes
