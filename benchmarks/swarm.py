@@ -72,7 +72,13 @@ class Rig:
     """An origin with a coordinator, and `targets` processes that pull on command."""
 
     def __init__(
-        self, hosts: Hosts, checkpoint: Path, targets: int, mbit_per_s: float, log: Path | None
+        self,
+        hosts: Hosts,
+        checkpoint: Path,
+        targets: int,
+        mbit_per_s: float,
+        chunk_mib: int,
+        log: Path | None,
     ) -> None:
         self._hosts = hosts
         self._log = log
@@ -82,6 +88,7 @@ class Rig:
         control = ("--coordinator", f"{at}:7600", "--insecure", "--json")
         self._start(ORIGIN, [*COORDINATOR, "--listen", f"{at}:7600", "--insecure"])
         serving = [*MX, "serve", str(checkpoint), "--model", "m", "--listen", f"{at}:0", *control]
+        serving += ["--chunk-bytes", f"{chunk_mib}MiB"]
         time.sleep(2.0)
         self._start(ORIGIN, serving)
         self._wait_for_source([*MX, "sources", "m", *control])
@@ -199,6 +206,7 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=8)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--mbit", type=float, default=1000)
+    parser.add_argument("--chunk-mib", type=int, help="by default 64 chunks, within 1 and 16 MiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--log", type=Path, help="a folder for the output of the processes")
     arguments = parser.parse_args()
@@ -207,7 +215,8 @@ def main() -> None:
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder, Hosts() as hosts:
         path = checkpoint(Path(folder), arguments.mib)
-        rig = Rig(hosts, path, arguments.targets, arguments.mbit, arguments.log)
+        chunk_mib = arguments.chunk_mib or min(max(arguments.mib // 64, 1), 16)
+        rig = Rig(hosts, path, arguments.targets, arguments.mbit, chunk_mib, arguments.log)
         try:
             rig.pull(arguments.targets)  # loads code
             for number in range(arguments.rounds):
