@@ -58,6 +58,6 @@ def resolve_device(device: str) -> str:
     try:
         driver = load()
     except CudaUnavailableError as error:
-        hint = f"{error.hint}; or use cpu" if error.hint else "use cpu"
+        hint = f"{error.hint}; or use `device=cpu`" if error.hint else "use `device=cpu`"
         raise ConfigError(f"{device} can't be used: {error.message}", hint=hint) from error
     return device_key(driver.device_uuid(find_ordinal(driver, device)))

@@ -20,7 +20,7 @@ app = typer.Typer(
 
 - `mx serve /models/llama-8b --model llama-8b`  on the machine that has it
 
-- `mx pull llama-8b --coordinator HOST:7600 --out /models/llama-8b`  where it is needed
+- `mx pull llama-8b --out /models/copy`  in another terminal (the README has other machines)
 
 **Exit codes**: 0 complete · 1 anything else · 2 usage or configuration · 3 no source ·
 4 integrity · 5 not allowed · 6 incomplete · 130 interrupted""",

@@ -58,12 +58,12 @@ def follow(pull: Pull) -> PullReport:
 
 def _follow_plainly(pull: Pull) -> PullReport:
     said = time.monotonic()
-    for event in pull.layers():
+    for _ in pull.layers():
         if time.monotonic() - said >= PLAIN_INTERVAL_S:
             said = time.monotonic()
             progress = pull.progress()
             say(
-                f"{event.name} ready: layer {progress.layers_ready} of {progress.layers_total}, "
+                f"{progress.layers_ready} of {progress.layers_total} layers ready, "
                 f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"
             )
     return pull.wait()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def topo(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="With --sources: only those of this one.", metavar="MODEL")
+        str, typer.Argument(help="Also the paths from the sources of this one.", metavar="MODEL")
     ] = "",
     sources: Annotated[
         bool,
@@ -65,7 +65,7 @@ def topo(
     if as_json:
         outcome.emit(_json(report))
     else:
-        topo_tables.show(report, asked_for_sources=sources or bool(model))
+        topo_tables.show(report, asked_for_sources=sources or bool(model), model=model)
 
 
 def _json(report: TopologyReport) -> dict[str, object]:

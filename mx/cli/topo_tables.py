@@ -30,7 +30,8 @@ _RELATIONS = {
 }
 
 
-def show(report: TopologyReport, *, asked_for_sources: bool) -> None:
+def show(report: TopologyReport, *, asked_for_sources: bool, model: str = "") -> None:
+    """Print the report; `model` is the one whose sources were asked for, "" for all."""
     found = report.topology
     _host(found.place)
     _numa(found)
@@ -39,7 +40,7 @@ def show(report: TopologyReport, *, asked_for_sources: bool) -> None:
     _transports(found)
     _matrix(report)
     if asked_for_sources:
-        _sources(report)
+        _sources(report, model)
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -220,8 +221,9 @@ def _in_words(path: Path) -> str:
     return f"{path.transport} {path.gb_per_s:.3g}" + (" staged" if path.staged else "")
 
 
-def _sources(report: TopologyReport) -> None:
-    _section("Sources", "" if report.sources else "the coordinator lists none")
+def _sources(report: TopologyReport, model: str) -> None:
+    none = f"the coordinator lists none of {model}" if model else "the coordinator lists none"
+    _section("Sources", "" if report.sources else none)
     if not report.sources:
         return
     table = _table("source", "host", "model", "to", "path", "GB/s", "", right=("GB/s",))

@@ -259,7 +259,8 @@ class Bindings:
         if fits:
             held = ", ".join(binding.ref.identity.hex()[:16] for binding in fits[:5])
             return UnknownModelError(
-                f"{key.name} is not {pin} here, but {held}", hint="pull it without the pin?"
+                f"{key.name} is not {pin} here, but {held}",
+                hint="check the pin, or ask a coordinator that has those weights",
             )
         if named:
             others = ", ".join(str(binding.key) for binding in named[:5])

@@ -92,7 +92,7 @@ def run(checkpoint: Path | None, console: Console) -> list[Row]:
     for row in rows:
         if not row.verdict.same:
             raise IntegrityError(f"{row.model}, {row.path}: weights differ: {row.verdict.how}")
-    console.print("\n[green]Every pulled model computes exactly what the one on disk does.[/]")
+    console.print("\n[green]Every pulled model is the same as the one on disk.[/]")
     return rows
 
 
@@ -120,7 +120,7 @@ def _examples(folder: Path, own: Path | None, console: Console) -> Iterator[mode
         yield large
     elif small is None:
         raise ConfigError(
-            "there is no model to show",
+            "there is no model to show: the demo's own need torch and transformers",
             hint="name one with `checkpoint=DIR`, or in a clone of mx, pip install '.[demo]'",
         )
 

@@ -135,8 +135,10 @@ def again(error: MxError, how: str) -> MxError:
 def final_error(
     model: str, layout: Layout, layers_ready: int, bytes_done: int, causes: Sequence[MxError]
 ) -> MxError:
-    """Return the error of a pull that ran out of sources: how far it came, and each cause once."""
-    said = "; ".join(dict.fromkeys(cause.message for cause in causes)) or "no source was left"
+    """Return the error of a pull that ran out of sources: how far it came, and the last cause of
+    each kind from each source."""
+    last = {(type(e), getattr(e, "peer", "") or e.message): e.message for e in causes}
+    said = "; ".join(last.values()) or "no source was left"
     far = (
         f"pull of {model} stopped after {layers_ready} of {count(len(layout.layers), 'layer')}, "
         f"{format_bytes(bytes_done)} of {format_bytes(layout.payload_nbytes)}: {said}"

@@ -255,7 +255,7 @@ def test_no_such_device(fake: FakeDriver, device: str, says: str) -> None:
 
 def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_driver", CudaUnavailableError("no libcuda", hint="get one"))
-    with pytest.raises(ConfigError, match=r"no libcuda \(get one; or use cpu\)"):
+    with pytest.raises(ConfigError, match=r"no libcuda \(get one; or use `device=cpu`\)"):
         api.pull("m", device="cuda:0")
 
 

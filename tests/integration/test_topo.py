@@ -45,7 +45,10 @@ def test_sources_are_shown_with_the_way_to_them(
     at = ("--coordinator", coordinator)
     empty = run("topo", "--sources", *at)
     assert empty.wait() == 0
-    assert "Sources: the coordinator lists none" in empty.out
+    assert "Sources: the coordinator lists none\n" in empty.out
+    unknown = run("topo", "nosuch", *at)
+    assert unknown.wait() == 0
+    assert "Sources: the coordinator lists none of nosuch\n" in unknown.out
     source = serve(run, checkpoint, "small", coordinator)
     endpoint = json.loads(source.out)["endpoint"]
     found = run("topo", "--sources", "small", *at, "--json").json()["sources"]

@@ -1,0 +1,37 @@
+"""The error of a pull that ran out of sources."""
+
+from __future__ import annotations
+
+from mx.core.layout import TensorSpec, plan_layout
+from mx.errors import DigestError, IncompleteError, NoSourceError, PeerLostError
+from mx.target.report import final_error
+
+LAYOUT = plan_layout([TensorSpec("model.layers.0.w", "U8", (1000,))])
+
+
+def test_each_source_is_named_once_for_each_kind_of_failure() -> None:
+    error = final_error(
+        "m",
+        LAYOUT,
+        0,
+        0,
+        [
+            PeerLostError("a:1 does not answer", peer="a:1"),
+            PeerLostError("b:1 is gone", peer="b:1"),
+            PeerLostError("a:1 is gone", peer="a:1"),
+            NoSourceError("no other source came within 5 s"),
+        ],
+    )
+    assert type(error) is IncompleteError
+    assert error.message.endswith("a:1 is gone; b:1 is gone; no other source came within 5 s")
+
+
+def test_wrong_bytes_at_last_make_it_an_integrity_error() -> None:
+    wrong = DigestError("chunk 0 from a:1 is wrong", peer="a:1", hint="look at it")
+    error = final_error("m", LAYOUT, 0, 0, [PeerLostError("b:1 is gone", peer="b:1"), wrong])
+    assert isinstance(error, DigestError)
+    assert (error.peer, error.hint) == ("a:1", "look at it")
+
+
+def test_without_a_cause_no_source_was_left() -> None:
+    assert "no source was left" in final_error("m", LAYOUT, 0, 0, []).message
