@@ -107,12 +107,12 @@ class Uploads:
         for each in answers:
             if each.reader not in self._peers:
                 continue
-            stream, reader = self._peers[each.reader]
+            stream, _ = self._peers[each.reader]
             match each:
                 case Allow(_, chunk):
                     stream.send(SwarmMessage(allow=chunk))
                 case Reject(_, chunk):
-                    log.info("%s does not read chunk %d: its slot is free", reader, chunk)
+                    log.info("%s does not read chunk %d: its slot is free", stream.peer, chunk)
                     stream.send(SwarmMessage(reject=chunk))
                 case Unchoke():
                     stream.send(SwarmMessage(unchoke=True))

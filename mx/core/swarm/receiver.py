@@ -104,9 +104,8 @@ class Receiver:
         self._holdings = holdings
         self._all = (1 << chunks) - 1
         self._free = FreeReading(free_s)
-        self._unrequested: set[tuple[int, int]] = (
-            set()
-        )  # (peer, chunk) that are read without a request
+        # (peer, chunk) that are read without a request
+        self._unrequested: set[tuple[int, int]] = set()
         self._wanted = self._all & ~holdings.bits  # neither held, requested nor suggested
         self._requests = 0  # outstanding, and not late
         self._late: set[tuple[int, int]] = set()  # (peer, chunk): the others that are outstanding
