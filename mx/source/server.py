@@ -12,6 +12,7 @@ from mx import discovery, trace
 from mx.core.grants import Principal
 from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
+from mx.core.topology import Place
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.log import event
@@ -82,8 +83,9 @@ class SourceServer:
         self._client: CoordinatorClient | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._keeping: dict[str, asyncio.Task[None]] = {}  # source id -> its keep-alive task
-        self._place = discovery.here()  # the place that readers see
-        self._expose_place = self._place
+        # Found by `start`: this takes a millisecond, and most pulls' servers never start.
+        self._place: Place  # that readers see
+        self._expose_place: Place
         self._host = ""  # the host that others dial
         self._binding_secret = secrets.token_bytes(32)
         self.registered = False
