@@ -115,7 +115,8 @@ class Site:
         elif name in COMMANDS:
             made = command(
                 "main", "serve", str(self._checkpoint), "--model", "three",
-                "--coordinator", self.coordinator, "--json",
+                # It may be restarted while the coordinator is dead.
+                "--coordinator", self.coordinator, "--wait", f"{START_S:.0f}", "--json",
             )  # fmt: skip
         else:
             made = python(
