@@ -1,106 +1,125 @@
-"""Chunk and document digests.
+"""The hash tree over weights, and the digests of documents.
 
-A chunk's digest is xxh3_128 over the xxh3_128 digests of its 1 MiB blocks, so that it can be
-computed as bytes land, in parallel, and on a GPU. Block boundaries are layer-space offsets;
-padding inside a block is not hashed. Documents and tensors are hashed with blake3.
+A *block* is 1 MiB of one tensor's bytes in storage order; a tensor's last block is shorter. A
+block's digest is its blake3. A tensor's *root* is blake3, with a key derived from `ROOT_CONTEXT`,
+over the tensor's length (8 bytes, little-endian) and the digests of its blocks. The root of every
+tensor is in the identity document, whose blake3 is the model's identity, so that a block can be
+checked alone: its digest against the tensor's digests, and those against the root.
+
+A *pin* that covers the files too is blake3, with a key derived from `PIN_CONTEXT`, over identity
+and digest of the packaging document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from struct import Struct
 
 from blake3 import blake3
-from xxhash import xxh3_128, xxh3_128_digest
+from xxhash import xxh3_128_digest
 
-from mx.core.types import BLOCK_BYTES, Segment
+from mx.core.grid import BLOCK_BYTES
 
-DIGEST_BYTES = 16
+DIGEST_BYTES = 32
+#: What `shortcut_digest` returns.
+SHORTCUT_BYTES = 16
+
+ROOT_CONTEXT = "mx 2026-11-22 root of a tensor's blocks"
+PIN_CONTEXT = "mx 2026-11-22 pin of identity and packaging"
+
+_LENGTH = Struct("<Q")
 
 
-def block_parts(segments: Sequence[Segment]) -> list[list[tuple[int, int, int]]]:
-    """Return the blocks of a chunk's segments in order.
+def block_digest(block: bytes | memoryview) -> bytes:
+    """Return the 32-byte digest of a block."""
+    return blake3(block).digest()
 
-    Returns:
-        Each block as its parts: (index of the segment, offset in the segment, bytes). A block
-        without payload is left out.
+
+def shortcut_digest(block: bytes | memoryview) -> bytes:
+    """Return the xxh3_128 of a block, 16 bytes.
+
+    It guards against accidents only: second preimages take a tenth of a second. It may stand in
+    for `block_digest` where the kernel vouches that this user's own process wrote the memory.
     """
-    found: list[list[tuple[int, int, int]]] = []
-    block = -1
-    for index, segment in enumerate(segments):
-        done = 0
-        while done < segment.nbytes:
-            offset = segment.offset + done
-            take = min(segment.nbytes - done, BLOCK_BYTES - offset % BLOCK_BYTES)
-            if offset // BLOCK_BYTES != block:
-                block = offset // BLOCK_BYTES
-                found.append([])
-            found[-1].append((index, done, take))
-            done += take
-    return found
+    return xxh3_128_digest(block)
 
 
-class ChunkHasher:
-    """Hashes one chunk while it lands, front to back. Not thread-safe."""
+def tensor_root(nbytes: int, block_digests: bytes | memoryview) -> bytes:
+    """Return the 32-byte root of a tensor.
 
-    __slots__ = ("_pieces", "_next", "_blocks")
+    Args:
+        nbytes: The tensor's length.
+        block_digests: The digests of its blocks, one after the other; empty for an empty tensor.
+    """
+    data = b"".join((_LENGTH.pack(nbytes), block_digests))
+    return blake3(data, derive_key_context=ROOT_CONTEXT).digest()
 
-    def __init__(self, segments: Sequence[Segment], views: Sequence[memoryview]) -> None:
+
+def root_of(data: bytes | memoryview) -> bytes:
+    """Return the root of a tensor whose bytes are all in memory."""
+    nbytes = len(data)
+    starts = range(0, nbytes, BLOCK_BYTES)
+    return tensor_root(
+        nbytes, b"".join([block_digest(data[at : at + BLOCK_BYTES]) for at in starts])
+    )
+
+
+def pin_of(identity: bytes, packaging: bytes) -> bytes:
+    """Return the pin of weights together with their files.
+
+    Args:
+        identity: The identity.
+        packaging: The digest of the packaging document; b"" if there are no files, and then the
+            pin is the identity.
+    """
+    if not packaging:
+        return identity
+    return blake3(identity + packaging, derive_key_context=PIN_CONTEXT).digest()
+
+
+def document_digest(data: bytes | memoryview) -> bytes:
+    """Return the 32-byte blake3 of a manifest document or side file."""
+    return blake3(data).digest()
+
+
+class BlockHasher:
+    """Hashes blocks while they land, front to back. Not thread-safe."""
+
+    __slots__ = ("_views", "_ends", "_digests", "_digest_of")
+
+    def __init__(
+        self,
+        views: Sequence[memoryview],
+        digest_of: Callable[[memoryview], bytes] = block_digest,
+    ) -> None:
         """
         Args:
-            segments: The chunk's segments in layer space.
-            views: Byte views of the same lengths, read-only or writable. They are used until the
-                digest is returned.
+            views: The blocks, as byte views. They are used until `block_digests` returns.
+            digest_of: `block_digest` or `shortcut_digest`.
         """
-        # One entry per block: (payload bytes up to its end, the views that make it up).
-        self._pieces: list[tuple[int, list[memoryview]]] = []
-        self._blocks: list[bytes] = []
-        self._next = 0
-        payload = 0
-        for parts in block_parts(segments):
-            payload += sum(nbytes for _, _, nbytes in parts)
-            self._pieces.append((payload, [views[i][at : at + nbytes] for i, at, nbytes in parts]))
+        self._views = views
+        self._digest_of = digest_of
+        self._ends: list[int] = []  # payload bytes up to the end of each block
+        end = 0
+        for view in views:
+            end += len(view)
+            self._ends.append(end)
+        self._digests: list[bytes] = []
 
     def landed(self, payload_nbytes: int) -> None:
         """Hash the blocks that lie within the first `payload_nbytes`, which are in place now.
 
         Hashing them at once finds them in the cache.
         """
-        pieces = self._pieces
-        while self._next < len(pieces) and pieces[self._next][0] <= payload_nbytes:
-            views = pieces[self._next][1]
-            if len(views) == 1:
-                self._blocks.append(xxh3_128_digest(views[0]))
-            else:
-                state = xxh3_128()
-                for view in views:
-                    state.update(view)
-                self._blocks.append(state.digest())
-            self._next += 1
+        digests, ends = self._digests, self._ends
+        while len(digests) < len(ends) and ends[len(digests)] <= payload_nbytes:
+            digests.append(self._digest_of(self._views[len(digests)]))
 
     def block_digests(self) -> bytes:
-        """Return the digests of all blocks, one after the other, 16 bytes each.
+        """Return the digests of all blocks, one after the other.
 
         Hashes the blocks that `landed` has not announced, too.
         """
-        if self._pieces:
-            self.landed(self._pieces[-1][0])
-        return b"".join(self._blocks)
-
-    def digest(self) -> bytes:
-        """Return the 16-byte digest over all segments given."""
-        return digest_of_blocks(self.block_digests())
-
-
-def digest_of_blocks(block_digests: bytes) -> bytes:
-    """Return a chunk's digest, given its blocks' digests, 16 bytes each, in order."""
-    return xxh3_128_digest(block_digests)
-
-
-def chunk_digest(segments: Sequence[Segment], views: Sequence[memoryview]) -> bytes:
-    """Return the 16-byte digest of a chunk that is wholly in memory."""
-    return ChunkHasher(segments, views).digest()
-
-
-def document_digest(data: bytes | memoryview) -> bytes:
-    """Return the 32-byte blake3 of a manifest document or side file."""
-    return blake3(data).digest()
+        if self._ends:
+            self.landed(self._ends[-1])
+        return b"".join(self._digests)

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mx.core.canonical import join_binary, write_json, write_names
+from mx.core.digest import DIGEST_BYTES
 from mx.core.layout import Kind, contiguous_strides
 from mx.core.types import Alias
 from mx.errors import ManifestError
 
-TENSOR_DIGEST_BYTES = 32
-IDENTITY_VERSION = 1
+IDENTITY_VERSION = 2
+
+
+def kind_to_json(kind: Kind) -> list[object]:
+    """Return a kind as documents spell it: [dtype, shape], or [dtype, shape, stride]."""
+    dtype, shape, stride = kind
+    return [dtype, shape, stride] if stride else [dtype, shape]
 
 
 class IdentityRecords:
@@ -18,8 +24,8 @@ class IdentityRecords:
 
     Which of several tied names holds the bytes is an accident of how a checkpoint was saved, so
     here it is always the least of the names that view all of them. The document is a line of JSON,
-    the names, and the digests, 32 bytes each. Everything but the digests follows from the layout,
-    so `read` accepts a document only if the rest equals this layout's byte for byte.
+    the names, and the tensors' roots, 32 bytes each. Everything but the roots follows from the
+    layout, so `read` accepts a document only if the rest equals this layout's byte for byte.
     """
 
     def __init__(
@@ -44,32 +50,32 @@ class IdentityRecords:
             ]
             for a in aliases
         )
-        # The layout's names in the order of the records' digests.
+        # The layout's names in the order of the records' roots.
         self._holders = [holder.get(name, name) for name in ordered] if canonical else ordered
         head = {
             "aliases": rows,
             "kind": [rank_of[kind_of[name]] for name in ordered],
-            "kinds": used,
+            "kinds": [kind_to_json(k) for k in used],
             "version": IDENTITY_VERSION,
         }
         self._head = join_binary(write_json(head), write_names(ordered)) + b"\0"
 
-    def document(self, digests: Mapping[str, bytes]) -> bytes:
+    def document(self, roots: Mapping[str, bytes]) -> bytes:
         """Return the identity document.
 
         Args:
-            digests: The 32-byte blake3 of each tensor, by name.
+            roots: The 32-byte root of each tensor, by name.
 
         Raises:
-            ManifestError: A tensor has no digest.
+            ManifestError: A tensor has no root.
         """
         for name in self._holders:
-            if len(digests.get(name, b"")) != TENSOR_DIGEST_BYTES:
-                raise ManifestError(f"tensor {name!r} has no digest")
-        return self._head + b"".join(map(digests.__getitem__, self._holders))
+            if len(roots.get(name, b"")) != DIGEST_BYTES:
+                raise ManifestError(f"tensor {name!r} has no root")
+        return self._head + b"".join(map(roots.__getitem__, self._holders))
 
     def read(self, document: bytes) -> dict[str, bytes]:
-        """Return each tensor's digest, by name, from a document of unknown origin.
+        """Return each tensor's root, by name, from a document of unknown origin.
 
         Raises:
             ManifestError: The document is not one of this layout.
@@ -77,11 +83,11 @@ class IdentityRecords:
         if not document.startswith(self._head):
             raise ManifestError("the identity document does not describe this layout's tensors")
         raw = document[len(self._head) :]
-        step = TENSOR_DIGEST_BYTES
+        step = DIGEST_BYTES
         if len(raw) != step * len(self._holders):
-            raise ManifestError("the identity document does not have one digest per tensor")
-        digests = [raw[i : i + step] for i in range(0, len(raw), step)]
-        return dict(zip(self._holders, digests, strict=True))
+            raise ManifestError("the identity document does not have one root per tensor")
+        roots = [raw[i : i + step] for i in range(0, len(raw), step)]
+        return dict(zip(self._holders, roots, strict=True))
 
 
 def _canonical_names(
@@ -93,7 +99,8 @@ def _canonical_names(
     kind_of = {name: kinds[k] for name, k in zip(names, kind, strict=True)}
     least: dict[str, str] = {}
     for a in aliases:
-        whole = a.offset_bytes == 0 and (a.dtype, a.shape) == kind_of[a.target]
-        if whole and a.stride == contiguous_strides(a.shape):
+        dtype, shape, stride = kind_of[a.target]
+        whole = a.offset_bytes == 0 and (a.dtype, a.shape) == (dtype, shape)
+        if whole and a.stride == (stride or contiguous_strides(shape)):
             least[a.target] = min(a.name, least.get(a.target, a.target))
     return {target: name for target, name in least.items() if name != target}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 
 from mx.core.naming import layers_in_execution_order
@@ -27,17 +27,22 @@ MAX_ARENA_BYTES = 1 << 48
 MAX_DIMENSIONS = 64
 MAX_TENSORS = 1_000_000
 
-#: A dtype and a shape. Models have many tensors and few kinds, so kinds are checked once each.
-Kind = tuple[str, tuple[int, ...]]
+#: A dtype, a shape, and the strides in elements, () for row-major order. Models have many tensors
+#: and few kinds, so kinds are checked once each.
+Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's name and form: `dtype` as safetensors spells it, `shape` in elements."""
+    """A tensor's name and form: `dtype` as safetensors spells it, `shape` and `stride` in elements.
+
+    `stride` is () for row-major order, else what `permuted_stride` returns.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +51,7 @@ class TensorSpec:
         Raises:
             ManifestError: As `kind_nbytes`.
         """
-        return kind_nbytes((self.dtype, self.shape))
+        return kind_nbytes((self.dtype, self.shape, self.stride))
 
 
 def kind_nbytes(kind: Kind) -> int:
@@ -56,10 +61,10 @@ def kind_nbytes(kind: Kind) -> int:
     whole bytes is an error, not rounded up.
 
     Raises:
-        ManifestError: The bits do not fill whole bytes, the dtype is unknown, or a dimension is
-            negative or larger than any memory.
+        ManifestError: The bits do not fill whole bytes, the dtype is unknown, a dimension is
+            negative or larger than any memory, or the strides are not those of a dense tensor.
     """
-    dtype, shape = kind
+    dtype, shape, stride = kind
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
         raise ManifestError(f"{dtype!r} is not a safetensors dtype")
@@ -73,7 +78,39 @@ def kind_nbytes(kind: Kind) -> int:
         raise ManifestError(f"a tensor of shape {list(shape)} is larger than any memory")
     if total_bits % 8:
         raise ManifestError(f"{dtype} of shape {list(shape)} does not fill whole bytes")
+    if stride and (bits < 8 or permuted_stride(shape, stride) != stride):
+        raise ManifestError(
+            f"strides {list(stride)} of shape {list(shape)} are not those of a dense tensor in "
+            "another order"
+        )
     return total_bits // 8
+
+
+def permuted_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the canonical strides of a dense tensor: its elements fill its memory, each once.
+
+    Args:
+        shape: The shape, in elements.
+        stride: A stride in elements for each dimension.
+
+    Returns:
+        () for row-major order; the strides for another order of dimensions, 1 where a dimension has
+        one element; None if the tensor is not dense.
+    """
+    if len(shape) != len(stride):
+        return None
+    if 0 in shape:
+        return ()
+    wide = [d for d in range(len(shape)) if shape[d] > 1]
+    order = sorted(wide, key=lambda d: stride[d], reverse=True)
+    step = 1
+    for d in reversed(order):
+        if stride[d] != step:
+            return None
+        step *= shape[d]
+    if order == wide:
+        return ()
+    return tuple(s if n > 1 else 1 for n, s in zip(shape, stride, strict=True))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -98,7 +135,7 @@ def plan_layout(specs: Iterable[TensorSpec], aliases: Sequence[Alias] = ()) -> L
     for spec in specs:
         if spec.name in by_name:
             raise ManifestError(f"there are two tensors {spec.name!r}")
-        by_name[spec.name] = (spec.dtype, tuple(spec.shape))
+        by_name[spec.name] = (spec.dtype, tuple(spec.shape), tuple(spec.stride))
     kinds = sorted(set(by_name.values()))
     size_of = {kind: kind_nbytes(kind) for kind in kinds}
     index_of = {kind: i for i, kind in enumerate(kinds)}
@@ -167,8 +204,8 @@ def build_layout(
         end = first + count
         *offsets, _ = accumulate([space_of[k] for k in kind[first:end]], initial=0)
         layer_nbytes = offsets[-1] + nbytes[end - 1]
-        runs = _runs(offsets, nbytes[first:end])
-        built.append(Layer(index, label, layer_nbytes, arena_offset, runs))
+        extents = tuple(zip(offsets, nbytes[first:end], strict=True))
+        built.append(Layer(index, label, layer_nbytes, arena_offset, extents, first))
         arena_offset = align_up(arena_offset + layer_nbytes, LAYER_ALIGNMENT_BYTES)
         if arena_offset > MAX_ARENA_BYTES:
             raise ManifestError("the layout is larger than any memory")
@@ -178,7 +215,7 @@ def build_layout(
     def tensors() -> list[Tensor]:
         layer_of = [i for i, (_, count) in enumerate(layers) for _ in range(count)]
         return [
-            Tensor(name, *kinds[k], layer, offset, size)
+            Tensor(name, kinds[k][0], kinds[k][1], layer, offset, size, kinds[k][2])
             for name, k, layer, offset, size in zip(
                 names, kind, layer_of, places, nbytes, strict=True
             )
@@ -186,21 +223,6 @@ def build_layout(
 
     _check_aliases(aliases, names, kinds, kind)
     return Layout(built, tensors, aliases)
-
-
-def _runs(offsets: list[int], nbytes: list[int]) -> tuple[tuple[int, int], ...]:
-    filled_nbytes = sum(nbytes)
-    if filled_nbytes == offsets[-1] + nbytes[-1]:  # no padding anywhere, the usual case
-        return ((0, filled_nbytes),) if filled_nbytes else ()
-    filled = [(o, n) for o, n in zip(offsets, nbytes, strict=True) if n]
-    starts = [filled[0][0]]
-    ends = []
-    for (offset, size), (following, _) in pairwise(filled):
-        if offset + size != following:
-            ends.append(offset + size)
-            starts.append(following)
-    ends.append(sum(filled[-1]))
-    return tuple((start, end - start) for start, end in zip(starts, ends, strict=True))
 
 
 def _check_names(
@@ -245,7 +267,7 @@ def _check_aliases(
             )
         if alias.dtype != target[0]:
             raise ManifestError(f"alias {alias.name!r} and its target have different dtypes")
-        kind_nbytes((alias.dtype, alias.shape))
+        kind_nbytes((alias.dtype, alias.shape, ()))
         bits = DTYPE_BITS[alias.dtype]
         strides = alias.stride
         if len(strides) != len(alias.shape) or not all(0 <= s <= MAX_ARENA_BYTES for s in strides):

@@ -1,9 +1,9 @@
-"""The four documents of a manifest: how to write them, and how to check a peer's.
+"""The three documents of a manifest: how to write them, and how to check a peer's.
 
 *layout*: the layers and their tensors in order, as columns. *identity*: the canonical tensor
-records, sorted by name, with each tensor's blake3; it depends on the weights alone, so its digest
-is the model's identity. *chunking*: the chunk size and the chunk digests. *packaging*: the files
-of `--out`, with tensors as indices into the sorted names.
+records, sorted by name, with each tensor's root; it depends on the weights alone, so its digest is
+the model's identity. *packaging*: the files of `--out`, with tensors as indices into the sorted
+names; weights without files have none.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from mx.core.canonical import (
     write_json,
     write_names,
 )
-from mx.core.digest import DIGEST_BYTES, document_digest
-from mx.core.identity import IdentityRecords
+from mx.core.digest import document_digest
+from mx.core.grid import BLOCK_BYTES, default_chunk_nbytes
+from mx.core.identity import IdentityRecords, kind_to_json
 from mx.core.layout import Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
 from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
@@ -35,9 +36,7 @@ from mx.core.packaging import (
     bad_side_path,
 )
 from mx.core.types import (
-    BLOCK_BYTES,
     Alias,
-    Chunking,
     Layout,
     Manifest,
     ManifestRef,
@@ -51,34 +50,38 @@ from mx.units import GIB
 __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 
 MAX_CHUNK_BYTES = GIB
-VERSION = 1
+#: Of the layout and the packaging document.
+VERSION = 2
 
 
 def encode(
     layout: Layout,
-    chunking: Chunking,
     packaging: Packaging,
-    tensor_digests: Mapping[str, bytes],
+    roots: Mapping[str, bytes],
     side_documents: Mapping[bytes, bytes] | None = None,
+    *,
+    chunk_nbytes: int | None = None,
 ) -> Manifest:
     """Return the manifest of one variant.
 
     Args:
         layout: Made by `plan_layout`.
-        chunking: The chunk size and the digest of every chunk.
         packaging: The files.
-        tensor_digests: The 32-byte blake3 of every tensor of the layout, not of aliases.
+        roots: The 32-byte root of every tensor of the layout, not of aliases.
         side_documents: The side files by digest.
+        chunk_nbytes: The chunk size; None: the default one.
 
     Returns:
-        The manifest; its `documents` hold the four documents and the side files.
+        The manifest; its `documents` hold the three documents and the side files.
 
     Raises:
         ManifestError: `decode` would refuse the manifest.
     """
     names = [tensor.name for tensor in layout.tensors]
     index_of: dict[Kind, int] = {}
-    kind = [index_of.setdefault((t.dtype, t.shape), len(index_of)) for t in layout.tensors]
+    kind = [
+        index_of.setdefault((t.dtype, t.shape, t.stride), len(index_of)) for t in layout.tensors
+    ]
     kinds = list(index_of)
     counts = [0] * len(layout.layers)
     for tensor in layout.tensors:
@@ -86,27 +89,27 @@ def encode(
     layers = [(layer.name, count) for layer, count in zip(layout.layers, counts, strict=True)]
     if build_layout(layers, names, kinds, kind, layout.aliases).layers != layout.layers:
         raise ManifestError("the layout was not made by plan_layout")
-    _check_chunking(layout, chunking)
+    if chunk_nbytes is None:
+        chunk_nbytes = default_chunk_nbytes(layout.payload_nbytes)
+    check_chunk_nbytes(chunk_nbytes)
     _check_packaging(packaging, names)
     records = IdentityRecords(names, kinds, kind, layout.aliases)
-    documents = (
-        records.document(tensor_digests),
-        _layout_document(layers, names, kinds, kind, layout.aliases),
-        join_binary(
-            write_json({"chunk_nbytes": chunking.chunk_nbytes, "version": VERSION}),
-            chunking.digests,
-        ),
-        _packaging_document(packaging, names),
-    )
-    digests = [document_digest(document) for document in documents]
-    one, two, three, four = map(len, documents)
+    identity = records.document(roots)
+    places = _layout_document(layers, names, kinds, kind, layout.aliases)
+    files = _packaging_document(packaging, names) if packaging != Packaging() else b""
+    documents = {document_digest(each): each for each in (identity, places, files) if each}
     return Manifest(
-        ManifestRef(digests[0], digests[1], digests[2], digests[3], (one, two, three, four)),
+        ManifestRef(
+            document_digest(identity),
+            document_digest(places),
+            chunk_nbytes,
+            document_digest(files) if files else b"",
+            (len(identity), len(places), len(files)),
+        ),
         layout,
-        chunking,
         packaging,
-        {name: tensor_digests[name] for name in names},
-        dict(side_documents or {}) | dict(zip(digests, documents, strict=True)),
+        tuple([roots[name] for name in names]),
+        dict(side_documents or {}) | documents,
     )
 
 
@@ -123,32 +126,30 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
     Raises:
         ManifestError: A document is missing, malformed, or contradicts `ref` or another document.
     """
-    identity, layout_data, chunking_data, packaging_data = _verified(ref, documents)
+    identity, layout_data, packaging_data = _verified(ref, documents)
     layers, names, kinds, kind, aliases = _read_layout(layout_data)
     layout = build_layout(layers, names, kinds, kind, aliases)
-    tensor_digests = IdentityRecords(names, kinds, kind, aliases).read(identity)
-    head, digests = split_binary(chunking_data, "chunking")
-    document = read_json(head, "chunking")
-    _check_version(document, "chunking")
-    chunking = Chunking(take(document, "chunk_nbytes", int, "chunking"), digests)
-    _check_chunking(layout, chunking)
-    packaging = _read_packaging(packaging_data, names)
+    roots = IdentityRecords(names, kinds, kind, aliases).read(identity)
+    check_chunk_nbytes(ref.chunk_nbytes)
+    packaging = _read_packaging(packaging_data, names) if packaging_data else Packaging()
     _check_packaging(packaging, names)
-    own = {digest: documents[digest] for digest in ref.digests}
-    return Manifest(ref, layout, chunking, packaging, tensor_digests, own)
+    own = {digest: documents[digest] for digest, _ in ref.documents}
+    return Manifest(ref, layout, packaging, tuple(map(roots.__getitem__, names)), own)
 
 
-def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> list[bytes]:
-    found = []
-    what = ("identity", "layout", "chunking", "packaging")
-    for name, digest, nbytes in zip(what, ref.digests, ref.sizes, strict=True):
+def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> tuple[bytes, bytes, bytes]:
+    names = {ref.identity: "identity", ref.layout: "layout", ref.packaging: "packaging"}
+    found = {b"": b""}
+    for digest, nbytes in ref.documents:
         data = documents.get(digest)
         if data is None:
-            raise ManifestError(f"the {name} document is missing")
+            raise ManifestError(f"the {names[digest]} document is missing")
         if len(data) != nbytes or document_digest(data) != digest:
-            raise ManifestError(f"the {name} document does not match its announced digest and size")
-        found.append(data)
-    return found
+            raise ManifestError(
+                f"the {names[digest]} document does not match its announced digest and size"
+            )
+        found[digest] = data
+    return found[ref.identity], found[ref.layout], found[ref.packaging]
 
 
 # -- layout ---------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def _layout_document(
             [a.name, a.target, a.dtype, a.shape, a.offset_bytes, a.stride] for a in aliases
         ],
         "kind": kind,
-        "kinds": kinds,
+        "kinds": [kind_to_json(each) for each in kinds],
         "layer_names": [name for name, _ in layers],
         "layer_tensors": [count for _, count in layers],
         "version": VERSION,
@@ -191,9 +192,11 @@ def _read_layout(
     for entry in take_list(document, "kinds", list, what):
         match entry:
             case [str(dtype), list(shape)]:
-                kinds.append((dtype, _ints(shape)))
+                kinds.append((dtype, _ints(shape), ()))
+            case [str(dtype), list(shape), [_, *_] as stride]:
+                kinds.append((dtype, _ints(shape), _ints(stride)))
             case _:
-                raise ManifestError("a kind in the layout document is not [dtype, shape]")
+                raise ManifestError("a kind in the layout document is malformed")
     aliases = []
     for entry in take_list(document, "aliases", list, what):
         match entry:
@@ -220,16 +223,15 @@ def _check_version(document: dict[str, object], what: str) -> None:
         )
 
 
-# -- chunking -------------------------------------------------------------------------------------
+# -- chunks ---------------------------------------------------------------------------------------
 
 
-def _check_chunking(layout: Layout, chunking: Chunking) -> None:
-    size = chunking.chunk_nbytes
-    if not 0 < size <= MAX_CHUNK_BYTES or size % BLOCK_BYTES:
-        raise ManifestError(f"a chunk size of {size} bytes is not a multiple of 1 MiB up to 1 GiB")
-    count = sum(-(-layer.nbytes // size) for layer in layout.layers)
-    if len(chunking.digests) != DIGEST_BYTES * count:
-        raise ManifestError(f"there are {count} chunks, but not one digest for each")
+def check_chunk_nbytes(chunk_nbytes: int) -> None:
+    """Raise ManifestError if no model may have chunks of this size."""
+    if not 0 < chunk_nbytes <= MAX_CHUNK_BYTES or chunk_nbytes % BLOCK_BYTES:
+        raise ManifestError(
+            f"a chunk size of {chunk_nbytes} bytes is not a multiple of 1 MiB up to 1 GiB"
+        )
 
 
 # -- packaging ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The nouns of mx: models, tensors, layers, chunks, layouts, manifests, tables. All immutable.
+"""The nouns of mx: models, tensors, layers, layouts, manifests, tables. All immutable.
 
 Offsets are in *layer space*: a layer's tensors in execution order, each aligned to
 `TENSOR_ALIGNMENT_BYTES`; the padding between them is neither sent nor hashed. An *arena* is the
@@ -9,20 +9,18 @@ by one base address.
 
 from __future__ import annotations
 
-import bisect
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
+from mx.core.digest import pin_of
+from mx.core.grid import ChunkGrid
 from mx.core.topology import Place
-from mx.units import MIB, align_up
+from mx.units import align_up
 
 TENSOR_ALIGNMENT_BYTES = 256
 LAYER_ALIGNMENT_BYTES = 4096
-CHUNK_BYTES = 16 * MIB
-BLOCK_BYTES = MIB
 
 #: The most characters of a model's name, of its revision and of its variant.
 NAME_CHARS = 256
@@ -69,7 +67,11 @@ class ModelKey:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's place. `offset` is in its layer's space; `shape` in elements, row-major."""
+    """A tensor's place. `offset` is in its layer's space, `shape` and `stride` in elements.
+
+    A tensor is stored, hashed and moved in storage order. `stride` is () for row-major order, else
+    that of a dense tensor with its dimensions in another order.
+    """
 
     name: str
     dtype: str
@@ -77,6 +79,7 @@ class Tensor:
     layer: int
     offset: int
     nbytes: int
+    stride: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +102,16 @@ class Layer:
     """A layer: the unit of readiness. `arena_offset` is its place in an arena, `nbytes` the size
     of its space.
 
-    `runs` are the maximal (offset, nbytes) ranges of the space that tensors cover, ascending; the
-    bytes between them are padding.
+    `extents` are the (offset, nbytes) of its tensors in order, empty ones too; the bytes between
+    them are padding. `first_tensor` is the index of the first one in `Layout.tensors`.
     """
 
     index: int
     name: str
     nbytes: int
     arena_offset: int
-    runs: tuple[tuple[int, int], ...]
+    extents: tuple[tuple[int, int], ...]
+    first_tensor: int
 
 
 class Layout:
@@ -147,7 +151,7 @@ class Layout:
     @cached_property
     def payload_nbytes(self) -> int:
         """The bytes of tensor data, without padding: the bytes that a pull moves."""
-        return sum(nbytes for layer in self.layers for _, nbytes in layer.runs)
+        return sum(nbytes for layer in self.layers for _, nbytes in layer.extents)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
@@ -159,42 +163,6 @@ class Layout:
         )
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A slice of a layer space: the unit of verification and retry. `index` counts over all
-    layers."""
-
-    index: int
-    layer: int
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A gap-free piece of a chunk. `offset` is in layer space, `arena_offset` in an arena."""
-
-    offset: int
-    arena_offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Chunking:
-    """The chunk size, and the 16-byte digest of each chunk, in chunk order.
-
-    `chunk_nbytes` is a positive multiple of `BLOCK_BYTES`. `digests` is 16 * (number of chunks)
-    bytes long.
-    """
-
-    chunk_nbytes: int
-    digests: bytes
-
-    def digest(self, chunk_index: int) -> bytes:
-        """Return the digest of one chunk."""
-        return self.digests[16 * chunk_index : 16 * chunk_index + 16]
 
 
 @dataclass(frozen=True)
@@ -229,105 +197,54 @@ class Packaging:
 
 @dataclass(frozen=True)
 class ManifestRef:
-    """The four documents of a manifest, by digest (blake3, 32 bytes) and size.
+    """What names a manifest: its documents by digest (blake3, 32 bytes) and size, and chunks.
 
-    `identity` is both the model's identity and the digest of the identity document.
+    `identity` is both the model's identity and the digest of the identity document. `packaging` is
+    b"" for weights without files. `sizes` are those of the identity, the layout and the packaging
+    document, 0 for the last if there is none.
     """
 
     identity: bytes
     layout: bytes
-    chunking: bytes
+    chunk_nbytes: int
     packaging: bytes
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[int, int, int]
 
     @property
-    def digests(self) -> tuple[bytes, bytes, bytes, bytes]:
-        """The four digests, in the order of `sizes`."""
-        return (self.identity, self.layout, self.chunking, self.packaging)
+    def documents(self) -> list[tuple[bytes, int]]:
+        """The documents as (digest, nbytes): identity, layout, and packaging if there is one."""
+        digests = (self.identity, self.layout, self.packaging)
+        return [each for each in zip(digests, self.sizes, strict=True) if each[0]]
+
+    @property
+    def pin(self) -> bytes:
+        """The pin of the weights together with their files."""
+        return pin_of(self.identity, self.packaging)
+
+    def pinned_by(self, pin: str) -> bool:
+        """Return True if `pin`, hexadecimal digits, begins the identity or the pin with files."""
+        pin = pin.lower()
+        return self.identity.hex().startswith(pin) or self.pin.hex().startswith(pin)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The complete description of one variant.
+    """The immutable description of one variant.
 
-    `tensor_digests` maps each tensor's name to the blake3 of its bytes. `documents` maps digests
-    to documents.
+    `roots` are the roots of the tensors' hash trees, in the order of `layout.tensors`. `documents`
+    maps digests to documents.
     """
 
     ref: ManifestRef
     layout: Layout
-    chunking: Chunking
     packaging: Packaging
-    tensor_digests: dict[str, bytes] = field(repr=False)
+    roots: tuple[bytes, ...] = field(repr=False)
     documents: dict[bytes, bytes] = field(repr=False)
 
     @cached_property
     def grid(self) -> ChunkGrid:
-        """The chunk arithmetic of this layout and chunk size."""
-        return ChunkGrid(self.layout, self.chunking.chunk_nbytes)
-
-
-class ChunkGrid:
-    """Chunk arithmetic of one layout and chunk size. Building it costs O(chunks)."""
-
-    def __init__(self, layout: Layout, chunk_nbytes: int) -> None:
-        if chunk_nbytes <= 0 or chunk_nbytes % BLOCK_BYTES:
-            raise ValueError(f"chunk size {chunk_nbytes} is not a multiple of {BLOCK_BYTES}")
-        self.layout = layout
-        self.chunk_nbytes = chunk_nbytes
-        counts = [-(-layer.nbytes // chunk_nbytes) for layer in layout.layers]
-        #: first_chunk[i] is layer i's first chunk; the last entry is the number of chunks.
-        self.first_chunk: list[int] = [0, *accumulate(counts)]
-        #: layer_of[i] is the layer of chunk i.
-        self.layer_of: list[int] = [
-            layer for layer, count in enumerate(counts) for _ in range(count)
-        ]
-        #: sizes[i] is the number of bytes of chunk i, in layer space.
-        self.sizes: list[int] = [
-            min(chunk_nbytes, layer.nbytes - at * chunk_nbytes)
-            for layer, count in zip(layout.layers, counts, strict=True)
-            for at in range(count)
-        ]
-
-    def __len__(self) -> int:
-        return self.first_chunk[-1]
-
-    def __getitem__(self, index: int) -> Chunk:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        layer_index = self.layer_of[index]
-        offset = (index - self.first_chunk[layer_index]) * self.chunk_nbytes
-        return Chunk(index, layer_index, offset, self.sizes[index])
-
-    def blocks(self, index: int, begin: int, end: int) -> Chunk:
-        """Return blocks `begin` to `end` (half-open) of a chunk, as a slice with its index."""
-        layer_index = self.layer_of[index]
-        offset = begin * BLOCK_BYTES
-        nbytes = min(end * BLOCK_BYTES, self.sizes[index]) - offset
-        start = (index - self.first_chunk[layer_index]) * self.chunk_nbytes
-        return Chunk(index, layer_index, start + offset, nbytes)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for index in range(len(self)):
-            yield self[index]
-
-    def of_layer(self, layer_index: int) -> range:
-        """Return the indices of a layer's chunks."""
-        return range(self.first_chunk[layer_index], self.first_chunk[layer_index + 1])
-
-    def segments(self, chunk: Chunk) -> list[Segment]:
-        """Return the chunk's bytes without padding, ascending; never empty for a valid layout."""
-        layer = self.layout.layers[chunk.layer]
-        start, end = chunk.offset, chunk.offset + chunk.nbytes
-        found = []
-        first = max(0, bisect.bisect_right(layer.runs, (start, 1 << 62)) - 1)
-        for offset, nbytes in layer.runs[first:]:
-            if offset >= end:
-                break
-            low, high = max(offset, start), min(offset + nbytes, end)
-            if low < high:
-                found.append(Segment(low, layer.arena_offset + low, high - low))
-        return found
+        """The chunks of this layout and chunk size."""
+        return ChunkGrid(self.layout, self.ref.chunk_nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,199 @@
+"""How a model is cut into blocks and chunks. Pure arithmetic.
+
+A *block* is 1 MiB of one tensor's bytes, a tensor's last block being shorter: the leaf of the hash
+tree. A *chunk* is a run of whole blocks of one layer, in layer order: the unit of request,
+verification and retry. Where chunks begin follows from the layout and the chunk size alone: a chunk
+takes blocks for as long as its payload stays within the chunk size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mx.units import MIB, align_up
+
+if TYPE_CHECKING:
+    from mx.core.types import Layout
+
+BLOCK_BYTES = MIB
+#: The default chunk size is this part of the model, within the next two.
+CHUNKS = 64
+LEAST_CHUNK_BYTES = MIB
+MOST_CHUNK_BYTES = 16 * MIB
+
+#: Grids keep the blocks of so many chunks.
+_KEPT = 256
+
+
+def default_chunk_nbytes(payload_nbytes: int) -> int:
+    """Return the chunk size of a model with so many bytes: a 64th, within 1 to 16 MiB."""
+    wanted = align_up(-(-payload_nbytes // CHUNKS), BLOCK_BYTES)
+    return min(max(wanted, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+
+
+def block_count(nbytes: int) -> int:
+    """Return how many blocks a tensor of this length has."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes [begin, end) of a layer space, from the start of one block to the end of another.
+
+    It may hold padding between tensors.
+    """
+
+    layer: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A gap-free piece of a range. `offset` is in layer space, `arena_offset` in an arena."""
+
+    offset: int
+    arena_offset: int
+    nbytes: int
+
+
+class ChunkGrid:
+    """Chunk arithmetic of one layout and chunk size. Building it costs O(chunks + tensors)."""
+
+    def __init__(self, layout: Layout, chunk_nbytes: int) -> None:
+        """
+        Args:
+            layout: The layout.
+            chunk_nbytes: The chunk size, a positive multiple of `BLOCK_BYTES`.
+        """
+        if chunk_nbytes <= 0 or chunk_nbytes % BLOCK_BYTES:
+            raise ValueError(f"chunk size {chunk_nbytes} is not a multiple of {BLOCK_BYTES}")
+        self.layout = layout
+        self.chunk_nbytes = chunk_nbytes
+        #: first_chunk[i] is layer i's first chunk; the last entry is the number of chunks.
+        self.first_chunk: list[int] = [0]
+        #: layer_of[i] is the layer of chunk i.
+        self.layer_of: list[int] = []
+        #: sizes[i] is the number of payload bytes of chunk i, without padding.
+        self.sizes: list[int] = []
+        #: first_block[i] is the number of blocks that chunk i's layer has before it.
+        self.first_block: list[int] = []
+        #: layer_blocks[i] is the number of blocks of layer i.
+        self.layer_blocks: list[int] = []
+        self._begins: list[int] = []  # of each chunk, in layer space
+        self._ends: list[int] = []
+        self._blocks: dict[int, tuple[tuple[int, int], ...]] = {}
+        for layer in layout.layers:
+            self.layer_blocks.append(self._cut(layer.extents))
+            self.layer_of += [layer.index] * (len(self.sizes) - len(self.layer_of))
+            self.first_chunk.append(len(self.sizes))
+
+    def _cut(self, extents: Iterable[tuple[int, int]]) -> int:
+        """Append the chunks of one layer. Returns the number of its blocks."""
+        begins, ends, sizes, first_block = self._begins, self._ends, self.sizes, self.first_block
+        block = room = 0
+        for at, nbytes in extents:
+            end = at + nbytes
+            while at < end:
+                take = min(end - at, room)
+                if take < end - at:  # only whole blocks, unless the tensor ends
+                    take -= take % BLOCK_BYTES
+                if not take:
+                    begins.append(at)
+                    ends.append(at)
+                    sizes.append(0)
+                    first_block.append(block)
+                    room = self.chunk_nbytes
+                    continue
+                at += take
+                room -= take
+                ends[-1] = at
+                sizes[-1] += take
+                block += block_count(take)
+        return block
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def of_layer(self, layer: int) -> range:
+        """Return the indices of a layer's chunks."""
+        return range(self.first_chunk[layer], self.first_chunk[layer + 1])
+
+    def chunk(self, index: int) -> Range:
+        """Return the place of a chunk."""
+        return Range(self.layer_of[index], self._begins[index], self._ends[index])
+
+    def chunks_of(self, layer: int, begin: int, end: int) -> range:
+        """Return the chunks that bytes [begin, end) of a layer's space touch."""
+        chunks = self.of_layer(layer)
+        if begin >= end or not chunks:
+            return range(0)
+        first = bisect_right(self._begins, begin, chunks.start, chunks.stop) - 1
+        last = bisect_right(self._begins, end - 1, chunks.start, chunks.stop)
+        return range(max(first, chunks.start), last)
+
+    def blocks(self, index: int) -> tuple[tuple[int, int], ...]:
+        """Return the blocks of a chunk, as (offset in layer space, nbytes), ascending."""
+        found = self._blocks.get(index)
+        if found is None:
+            place = self.chunk(index)
+            found = tuple(
+                (at, min(BLOCK_BYTES, end - at))
+                for begin, end in self._extents(place)
+                for at in range(begin, end, BLOCK_BYTES)
+            )
+            if len(self._blocks) >= _KEPT:
+                self._blocks.clear()
+            self._blocks[index] = found
+        return found
+
+    def block_count(self, index: int) -> int:
+        """Return how many blocks a chunk has."""
+        following = index + 1
+        layer = self.layer_of[index]
+        if following < self.first_chunk[layer + 1]:
+            return self.first_block[following] - self.first_block[index]
+        return self.layer_blocks[layer] - self.first_block[index]
+
+    def part(self, index: int, begin: int, end: int) -> Range:
+        """Return the place of blocks `begin` to `end` (half-open) of a chunk."""
+        if begin == 0 and end == self.block_count(index):
+            return self.chunk(index)
+        blocks = self.blocks(index)
+        return Range(self.layer_of[index], blocks[begin][0], sum(blocks[end - 1]))
+
+    def part_nbytes(self, index: int, begin: int, end: int) -> int:
+        """Return the payload bytes of blocks `begin` to `end` of a chunk."""
+        if begin == 0 and end == self.block_count(index):
+            return self.sizes[index]
+        return sum(nbytes for _, nbytes in self.blocks(index)[begin:end])
+
+    def segments(self, place: Range) -> list[Segment]:
+        """Return a range's bytes without padding, ascending, in as few pieces as possible."""
+        base = self.layout.layers[place.layer].arena_offset
+        found: list[Segment] = []
+        start = until = -1
+        for begin, end in self._extents(place):
+            if begin != until:
+                if start < until:
+                    found.append(Segment(start, base + start, until - start))
+                start = begin
+            until = end
+        if start < until:
+            found.append(Segment(start, base + start, until - start))
+        return found
+
+    def _extents(self, place: Range) -> Iterator[tuple[int, int]]:
+        """Yield the parts of tensors in a range, as [begin, end) in layer space."""
+        extents = self.layout.layers[place.layer].extents
+        first = max(0, bisect_right(extents, (place.begin, 1 << 62)) - 1)
+        for at in range(first, len(extents)):
+            offset, nbytes = extents[at]
+            if offset >= place.end:
+                return
+            low, high = max(offset, place.begin), min(offset + nbytes, place.end)
+            if low < high:
+                yield low, high
