@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
+from mx.core.manifest import check_chunk_nbytes
 from mx.core.topology import Place
 from mx.core.types import (
     NAME_CHARS,
@@ -22,7 +23,7 @@ from mx.core.types import (
     SourceRole,
     SourceState,
 )
-from mx.errors import ConfigError, PeerProtocolError
+from mx.errors import ConfigError, ManifestError, PeerProtocolError
 from mx.units import MIB
 from mx.wire.address import split_address
 from mx.wire.v1 import common_pb2 as pb
@@ -135,24 +136,38 @@ def secret_from_wire(data: bytes) -> bytes:
 
 
 def ref_to_wire(ref: ManifestRef) -> pb.ManifestRef:
-    """Return the message of a manifest's digests and sizes."""
-    parts = [
-        pb.DocumentRef(digest=digest, nbytes=nbytes)
-        for digest, nbytes in zip(ref.digests, ref.sizes, strict=True)
-    ]
-    return pb.ManifestRef(identity=parts[0], layout=parts[1], chunking=parts[2], packaging=parts[3])
+    """Return the message of a manifest's digests, sizes and chunk size."""
+    identity, layout, packaging = ref.sizes
+    message = pb.ManifestRef(
+        identity=pb.DocumentRef(digest=ref.identity, nbytes=identity),
+        layout=pb.DocumentRef(digest=ref.layout, nbytes=layout),
+        chunk_nbytes=ref.chunk_nbytes,
+    )
+    if ref.packaging:
+        message.packaging.digest, message.packaging.nbytes = ref.packaging, packaging
+    return message
 
 
 def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
-    """Return a manifest's digests and sizes."""
-    parts = (message.identity, message.layout, message.chunking, message.packaging)
-    names = ("identity", "layout", "chunking", "packaging")
-    for name, part in zip(names, parts, strict=True):
+    """Return a manifest's digests, sizes and chunk size."""
+    parts = {"identity": message.identity, "layout": message.layout}
+    if message.HasField("packaging"):
+        parts["packaging"] = message.packaging
+    for name, part in parts.items():
         digest_from_wire(part.digest, name)
         if not 0 < part.nbytes <= MAX_DOCUMENT_BYTES:
             raise _refuse(f"{name}: a document has 1 to {MAX_DOCUMENT_BYTES} bytes")
-    sizes = (parts[0].nbytes, parts[1].nbytes, parts[2].nbytes, parts[3].nbytes)
-    return ManifestRef(parts[0].digest, parts[1].digest, parts[2].digest, parts[3].digest, sizes)
+    try:
+        check_chunk_nbytes(message.chunk_nbytes)
+    except ManifestError as error:
+        raise _refuse(error.message) from None
+    return ManifestRef(
+        message.identity.digest,
+        message.layout.digest,
+        message.chunk_nbytes,
+        message.packaging.digest,
+        (message.identity.nbytes, message.layout.nbytes, message.packaging.nbytes),
+    )
 
 
 def ranges_to_wire(ranges: Iterable[tuple[int, int]]) -> list[pb.Range]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mx/wire/v1/common.proto\x12\nmx.wire.v1\";\n\x08ModelKey\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07variant\x18\x03 \x01(\t\"\xb8\x01\n\x0bManifestRef\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12\'\n\x06layout\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12)\n\x08\x63hunking\x18\x03 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12*\n\tpackaging\x18\x04 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\"-\n\x0b\x44ocumentRef\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"D\n\x04Page\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1f\n\x0c\x46\x65tchRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"y\n\x0c\x41\x64\x64ressTable\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\x12#\n\x07regions\x18\x02 \x03(\x0b\x32\x12.mx.wire.v1.Region\x12\x1f\n\x04held\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x0c\n\x04rows\x18\x04 \x01(\x04\"h\n\x06Region\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\x12!\n\x06layers\x18\x05 \x01(\x0b\x32\x11.mx.wire.v1.Range\"#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"a\n\tTableRows\x12\r\n\x05layer\x18\x01 \x03(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06nbytes\x18\x03 \x03(\x04\x12\x0e\n\x06region\x18\x04 \x03(\r\x12\x15\n\rregion_offset\x18\x05 \x03(\x04\x32\x42\n\tDocuments\x12\x35\n\x05\x46\x65tch\x12\x18.mx.wire.v1.FetchRequest\x1a\x10.mx.wire.v1.Page0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mx/wire/v1/common.proto\x12\nmx.wire.v1\";\n\x08ModelKey\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x0f\n\x07variant\x18\x03 \x01(\t\"\xa3\x01\n\x0bManifestRef\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12\'\n\x06layout\x18\x02 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12*\n\tpackaging\x18\x04 \x01(\x0b\x32\x17.mx.wire.v1.DocumentRef\x12\x14\n\x0c\x63hunk_nbytes\x18\x05 \x01(\x04\"-\n\x0b\x44ocumentRef\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06nbytes\x18\x02 \x01(\x04\"D\n\x04Page\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1f\n\x0c\x46\x65tchRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x0c\"y\n\x0c\x41\x64\x64ressTable\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\x12#\n\x07regions\x18\x02 \x03(\x0b\x32\x12.mx.wire.v1.Region\x12\x1f\n\x04held\x18\x03 \x03(\x0b\x32\x11.mx.wire.v1.Range\x12\x0c\n\x04rows\x18\x04 \x01(\x04\"h\n\x06Region\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\x04\x12\x0e\n\x06nbytes\x18\x04 \x01(\x04\x12!\n\x06layers\x18\x05 \x01(\x0b\x32\x11.mx.wire.v1.Range\"#\n\x05Range\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"a\n\tTableRows\x12\r\n\x05layer\x18\x01 \x03(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x04\x12\x0e\n\x06nbytes\x18\x03 \x03(\x04\x12\x0e\n\x06region\x18\x04 \x03(\r\x12\x15\n\rregion_offset\x18\x05 \x03(\x04\x32\x42\n\tDocuments\x12\x35\n\x05\x46\x65tch\x12\x18.mx.wire.v1.FetchRequest\x1a\x10.mx.wire.v1.Page0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELKEY']._serialized_start=39
   _globals['_MODELKEY']._serialized_end=98
   _globals['_MANIFESTREF']._serialized_start=101
-  _globals['_MANIFESTREF']._serialized_end=285
-  _globals['_DOCUMENTREF']._serialized_start=287
-  _globals['_DOCUMENTREF']._serialized_end=332
-  _globals['_PAGE']._serialized_start=334
-  _globals['_PAGE']._serialized_end=402
-  _globals['_FETCHREQUEST']._serialized_start=404
-  _globals['_FETCHREQUEST']._serialized_end=435
-  _globals['_ADDRESSTABLE']._serialized_start=437
-  _globals['_ADDRESSTABLE']._serialized_end=558
-  _globals['_REGION']._serialized_start=560
-  _globals['_REGION']._serialized_end=664
-  _globals['_RANGE']._serialized_start=666
-  _globals['_RANGE']._serialized_end=701
-  _globals['_TABLEROWS']._serialized_start=703
-  _globals['_TABLEROWS']._serialized_end=800
-  _globals['_DOCUMENTS']._serialized_start=802
-  _globals['_DOCUMENTS']._serialized_end=868
+  _globals['_MANIFESTREF']._serialized_end=264
+  _globals['_DOCUMENTREF']._serialized_start=266
+  _globals['_DOCUMENTREF']._serialized_end=311
+  _globals['_PAGE']._serialized_start=313
+  _globals['_PAGE']._serialized_end=381
+  _globals['_FETCHREQUEST']._serialized_start=383
+  _globals['_FETCHREQUEST']._serialized_end=414
+  _globals['_ADDRESSTABLE']._serialized_start=416
+  _globals['_ADDRESSTABLE']._serialized_end=537
+  _globals['_REGION']._serialized_start=539
+  _globals['_REGION']._serialized_end=643
+  _globals['_RANGE']._serialized_start=645
+  _globals['_RANGE']._serialized_end=680
+  _globals['_TABLEROWS']._serialized_start=682
+  _globals['_TABLEROWS']._serialized_end=779
+  _globals['_DOCUMENTS']._serialized_start=781
+  _globals['_DOCUMENTS']._serialized_end=847
 # @@protoc_insertion_point(module_scope)

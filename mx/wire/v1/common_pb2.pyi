@@ -16,16 +16,16 @@ class ModelKey(_message.Message):
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ...) -> None: ...
 
 class ManifestRef(_message.Message):
-    __slots__ = ("identity", "layout", "chunking", "packaging")
+    __slots__ = ("identity", "layout", "packaging", "chunk_nbytes")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    CHUNKING_FIELD_NUMBER: _ClassVar[int]
     PACKAGING_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_NBYTES_FIELD_NUMBER: _ClassVar[int]
     identity: DocumentRef
     layout: DocumentRef
-    chunking: DocumentRef
     packaging: DocumentRef
-    def __init__(self, identity: _Optional[_Union[DocumentRef, _Mapping]] = ..., layout: _Optional[_Union[DocumentRef, _Mapping]] = ..., chunking: _Optional[_Union[DocumentRef, _Mapping]] = ..., packaging: _Optional[_Union[DocumentRef, _Mapping]] = ...) -> None: ...
+    chunk_nbytes: int
+    def __init__(self, identity: _Optional[_Union[DocumentRef, _Mapping]] = ..., layout: _Optional[_Union[DocumentRef, _Mapping]] = ..., packaging: _Optional[_Union[DocumentRef, _Mapping]] = ..., chunk_nbytes: _Optional[int] = ...) -> None: ...
 
 class DocumentRef(_message.Message):
     __slots__ = ("digest", "nbytes")

@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class Source(_message.Message):
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
     REPLACES_REVISION_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_PIN_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -51,7 +52,8 @@ class Source(_message.Message):
     source_id: str
     binding_secret: bytes
     replaces_revision: bool
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ...) -> None: ...
+    keeps_pin: bool
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "rows")
@@ -64,16 +66,20 @@ class RegisterRequest(_message.Message):
     def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., rows: _Optional[_Union[_common_pb2.TableRows, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model")
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "adopt", "pin_only")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     lease_s: float
     coordinator_epoch: str
     model: _common_pb2.ModelKey
-    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ...) -> None: ...
+    adopt: _common_pb2.ManifestRef
+    pin_only: bool
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., adopt: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., pin_only: bool = ...) -> None: ...
 
 class MissingRequest(_message.Message):
     __slots__ = ("digests",)

@@ -111,6 +111,26 @@ class Stale(_message.Message):
     generation: int
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
+class PagesRequest(_message.Message):
+    __slots__ = ("identity", "layout", "layers")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    identity: bytes
+    layout: bytes
+    layers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Range]
+    def __init__(self, identity: _Optional[bytes] = ..., layout: _Optional[bytes] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ...) -> None: ...
+
+class LayerPage(_message.Message):
+    __slots__ = ("layer", "offset", "data")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    offset: int
+    data: bytes
+    def __init__(self, layer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class TableRequest(_message.Message):
     __slots__ = ("source_id",)
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]

@@ -51,6 +51,11 @@ class PeerStub(object):
                 request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
                 _registered_method=True)
+        self.Pages = channel.unary_stream(
+                '/mx.wire.v1.Peer/Pages',
+                request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.PagesRequest.SerializeToString,
+                response_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.LayerPage.FromString,
+                _registered_method=True)
         self.Table = channel.unary_stream(
                 '/mx.wire.v1.Peer/Table',
                 request_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.TableRequest.SerializeToString,
@@ -86,6 +91,14 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pages(self, request, context):
+        """The digests of all blocks of layers, which readers check against the roots in the identity
+        document. A source that does not know a page leaves it out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Table(self, request, context):
         """The rows of a scattered source's table.
         """
@@ -110,6 +123,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Trade,
                     request_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
+            ),
+            'Pages': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pages,
+                    request_deserializer=mx_dot_wire_dot_v1_dot_peer__pb2.PagesRequest.FromString,
+                    response_serializer=mx_dot_wire_dot_v1_dot_peer__pb2.LayerPage.SerializeToString,
             ),
             'Table': grpc.unary_stream_rpc_method_handler(
                     servicer.Table,
@@ -199,6 +217,33 @@ class Peer(object):
             '/mx.wire.v1.Peer/Trade',
             mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.SerializeToString,
             mx_dot_wire_dot_v1_dot_peer__pb2.SwarmMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mx.wire.v1.Peer/Pages',
+            mx_dot_wire_dot_v1_dot_peer__pb2.PagesRequest.SerializeToString,
+            mx_dot_wire_dot_v1_dot_peer__pb2.LayerPage.FromString,
             options,
             channel_credentials,
             insecure,
