@@ -10,6 +10,7 @@ from mx import config
 from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
 from mx.api.source import source_options
 from mx.core.reference import parse_reference
+from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
 from mx.memory.arena import Arena
@@ -130,8 +131,10 @@ def _host(
         )
     options = source_options(settings, asked)
 
-    def make(source_id: str, key: ModelKey, manifest: Manifest, arena: Arena) -> Relay:
-        return Relay(source_id, options, transports(), coordinator, key, manifest, arena)
+    def make(
+        source_id: str, key: ModelKey, manifest: Manifest, pages: Pages, arena: Arena
+    ) -> Relay:
+        return Relay(source_id, options, transports(), coordinator, key, manifest, pages, arena)
 
     return make, ""
 

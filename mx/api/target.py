@@ -327,8 +327,8 @@ class Pull(Closable):
             return self._held
 
     def _begin_to_hold(self) -> Source:
-        arena, manifest = self._job.arena, self._job.manifest
-        if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
+        arena, manifest, pages = self._job.arena, self._job.manifest, self._job.pages
+        if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None or pages is None:
             raise ConfigError("only a pull made with hold=True can become a source")
         node = self._job.node
         host = None if node is None else node.sharing.host
@@ -336,7 +336,7 @@ class Pull(Closable):
             return self._settle(host, arena)
         self._loop.run(self._job.leave())
         arena.seal()
-        held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
+        held = HeldModel(self.model, manifest, arena, pages, SourceRole.RELAY, borrowed=True)
         coordinator = self._options.coordinator
         loop = runtime.acquire()
         try:

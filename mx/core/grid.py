@@ -83,6 +83,8 @@ class ChunkGrid:
         self.first_block: list[int] = []
         #: layer_blocks[i] is the number of blocks of layer i.
         self.layer_blocks: list[int] = []
+        #: first_of_layer[i] is the number of blocks before layer i; the last entry is that of all.
+        self.first_of_layer: list[int] = [0]
         self._begins: list[int] = []  # of each chunk, in layer space
         self._ends: list[int] = []
         self._blocks: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -90,6 +92,7 @@ class ChunkGrid:
             self.layer_blocks.append(self._cut(layer.extents))
             self.layer_of += [layer.index] * (len(self.sizes) - len(self.layer_of))
             self.first_chunk.append(len(self.sizes))
+            self.first_of_layer.append(self.first_of_layer[-1] + self.layer_blocks[-1])
 
     def _cut(self, extents: Iterable[tuple[int, int]]) -> int:
         """Append the chunks of one layer. Returns the number of its blocks."""

@@ -217,6 +217,16 @@ class ManifestRef:
         return [each for each in zip(digests, self.sizes, strict=True) if each[0]]
 
     @property
+    def content(self) -> bytes:
+        """Which weights in which layout: what a process says that its memory holds, 64 bytes."""
+        return self.identity + self.layout
+
+    def same_chunks(self, other: ManifestRef) -> bool:
+        """Return True if both cut the same bytes, in the same places, into the same chunks. Their
+        files may differ."""
+        return (self.content, self.chunk_nbytes) == (other.content, other.chunk_nbytes)
+
+    @property
     def pin(self) -> bytes:
         """The pin of the weights together with their files."""
         return pin_of(self.identity, self.packaging)
