@@ -327,7 +327,9 @@ class Job:
             manifest.grid.chunk_nbytes,
             transfer,
             Sharing(host, expected_s=expected_s, alone_because=options.alone_because),
-            lambda source: bool(self._plan([source]).paths),
+            lambda source: (
+                source.ref.same_chunks(manifest.ref) and bool(self._plan([source]).paths)
+            ),
             self._streams.dial,
             outcome.changed.set,
             coordinate_always=options.coordinate_always,

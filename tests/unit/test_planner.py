@@ -10,7 +10,7 @@ from mx.core.planner import Plan, plan
 from mx.core.topology import Nic, Place
 from mx.core.types import AddressTable, ManifestRef, ModelKey, SourceRecord, SourceState
 
-REF = ManifestRef(b"i" * 32, b"l" * 32, b"c" * 32, b"p" * 32, (1, 1, 1, 1))
+REF = ManifestRef(b"i" * 32, b"l" * 32, 1 << 20, b"p" * 32, (1, 1, 1))
 HERE = Place(boot_id="b0", hostname="target")
 
 
