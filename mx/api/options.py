@@ -9,8 +9,8 @@ from typing import Any
 from mx import config
 from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
 from mx.api.source import source_options
-from mx.core.reference import parse_reference
 from mx.core.pages import Pages
+from mx.core.reference import parse_reference
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
 from mx.memory.arena import Arena
@@ -88,7 +88,7 @@ def pull_options(
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         wait_s=settings.wait_s,
-        chunk_nbytes=settings.chunk_bytes,
+        chunk_nbytes=settings.chunk_bytes or None,
         nics=settings.nics,
         transport=transport,
         host=host,

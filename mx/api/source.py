@@ -266,7 +266,7 @@ def hold(
                 Path(what),
                 key,
                 device=device,
-                chunk_nbytes=settings.chunk_bytes,
+                chunk_nbytes=settings.chunk_bytes or None,
                 threads=2,
                 progress=on_progress,
                 cancelled=cancelled,
@@ -275,7 +275,9 @@ def hold(
             return held
     from mx.memory.torch_source import describe
 
-    return hold_tensors(*describe(what), key, device=device, chunk_nbytes=settings.chunk_bytes)
+    return hold_tensors(
+        *describe(what), key, device=device, chunk_nbytes=settings.chunk_bytes or None
+    )
 
 
 async def _join_or_embed(

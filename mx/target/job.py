@@ -53,7 +53,6 @@ from mx.target.transfer import Transfer
 from mx.transport import Span, Transport
 from mx.wire.locate import Located, Locator, write_side_files
 
-
 #: How long a pull whose memory others will read waits for pages, once its bytes are there.
 REST_S = 10.0
 
@@ -301,8 +300,10 @@ class Job:
         try:
             await asyncio.wait_for(fetcher.run(), self.options.wait_s + REST_S)
         except TimeoutError:
-            raise self._causes[-1] if self._causes else IncompleteError(
-                f"no source gives all block digests of {self.key}"
+            raise (
+                self._causes[-1]
+                if self._causes
+                else IncompleteError(f"no source gives all block digests of {self.key}")
             ) from None
 
     def _raise_failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> None:
