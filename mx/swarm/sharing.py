@@ -47,8 +47,8 @@ class Host(Protocol):
         """End all reads here. Idempotent."""
 
 
-#: Makes the host of a pull from (its source id, model, manifest, pages that are known, arena that is
-#: being filled).
+#: Makes the host of a pull from (its source id, model, manifest, pages that are known, arena that
+#: is being filled).
 MakeHost = Callable[[str, ModelKey, Manifest, Pages, Arena], Host]
 
 

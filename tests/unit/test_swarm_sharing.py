@@ -158,8 +158,7 @@ async def never(record: SourceRecord) -> PeerStream:
 
 
 def transfer_of_three_layers() -> Transfer:
-    arena = memoryview(bytearray(LAYERS * MIB))
-    return Transfer(manifest_of_three_layers(), arena, Listener())
+    return transfer_of(manifest_of_three_layers(), bytearray(LAYERS * MIB))
 
 
 def sockets() -> int:
