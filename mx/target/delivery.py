@@ -42,6 +42,8 @@ class Delivery:
         self.broken = outcome.broken
         self._strong = strong
         self._reader = HostReader() if strong else None
+        #: How the layers were verified that were transferred: the shortcut, if it was used at all.
+        self.verified_by = VerifiedBy.STRONG if strong else VerifiedBy.DIGEST
         self._output = None if out is None else Output(out, manifest, outcome.raised, keep=keep)
 
     @property
@@ -62,7 +64,11 @@ class Delivery:
 
     def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
         """Deliver a layer: every chunk of it is in the arena, and right."""
-        self.announce(arena, layer, VerifiedBy.STRONG if self._strong else by)
+        if self._strong:
+            by = VerifiedBy.STRONG
+        elif by is VerifiedBy.SHORTCUT:
+            self.verified_by = by
+        self.announce(arena, layer, by)
 
     def attached(self, arena: Span, layer: int) -> None:
         """Deliver a layer of a source's mapped memory. With `strong` hashes every byte, on a GPU

@@ -291,8 +291,9 @@ class Job:
         self._raise_failure(manifest, transfer, outcome)
         if options.hold and pages.missing:  # others will ask for them here
             await self._fetch_rest(fetcher)
-        by = VerifiedBy.STRONG if options.strong else VerifiedBy.DIGEST
-        return self._report(manifest, transfer.paths(), by, transfer.retries, pool.left())
+        return self._report(
+            manifest, transfer.paths(), delivery.verified_by, transfer.retries, pool.left()
+        )
 
     async def _fetch_rest(self, fetcher: PageFetcher) -> None:
         """Wait for the pages that verifying did not need. Raises the last cause why one is not to

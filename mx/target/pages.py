@@ -2,12 +2,14 @@
 
 A page is checked against the roots in the identity document, so it may come from anyone. A source
 whose page is wrong has lied, and is read from no more; nor is one that holds everything and gives
-no page.
+no page in time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 
@@ -22,8 +24,7 @@ from mx.wire.locate import Locator
 FIRST_S = 0.1
 #: up to this.
 LONGEST_S = 1.0
-#: A source that holds everything is given up after it was asked so often in vain.
-MOST_FAILURES = 3
+MOST_STALLS = 3
 
 
 class PageFetcher:
@@ -44,14 +45,16 @@ class PageFetcher:
             transfer: Gets the pages, and is told which sources lie.
             sources: Returns the sources that are known now.
             causes: Collects why sources gave no page.
-            stall_timeout_s: After so long without progress a source is given up for now.
+            stall_timeout_s: The connections to a source that holds everything are closed when it
+                has given no page for so long; after `MOST_STALLS` times it is given up.
         """
         self._locator = locator
         self._transfer = transfer
         self._sources = sources
         self._causes = causes
         self._stall_timeout_s = stall_timeout_s
-        self._failures: dict[str, int] = {}
+        self._failing_since_s: dict[str, float] = {}
+        self._stalls: Counter[str] = Counter()
         self._given_up: dict[str, MxError] = {}
 
     async def run(self) -> None:
@@ -96,19 +99,29 @@ class PageFetcher:
                     await in_thread(check_page, transfer.manifest, layer, page)
                     transfer.put_page(layer, page)
         except DigestError as error:
-            failure = DigestError(
+            lie = DigestError(
                 f"{peer}: {error.message}", peer=peer, hint="the source lies; do not use it"
             )
-            self._failures[source.source_id] = MOST_FAILURES
+            self._give_up(source, lie)
+            return
         except MxError as error:
             failure = error
         else:
             if not pages.missing or not source.whole:
                 return
             failure = PeerProtocolError(f"{peer} does not give the block digests", peer=peer)
-        self._causes.append(failure)
-        failures = self._failures.get(source.source_id, 0) + 1
-        self._failures[source.source_id] = failures
-        if failures >= MOST_FAILURES:
-            self._given_up[source.source_id] = failure
+        now_s = time.monotonic()
+        since_s = self._failing_since_s.setdefault(source.source_id, now_s)
+        if now_s - since_s < self._stall_timeout_s:
+            return
+        del self._failing_since_s[source.source_id]
+        self._stalls[source.source_id] += 1
+        if self._stalls[source.source_id] >= MOST_STALLS:
+            self._give_up(source, failure)
+        else:
             transfer.exclude(source.source_id, failure)
+
+    def _give_up(self, source: SourceRecord, error: MxError) -> None:
+        self._causes.append(error)
+        self._given_up[source.source_id] = error
+        self._transfer.exclude(source.source_id, error)
