@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mx.testing import rules_bytes, rules_faults, rules_life, rules_paths
-from mx.testing.bench import Bench, Harness, RemoteSource, RuleBroken
+from mx.testing.bench import Bench, RuleBroken
+from mx.testing.harness import Harness, RemoteSource
 from mx.testing.memory import Kind
 
 RULES: dict[str, Callable[[Bench], None]] = {

@@ -28,8 +28,8 @@ from mx.errors import (
     SourceError,
     StaleGenerationError,
 )
-from mx.testing.bench import GENERATION, Harness
 from mx.testing.child import GRANT_ID
+from mx.testing.harness import GENERATION, Harness
 from mx.testing.memory import Memory
 from mx.transport import (
     ExposedRegion,

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from mx.core.topology import Gpu, GpuPeer, Place
 from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
-from mx.testing.bench import Bench, Kind, SinkError, require
+from mx.testing.bench import Bench, SinkError, require
 from mx.testing.holdings import Holdings
+from mx.testing.memory import Kind
 from mx.transport import (
     DeviceView,
     Exposure,

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from mx.core.topology import Place
 from mx.errors import NotAllowedError, PeerLostError, PeerProtocolError, SourceError
-from mx.testing.bench import Bench, Harness, Kind, Source
-from mx.testing.memory import Memory
+from mx.testing.bench import Bench, Source
+from mx.testing.harness import Harness
+from mx.testing.memory import Kind, Memory
 from mx.transport import ExposedRegion, ExposeOptions, Piece, Read, host_view
 from mx.units import MIB
 from mx_transports.shm import ShmTransport

@@ -22,8 +22,9 @@ from mx.errors import (
     PeerTimeoutError,
     SourceError,
 )
-from mx.testing.bench import GENERATION, Bench, Harness, Source
+from mx.testing.bench import Bench, Source
 from mx.testing.faultproxy import FaultProxy
+from mx.testing.harness import GENERATION, Harness
 from mx.transport import ExposeOptions, Piece, Read, Session, TlsFiles
 from mx.units import MIB
 from mx_transports.tcp import TcpTransport, wire
