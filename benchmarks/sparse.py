@@ -1,18 +1,20 @@
 """Serves a huge model in a sealed sparse memfd, to measure attaching at that size.
 
-Everything but the bytes is real: manifest, coordinator, leases, transports. The chunk digests are
-not used, since attaching trusts the seal.
+Everything is real: manifest, block digests, coordinator, leases, transports; all bytes are zero.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mx import api, config, plugins, runtime
 from mx.core import manifest as manifests
-from mx.core.types import CHUNK_BYTES, ChunkGrid, Chunking, ModelKey, Packaging
+from mx.core.digest import block_digest, tensor_root
+from mx.core.grid import BLOCK_BYTES
+from mx.core.pages import Pages
+from mx.core.types import ModelKey, Packaging
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel
 
@@ -25,6 +27,14 @@ class SparseArena(MemfdArena):
     require_memory = False
 
 
+@functools.cache
+def _digests(nbytes: int) -> bytes:
+    """Return the digests of the blocks of a tensor of zeros."""
+    whole, rest = divmod(nbytes, BLOCK_BYTES)
+    last = block_digest(bytes(rest)) if rest else b""
+    return block_digest(bytes(BLOCK_BYTES)) * whole + last
+
+
 def _held(nbytes: int, name: str) -> HeldModel:
     layers = 80
     hidden = 8192
@@ -35,14 +45,12 @@ def _held(nbytes: int, name: str) -> HeldModel:
     )
     arena = SparseArena(layout.arena_nbytes, name=name)
     arena.seal()
-    chunks = len(ChunkGrid(layout, CHUNK_BYTES))
-    manifest = manifests.encode(
-        layout,
-        Chunking(CHUNK_BYTES, os.urandom(16) * chunks),
-        Packaging(),
-        {tensor: os.urandom(32) for tensor in shapes},
-    )
-    return HeldModel(ModelKey(name), manifest, arena)
+    roots = {each.name: tensor_root(each.nbytes, _digests(each.nbytes)) for each in layout.tensors}
+    manifest = manifests.encode(layout, Packaging(), roots)
+    pages = [
+        b"".join([_digests(nbytes) for _, nbytes in layer.extents]) for layer in layout.layers
+    ]
+    return HeldModel(ModelKey(name), manifest, arena, Pages.whole(manifest, pages))
 
 
 @contextmanager
