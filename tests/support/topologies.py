@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from mx.core.topology import Gpu, GpuPeer, Nic, Place
 from mx.core.types import AddressTable, ManifestRef, ModelKey, SourceRecord
 
-REF = ManifestRef(b"i" * 32, b"l" * 32, b"c" * 32, b"p" * 32, (1, 1, 1, 1))
+REF = ManifestRef(b"i" * 32, b"l" * 32, 1 << 20, b"p" * 32, (1, 1, 1))
 CPU = "cpu"
 
 
