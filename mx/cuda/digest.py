@@ -1,7 +1,7 @@
 """xxh3_128 of blocks of device memory, computed on the device at memory speed.
 
-`BlockDigester` hashes blocks of up to 1 MiB, many at a time. `DeviceHasher` uses it to hash a
-chunk, with the same digests as `mx.core.digest.ChunkHasher` in host memory.
+`BlockDigester` hashes blocks of up to 1 MiB, many at a time. `DeviceHasher` uses it to hash blocks
+that land, with the digests of `mx.core.digest.shortcut_digest`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_128_digest
 
-from mx.core.digest import block_parts, digest_of_blocks
-from mx.core.types import BLOCK_BYTES, Segment
+from mx.core.grid import BLOCK_BYTES
 from mx.cuda import xxh3
 from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream
 from mx.cuda.driver import DeviceAttribute
@@ -205,7 +204,7 @@ class _Request:
 
 
 class DeviceHasher:
-    """Hashes one chunk in device memory, as `ChunkHasher` does in host memory.
+    """Hashes blocks in device memory, as `BlockHasher` does in host memory.
 
     `digests` computes digests of blocks (`BlockDigester.digests`). Bytes announced by `landed` are
     in place on the device, not merely under way. Hashing begins with `block_digests`, since a
@@ -216,15 +215,11 @@ class DeviceHasher:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
-        views: Sequence[DeviceView],
+        blocks: Sequence[DeviceView],
         digests: Callable[[Sequence[Block]], list[bytes]],
     ) -> None:
         self._digests = digests
-        self._blocks: list[Block] = [
-            [(views[index].address + offset, nbytes) for index, offset, nbytes in parts]
-            for parts in block_parts(segments)
-        ]
+        self._blocks: list[Block] = [[(block.address, len(block))] for block in blocks]
 
     def landed(self, payload_nbytes: int) -> None:
         """Do nothing: a launch for some of the bytes would cost more than it saves."""
@@ -232,7 +227,3 @@ class DeviceHasher:
     def block_digests(self) -> bytes:
         """Return the digests of all blocks, concatenated. Raises CudaError, LocalError."""
         return b"".join(self._digests(self._blocks))
-
-    def digest(self) -> bytes:
-        """Return the digest of the chunk, or of the part that was given."""
-        return digest_of_blocks(self.block_digests())

@@ -196,7 +196,7 @@ class HostReader:
     def pieces(self, span: Span) -> Iterator[memoryview]:
         """Yield the span's bytes in order; each piece is valid until the next one is taken.
 
-        Raises CudaError.
+        Every piece but the last is some MiB long. Raises CudaError.
         """
         if isinstance(span, memoryview):
             yield span

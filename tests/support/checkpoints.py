@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, kind_nbytes
 from mx.core.manifest import encode, plan_layout
-from mx.core.types import BLOCK_BYTES, Chunking, Layout, Manifest
+from mx.core.types import Layout, Manifest
 from mx.storage.reader import Filled, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.writer import CheckpointWriter
@@ -78,7 +79,7 @@ def raw_file(header: Mapping[str, object] | bytes, data: bytes = b"", *, pad: in
 
 def entry(dtype: str, shape: list[int], begin: int) -> dict[str, object]:
     """Return a tensor's entry in a header."""
-    end = begin + kind_nbytes((dtype, tuple(shape)))
+    end = begin + kind_nbytes((dtype, tuple(shape), ()))
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -109,20 +110,19 @@ def loaded(path: Path, *, threads: int = 2) -> tuple[Checkpoint, Layout, memoryv
     checkpoint = open_checkpoint(path)
     layout = plan_layout(checkpoint.specs, checkpoint.aliases)
     arena = make_arena(layout)
-    return (
-        checkpoint,
-        layout,
-        arena,
-        fill(checkpoint, layout, arena, chunk_nbytes=BLOCK_BYTES, threads=threads),
-    )
+    filled = fill(checkpoint, layout, arena, threads=threads)
+    return checkpoint, layout, arena, filled
 
 
 def manifest_of(path: Path) -> tuple[Manifest, memoryview]:
     """Return a checkpoint's manifest, made as a source makes it, and its arena."""
     checkpoint, layout, arena, filled = loaded(path)
-    chunking = Chunking(BLOCK_BYTES, filled.chunk_digests)
     manifest = encode(
-        layout, chunking, checkpoint.packaging, filled.tensor_digests, checkpoint.side_documents
+        layout,
+        checkpoint.packaging,
+        filled.roots,
+        checkpoint.side_documents,
+        chunk_nbytes=BLOCK_BYTES,
     )
     return manifest, arena
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 from mx.core.digest import document_digest
+from mx.core.grid import BLOCK_BYTES
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
@@ -19,21 +20,16 @@ from mx.core.types import (
 
 
 def make_documents(weights: str, *, layout: str = "layout", nbytes: int = 64) -> list[bytes]:
-    """Return the four documents of a manifest, in order; the first differs by `weights`."""
-    texts = (f"identity {weights}", layout, f"chunking {weights}", "packaging")
+    """Return the three documents of a manifest, in order; the first differs by `weights`."""
+    texts = (f"identity {weights}", layout, "packaging")
     return [text.encode().ljust(nbytes, b".") for text in texts]
 
 
-def make_ref(documents: list[bytes]) -> ManifestRef:
-    digests = [document_digest(document) for document in documents]
-    sizes = [len(document) for document in documents]
-    return ManifestRef(
-        digests[0],
-        digests[1],
-        digests[2],
-        digests[3],
-        (sizes[0], sizes[1], sizes[2], sizes[3]),
-    )
+def make_ref(documents: list[bytes], *, chunk_nbytes: int = BLOCK_BYTES) -> ManifestRef:
+    """Return the reference of a manifest of these documents: identity, layout, packaging."""
+    identity, layout, packaging = map(document_digest, documents)
+    sizes = (len(documents[0]), len(documents[1]), len(documents[2]))
+    return ManifestRef(identity, layout, chunk_nbytes, packaging, sizes)
 
 
 def by_digest(documents: list[bytes]) -> dict[bytes, bytes]:

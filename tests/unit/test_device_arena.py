@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 from xxhash import xxh3_128_digest
 
-from mx.core.digest import ChunkHasher
-from mx.core.types import Segment
+from mx.core.digest import BlockHasher, shortcut_digest
 from mx.cuda import driver as cuda
 from mx.cuda import xxh3
 from mx.cuda.device import device_key
@@ -65,16 +64,16 @@ def test_too_big_is_said_before_anything_is_taken(fake: FakeDriver) -> None:
 
 def test_hashes_what_landed_as_the_host_would(fake: FakeDriver) -> None:
     data = random.Random(5).randbytes(3 * MIB)
-    segments = [Segment(256, 256, 1_500_000), Segment(1_500_416, 1_500_416, 1_000_001)]
+    places = [(256, MIB), (256 + MIB, 451_424), (1_500_416, 1_000_001)]
     arena = DeviceArena(len(data), "cuda:0")
     ctypes.memmove(arena.address, data, len(data))
-    views = [arena.view[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-    host = [memoryview(data)[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-    hasher = arena.hasher(segments, views)
+    views = [arena.view[offset : offset + nbytes] for offset, nbytes in places]
+    host = [memoryview(data)[offset : offset + nbytes] for offset, nbytes in places]
+    hasher = arena.hasher(views)
     hasher.landed(100)
-    assert hasher.block_digests() == ChunkHasher(segments, host).block_digests()
+    assert hasher.block_digests() == BlockHasher(host, shortcut_digest).block_digests()
     with pytest.raises(LocalError, match="in host memory"):
-        arena.hasher(segments, host)
+        arena.hasher(host)
     arena.release()
 
 
@@ -113,7 +112,7 @@ def test_kernels_that_can_t_be_compiled_fail_the_digest(
 
     monkeypatch.setattr(xxh3, "compiled", refuse)
     arena = DeviceArena(1000, "cuda:0")
-    hasher = arena.hasher([Segment(0, 0, 1000)], [arena.view])
+    hasher = arena.hasher([arena.view])
     with pytest.raises(LocalError, match="no kernels for 90"):
         hasher.block_digests()
     arena.release()
@@ -122,6 +121,6 @@ def test_kernels_that_can_t_be_compiled_fail_the_digest(
 def test_digests_of_fresh_memory_are_not_those_of_zeros(fake: FakeDriver) -> None:
     """The fake's memory is garbage until written: a read that skips bytes shows."""
     arena = DeviceArena(4096, "cuda:0")
-    digests = arena.hasher([Segment(0, 0, 4096)], [arena.view]).block_digests()
+    digests = arena.hasher([arena.view]).block_digests()
     assert digests != xxh3_128_digest(bytes(4096))
     arena.release()
