@@ -55,12 +55,12 @@ def rows(checkpoint: Path, rounds: int, say: Callable[[str], None]) -> list[harn
 
 def _load(checkpoint: Path) -> float:
     start_s = time.perf_counter()
-    _, arena = load_checkpoint(
+    loaded = load_checkpoint(
         checkpoint,
         lambda nbytes: MemfdArena(nbytes, name="bench"),
-        chunk_nbytes=16 * MIB,
+        chunk_nbytes=None,
         threads=THREADS,
     )
     seconds = time.perf_counter() - start_s
-    arena.release()
+    loaded.arena.release()
     return seconds

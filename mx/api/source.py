@@ -14,6 +14,7 @@ from mx import config, runtime, trace
 from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.limits import Bounds
+from mx.core.pages import Pages
 from mx.core.reference import parse_reference
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ClosedError, ConfigError, CoordinatorError
@@ -87,6 +88,11 @@ class Source(Closable):
     def manifest(self) -> Manifest:
         """The manifest of the weights."""
         return self._held.manifest
+
+    @property
+    def pages(self) -> Pages:
+        """The digests of the model's blocks."""
+        return self._held.pages
 
     def buffer(self) -> memoryview:
         """Return the weights as the manifest's arena lays them out.

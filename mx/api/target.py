@@ -17,6 +17,7 @@ from mx.api.layers import layer_tensors, tensors_of
 from mx.api.options import pull_options, writable_bytes
 from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
+from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
@@ -160,6 +161,11 @@ class Pull(Closable):
     def manifest(self) -> Manifest | None:
         """The manifest; None until it is known."""
         return self._job.manifest
+
+    @property
+    def pages(self) -> Pages | None:
+        """The digests of the model's blocks that are known; None until the manifest is."""
+        return self._job.pages
 
     @property
     def model(self) -> ModelKey:
@@ -336,7 +342,9 @@ class Pull(Closable):
             return self._settle(host, arena)
         self._loop.run(self._job.leave())
         arena.seal()
-        held = HeldModel(self.model, manifest, arena, pages, SourceRole.RELAY, borrowed=True)
+        held = HeldModel(
+            self.model, manifest, arena, pages, role=SourceRole.RELAY, borrowed=True
+        )
         coordinator = self._options.coordinator
         loop = runtime.acquire()
         try:

@@ -61,7 +61,7 @@ class Relay:
             manifest,
             arena,
             pages,
-            SourceRole.RELAY,
+            role=SourceRole.RELAY,
             borrowed=True,
             source_id=source_id,
             layers=(),

@@ -257,7 +257,7 @@ class Job:
             if options.reuse:  # which chunks are held is known by their blocks
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(fetcher.run(), options.stall_timeout_s)
-            await uncut(in_thread(fill, transfer, lambda: self._closed))
+            await uncut(in_thread(fill, transfer, pages, lambda: self._closed))
 
         self.node = node = self._join_swarm(found, arena, transfer, outcome)
         closing.push_async_callback(self._end_reading, node)
@@ -379,7 +379,7 @@ class Job:
     ) -> PullReport:
         """Deliver every layer of the mapped memory, which outlives session, lease and source."""
         connection.session.close()
-        self.arena = BorrowedArena(view)
+        self.arena, self.pages = BorrowedArena(view), Pages(manifest)
         self._log.reading_began(time.monotonic())
         strong = self.options.strong
         for layer in range(len(manifest.layout.layers)):

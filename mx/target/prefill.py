@@ -7,14 +7,17 @@ elsewhere: held memory may have been written to since.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mx.buffers import copy_bytes
-from mx.core.digest import DIGEST_BYTES, BlockHasher
-from mx.core.pages import Pages
+from mx.core.digest import DIGEST_BYTES, BlockHasher, block_digest
+from mx.core.grid import BLOCK_BYTES
+from mx.core.pages import Pages, check_page
 from mx.core.reuse import Copy, Held, same_chunks
+from mx.errors import DigestError
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
 from mx.transport import host_view
@@ -69,6 +72,8 @@ def reuse(
         cancelled: Returns True once the pull is cancelled.
     """
     grid = transfer.manifest.grid
+    for each in held:
+        _learn_pages(each)
     copies = same_chunks(transfer.manifest, pages, held)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="mx-reuse") as pool:
         for layer in range(len(transfer.manifest.layout.layers)):
@@ -82,6 +87,23 @@ def reuse(
             right = pool.map(lambda copy, page=page: _copied(transfer, page, copy), here)
             chunks = [copy.index for copy, good in zip(here, right, strict=True) if good]
             transfer.prefill("reuse", "local", chunks, time.monotonic() - began_s)
+
+
+def _learn_pages(held: Held) -> None:
+    """Hash the layers whose pages are not known, as of memory that was attached. Pages of layers
+    that were written to since stay unknown."""
+    layout = held.manifest.layout
+    for layer in held.pages.missing:
+        place = layout.layers[layer]
+        space = held.view[place.arena_offset : place.arena_offset + place.nbytes]
+        page = b"".join(
+            block_digest(space[at : min(at + BLOCK_BYTES, offset + nbytes)])
+            for offset, nbytes in place.extents
+            for at in range(offset, offset + nbytes, BLOCK_BYTES)
+        )
+        with contextlib.suppress(DigestError):
+            check_page(held.manifest, layer, page)
+            held.pages.put(layer, page)
 
 
 def _copied(transfer: Transfer, page: bytes, copy: Copy) -> bool:

@@ -344,7 +344,7 @@ class Transfer:
         digests: bytes | None = sink.hasher.block_digests()
         if sink.vouched is not None:
             # On a mismatch blake3 has the last word: the shortcut's digests may be the wrong ones.
-            right = digests == sink.vouched
+            right = digests == bytes(sink.vouched)
             digests = None if right else self._make_hasher(sink.views).block_digests()
         with self._lock:
             self._in_flight.pop(sink.part, None)
