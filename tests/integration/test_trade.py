@@ -166,7 +166,7 @@ def test_a_stream_begins_with_a_hello_to_a_source_that_is_there(origin: api.Sour
         assert await neighbour.receive() is None
 
     async def other(neighbour: Neighbour, source_id: str) -> None:
-        ref = replace(neighbour.record.ref, chunking=b"c" * 32)
+        ref = replace(neighbour.record.ref, chunk_nbytes=3 * MIB)
         neighbour.record = replace(neighbour.record, ref=ref)
         await neighbour.hello(source_id)
         assert await neighbour.receive() is None
