@@ -15,6 +15,7 @@ from mx import api, codec, runtime
 from mx.core.types import AddressTable, SourceRecord, SourceRole
 from mx.swarm.origin import MOST_OF_READER
 from mx.swarm.stream import from_bytes
+from mx.units import MIB
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.rpc import Stub
 from mx.wire.v1 import peer_pb2
