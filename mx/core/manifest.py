@@ -25,7 +25,7 @@ from mx.core.canonical import (
 from mx.core.digest import document_digest
 from mx.core.grid import BLOCK_BYTES, default_chunk_nbytes
 from mx.core.identity import IdentityRecords, kind_to_json
-from mx.core.layout import Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
+from mx.core.layout import MAX_TENSORS, Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
 from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
@@ -45,11 +45,15 @@ from mx.core.types import (
     SideFile,
 )
 from mx.errors import ManifestError
+from mx.text import shown
 from mx.units import GIB
 
 __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 
 MAX_CHUNK_BYTES = GIB
+#: The most bytes of a model, in chunk sizes: a manifest of a few bytes may describe any number of
+#: chunks, and a reader keeps something for each.
+MAX_CHUNKS = 1 << 20
 #: Of the layout and the packaging document.
 VERSION = 2
 
@@ -92,6 +96,7 @@ def encode(
     if chunk_nbytes is None:
         chunk_nbytes = default_chunk_nbytes(layout.payload_nbytes)
     check_chunk_nbytes(chunk_nbytes)
+    _check_chunks(layout, chunk_nbytes)
     _check_packaging(packaging, names)
     records = IdentityRecords(names, kinds, kind, layout.aliases)
     identity = records.document(roots)
@@ -131,7 +136,8 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
     layout = build_layout(layers, names, kinds, kind, aliases)
     roots = IdentityRecords(names, kinds, kind, aliases).read(identity)
     check_chunk_nbytes(ref.chunk_nbytes)
-    packaging = _read_packaging(packaging_data, names) if packaging_data else Packaging()
+    _check_chunks(layout, ref.chunk_nbytes)
+    packaging = _read_packaging(packaging_data, names) if ref.packaging else Packaging()
     _check_packaging(packaging, names)
     own = {digest: documents[digest] for digest, _ in ref.documents}
     return Manifest(ref, layout, packaging, tuple(map(roots.__getitem__, names)), own)
@@ -139,6 +145,8 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
 
 def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> tuple[bytes, bytes, bytes]:
     names = {ref.identity: "identity", ref.layout: "layout", ref.packaging: "packaging"}
+    if bool(ref.packaging) != bool(ref.sizes[2]):
+        raise ManifestError("the packaging document has a digest or a size, but not both")
     found = {b"": b""}
     for digest, nbytes in ref.documents:
         data = documents.get(digest)
@@ -184,6 +192,8 @@ def _read_layout(
     _check_version(document, what)
     labels = take_list(document, "layer_names", str, what)
     counts = take_list(document, "layer_tensors", int, what)
+    if raw.count(b"\0") >= MAX_TENSORS:  # as text they take thirty times their size
+        raise ManifestError(f"there are more than {MAX_TENSORS} tensors and aliases")
     names = read_names(raw, what)
     kind = take_list(document, "kind", int, what)
     if len(labels) != len(counts):
@@ -234,6 +244,14 @@ def check_chunk_nbytes(chunk_nbytes: int) -> None:
         )
 
 
+def _check_chunks(layout: Layout, chunk_nbytes: int) -> None:
+    if layout.payload_nbytes > MAX_CHUNKS * chunk_nbytes:
+        raise ManifestError(
+            f"chunks of {chunk_nbytes} bytes would be too many for {layout.payload_nbytes} bytes",
+            hint="choose larger chunks",
+        )
+
+
 # -- packaging ------------------------------------------------------------------------------------
 
 
@@ -270,7 +288,7 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
             case [str(path), (None | list()) as pairs, list(indices)]:
                 numbers = _ints(indices)
                 if numbers and not (min(numbers) >= 0 and max(numbers) < len(ordered)):
-                    raise ManifestError(f"{path!r} holds a tensor that the layout does not have")
+                    raise ManifestError(f"{shown(path)} holds a tensor that is not in the layout")
                 tensors = tuple(map(ordered.__getitem__, numbers))
                 files.append(PackagedFile(path, _metadata(pairs), tensors))
             case _:
@@ -282,6 +300,8 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
                 side_files.append(SideFile(path, nbytes, _unhex(digest)))
             case _:
                 raise ManifestError("a side file in the packaging document is malformed")
+    if not files and not side_files:  # then there is no document: one packaging has one pin
+        raise ManifestError("the packaging document holds no files")
     return Packaging(tuple(files), tuple(side_files))
 
 
@@ -322,7 +342,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
         if reason is None and not file.path.endswith(TENSOR_SUFFIX):
             reason = f"does not end in {TENSOR_SUFFIX}"
         if reason is not None:
-            raise ManifestError(f"the tensor file {file.path!r} {reason}")
+            raise ManifestError(f"the tensor file {shown(file.path)} {reason}")
     packed = list(chain.from_iterable(file.tensors for file in packaging.files))
     if packaging.files and not len(packed) == len(names) == len(set(packed)):
         raise ManifestError("the files do not hold each tensor exactly once")
@@ -333,7 +353,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
         if reason is None and not 0 <= side.nbytes <= MAX_SIDE_FILE_BYTES:
             reason = "is too large"
         if reason is not None:
-            raise ManifestError(f"the side file {side.path!r} {reason}")
+            raise ManifestError(f"the side file {shown(side.path)} {reason}")
     if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
         raise ManifestError(f"the side files have more than {MAX_SIDE_FILES_BYTES} bytes")
     reason = bad_path_set(
