@@ -73,7 +73,7 @@ def kind_nbytes(kind: Kind) -> int:
         raise ManifestError(f"a shape has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     for dimension in shape:
         if not 0 <= dimension <= MAX_ARENA_BYTES:
-            raise ManifestError(f"a tensor cannot have a dimension of {dimension}")
+            raise ManifestError("a dimension is negative or larger than any memory")
     # Without its zeros: torch computes the strides of an empty tensor too, and they may overflow.
     if prod(filter(None, shape)) * bits > 8 * MAX_ARENA_BYTES:
         raise ManifestError(f"a tensor of shape {list(shape)} is larger than any memory")

@@ -22,7 +22,7 @@ from mx.core.canonical import (
     write_json,
     write_names,
 )
-from mx.core.digest import document_digest
+from mx.core.digest import document_digest, tensor_root
 from mx.core.grid import BLOCK_BYTES, default_chunk_nbytes
 from mx.core.identity import IdentityRecords, kind_to_json
 from mx.core.layout import MAX_TENSORS, Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
@@ -100,6 +100,8 @@ def encode(
     _check_packaging(packaging, names)
     records = IdentityRecords(names, kinds, kind, layout.aliases)
     identity = records.document(roots)
+    in_order = tuple([roots[name] for name in names])
+    _check_roots(layout, in_order)
     places = _layout_document(layers, names, kinds, kind, layout.aliases)
     files = _packaging_document(packaging, names) if packaging != Packaging() else b""
     documents = {document_digest(each): each for each in (identity, places, files) if each}
@@ -113,7 +115,7 @@ def encode(
         ),
         layout,
         packaging,
-        tuple([roots[name] for name in names]),
+        in_order,
         dict(side_documents or {}) | documents,
     )
 
@@ -134,13 +136,15 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
     identity, layout_data, packaging_data = _verified(ref, documents)
     layers, names, kinds, kind, aliases = _read_layout(layout_data)
     layout = build_layout(layers, names, kinds, kind, aliases)
-    roots = IdentityRecords(names, kinds, kind, aliases).read(identity)
+    roots_of = IdentityRecords(names, kinds, kind, aliases).read(identity)
+    roots = tuple(map(roots_of.__getitem__, names))
+    _check_roots(layout, roots)
     check_chunk_nbytes(ref.chunk_nbytes)
     _check_chunks(layout, ref.chunk_nbytes)
     packaging = _read_packaging(packaging_data, names) if ref.packaging else Packaging()
     _check_packaging(packaging, names)
     own = {digest: documents[digest] for digest, _ in ref.documents}
-    return Manifest(ref, layout, packaging, tuple(map(roots.__getitem__, names)), own)
+    return Manifest(ref, layout, packaging, roots, own)
 
 
 def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> tuple[bytes, bytes, bytes]:
@@ -158,6 +162,15 @@ def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> tuple[bytes
             )
         found[digest] = data
     return found[ref.identity], found[ref.layout], found[ref.packaging]
+
+
+def _check_roots(layout: Layout, roots: Sequence[bytes]) -> None:
+    """Check the roots that no page proves: those of layers without bytes."""
+    for layer in layout.layers:
+        if not layer.nbytes:
+            first, end = layer.first_tensor, layer.first_tensor + len(layer.extents)
+            if set(roots[first:end]) != {tensor_root(0, b"")}:
+                raise ManifestError(f"layer {layer.name} is empty, and its roots are not")
 
 
 # -- layout ---------------------------------------------------------------------------------------
@@ -228,7 +241,7 @@ def _check_version(document: dict[str, object], what: str) -> None:
     version = take(document, "version", int, what)
     if version != VERSION:
         raise ManifestError(
-            f"the {what} document has version {version}, this mx reads {VERSION}",
+            f"the {what} document has version {str(version)[:9]}, this mx reads {VERSION}",
             hint="run the same version of mx on both sides",
         )
 
