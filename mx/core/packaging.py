@@ -18,6 +18,8 @@ MAX_SIDE_FILES = 1000
 #: All side files together: sources hold them in memory, and tokenizers are large.
 MAX_SIDE_FILES_BYTES = 256 * MIB
 MAX_PATH_BYTES = 512
+#: Of a tensor and of a layer.
+MAX_NAME_CHARS = 1024
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -122,8 +124,8 @@ def bad_path_set(paths: Iterable[str]) -> str | None:
 
 def bad_tensor_name(name: str) -> str | None:
     """Return why a tensor must not have this name, or None if it may. safetensors accepts more."""
-    if not name:
-        return "is empty"
+    if not name or len(name) > MAX_NAME_CHARS:
+        return "is empty or too long"
     if has_control(name):
         return "holds a control character"
     if name == "__metadata__":

@@ -136,8 +136,11 @@ class Layout:
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, ordered by (layer, offset)."""
-        made = self._tensors() if callable(self._tensors) else self._tensors
-        self._tensors = ()  # releases what the function refers to
+        # Several threads may come here at once: each finds the function or what it returned.
+        made = self._tensors
+        if callable(made):
+            made = tuple(made())
+            self._tensors = made  # releases what the function refers to
         return tuple(made)
 
     @cached_property

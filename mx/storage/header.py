@@ -21,7 +21,8 @@ from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ManifestError
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
-from mx.storage.osfile import open_regular, read_error, shown
+from mx.storage.osfile import open_regular, read_error
+from mx.text import shown
 from mx.units import align_up
 
 MAX_HEADER_BYTES = 100_000_000
