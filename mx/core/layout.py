@@ -80,7 +80,7 @@ def kind_nbytes(kind: Kind) -> int:
         raise ManifestError(f"{dtype} of shape {list(shape)} does not fill whole bytes")
     if stride and (bits < 8 or permuted_stride(shape, stride) != stride):
         raise ManifestError(
-            f"strides {list(stride)} of shape {list(shape)} are not those of a dense tensor in "
+            f"the strides of a tensor of shape {list(shape)} are not those of a dense tensor in "
             "another order"
         )
     return total_bits // 8

@@ -218,7 +218,7 @@ def _tensor(name: str, entry: object, start: int, location: Path) -> FileTensor:
         _fail(location, f"{where} has a shape or offsets that are not lists of integers")
     spec = TensorSpec(name, dtype, tuple(shape))
     try:
-        nbytes = kind_nbytes((dtype, spec.shape))
+        nbytes = kind_nbytes((dtype, spec.shape, ()))
     except ManifestError as error:
         _fail(location, f"{where}: {error.message}")
     begin, end = offsets

@@ -78,7 +78,7 @@ def raw_file(header: Mapping[str, object] | bytes, data: bytes = b"", *, pad: in
 
 def entry(dtype: str, shape: list[int], begin: int) -> dict[str, object]:
     """Return a tensor's entry in a header."""
-    end = begin + kind_nbytes((dtype, tuple(shape)))
+    end = begin + kind_nbytes((dtype, tuple(shape), ()))
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
