@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from mx.core.types import Layout, PackagedFile, Packaging
 from mx.text import has_control
 from mx.units import MIB
 
@@ -133,18 +132,3 @@ def bad_tensor_name(name: str) -> str | None:
     if ".." in name and ".." in name.replace("\\", "/").split("/"):
         return "holds '..' as a path does"
     return None
-
-
-def default_packaging(layout: Layout) -> Packaging:
-    """Return the packaging of tensors that come from no checkpoint: one file, in execution order.
-
-    Its metadata names ties as safetensors.torch.save_model does. Other aliases (slices,
-    transposes) are views that no checkpoint holds, and are left out.
-    """
-    metadata = {"format": "pt"}
-    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
-    for alias in layout.aliases:
-        if alias.offset_bytes == 0 and alias.shape == shapes[alias.target]:
-            metadata[alias.name] = alias.target
-    names = tuple(tensor.name for tensor in layout.tensors)
-    return Packaging((PackagedFile("model.safetensors", metadata, names),))
