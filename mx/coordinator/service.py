@@ -190,7 +190,7 @@ class CoordinatorServicer(PullsServicer):
                 break
             response.sources.append(source)
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:
-            for digest in dict.fromkeys(found.ref.digests):
+            for digest in dict.fromkeys([d for d, _ in found.ref.documents]):
                 data = self._state.document(digest)
                 if data is not None:
                     response.documents.extend(pages(digest, data))

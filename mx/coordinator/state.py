@@ -157,7 +157,7 @@ class MemoryState:
         address: str = "",
     ) -> SourceRecord:
         now = self.now()
-        for digest, nbytes in zip(record.ref.digests, record.ref.sizes, strict=True):
+        for digest, nbytes in record.ref.documents:
             data = documents.get(digest) or self._store.get(digest)
             if data is None:
                 raise PeerProtocolError(
@@ -240,9 +240,9 @@ class MemoryState:
         now = self.now()
         for change in changes:
             if change.kind is not ChangeKind.GONE:
-                self._store.hold(change.record.ref.digests)
+                self._store.hold([d for d, _ in change.record.ref.documents])
             if change.before is not None:
-                self._store.release(now, change.before.ref.digests)
+                self._store.release(now, [d for d, _ in change.before.ref.documents])
         for listener in self._listeners:
             listener(changes)
 

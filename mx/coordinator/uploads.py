@@ -22,10 +22,10 @@ class Upload:
             CapacityError: The manifest is too large.
         """
         self._state = state
-        self._digests = record.ref.digests
+        self._digests = [d for d, _ in record.ref.documents]
         self._held: set[bytes] = set()
         self._reserved = 0
-        refs = list(zip(record.ref.digests, record.ref.sizes, strict=True))
+        refs = list(record.ref.documents)
         self._assembler = Assembler(refs, who=record.endpoint)
 
     @property

@@ -129,7 +129,7 @@ class CoordinatorClient:
         codec.check_model_key(record.model)
         async with diagnosing(self.remote):
             missing = await self._stub.Missing(
-                pb.MissingRequest(digests=record.ref.digests), timeout=self._timeout_s
+                pb.MissingRequest(digests=[d for d, _ in record.ref.documents]), timeout=self._timeout_s
             )
         absent = [digest for digest in missing.digests if digest not in documents]
         if absent:
@@ -332,7 +332,7 @@ class CoordinatorClient:
             answer = await self._stub.Resolve(request, timeout=self._timeout_s)
             ref = codec.ref_from_wire(answer.manifest)
             inlined = wire_documents.Assembler(
-                list(zip(ref.digests, ref.sizes, strict=True)), who=self.remote.address
+                list(ref.documents), who=self.remote.address
             )
             for page in answer.documents:
                 inlined.add(page)

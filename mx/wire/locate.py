@@ -156,7 +156,7 @@ class Locator:
         Raises:
             NoSourceError, or the last error: Neither the coordinator nor a source gave them.
         """
-        sizes = dict(zip(located.ref.digests, located.ref.sizes, strict=True))
+        sizes = dict(located.ref.documents)
         refs = [(digest, size) for digest, size in sizes.items() if digest not in located.inlined]
         if not refs:
             return dict(located.inlined)
@@ -269,10 +269,10 @@ def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
 def _same(one: ManifestRef, other: ManifestRef) -> bool:
     """Return True if both describe the same bytes, in the same places and chunks. Their files and
     metadata may differ."""
-    return (one.identity, one.layout, one.chunking) == (
+    return (one.content, one.chunk_nbytes) == (other.content, other.chunk_nbytes) or (
         other.identity,
         other.layout,
-        other.chunking,
+        other.chunk_nbytes, 0
     )
 
 
