@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from mx.core.types import BLOCK_BYTES
+from mx.core.grid import BLOCK_BYTES
 from mx.cuda import blake3
 from mx.cuda.blake3 import CHAINS_BYTES, CHUNK_BYTES, DIGEST_BYTES, PROGRAM_CHUNKS, UNIT_BYTES
 from mx.cuda.device import Device, DeviceMemory, PinnedMemory, Stream

@@ -17,7 +17,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx.core.types import BLOCK_BYTES
+from mx.core.grid import BLOCK_BYTES
 from mx.cuda import blake3 as compiler
 from mx.cuda.blake3 import CHAINS_BYTES, MAX_CHUNKS, PROGRAM_CHUNKS
 from mx.cuda.device import Device, DeviceMemory
