@@ -8,19 +8,31 @@ elsewhere: held memory may have been written to since.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from mx.buffers import copy_bytes
 from mx.core.digest import DIGEST_BYTES, BlockHasher
 from mx.core.pages import Pages
 from mx.core.reuse import Copy, Held, same_chunks
+from mx.core.types import Manifest
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
-from mx.transport import host_view
+from mx.transport import Span, host_view
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2
+
+
+class Prefillable(Protocol):
+    """What `reuse` needs of a `Transfer`."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def arena(self) -> Span: ...
+    def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float) -> int: ...
 
 
 def prefilling(
@@ -58,7 +70,7 @@ def prefilling(
 
 
 def reuse(
-    transfer: Transfer, pages: Pages, held: Sequence[Held], cancelled: Callable[[], bool]
+    transfer: Prefillable, pages: Pages, held: Sequence[Held], cancelled: Callable[[], bool]
 ) -> None:
     """Copy equal chunks into the transfer's arena, layer by layer, and prefill the right ones.
 
@@ -84,7 +96,7 @@ def reuse(
             transfer.prefill("reuse", "local", chunks, time.monotonic() - began_s)
 
 
-def _copied(transfer: Transfer, page: bytes, copy: Copy) -> bool:
+def _copied(transfer: Prefillable, page: bytes, copy: Copy) -> bool:
     """Copy a chunk and hash the copy. Returns True if it is what the page says."""
     arena, grid = host_view(transfer.arena), transfer.manifest.grid
     base = transfer.manifest.layout.layers[grid.layer_of[copy.index]].arena_offset
