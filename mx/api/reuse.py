@@ -16,6 +16,9 @@ class Holder(Protocol):
 
     @property
     def manifest(self) -> Manifest | None: ...
+    @property
+    def pages(self) -> Pages | None:
+        """The block digests that are known; None if there is no manifest."""
 
     @property
     def pages(self) -> Pages | None:
