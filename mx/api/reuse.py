@@ -16,13 +16,10 @@ class Holder(Protocol):
 
     @property
     def manifest(self) -> Manifest | None: ...
-    @property
-    def pages(self) -> Pages | None:
-        """The block digests that are known; None if there is no manifest."""
 
     @property
     def pages(self) -> Pages | None:
-        """The block digests that are known."""
+        """The block digests that are known; None if there is no manifest."""
 
     def buffer(self) -> memoryview:
         """Wait for the weights and return them as the manifest's arena lays them out."""
