@@ -19,7 +19,7 @@ class Holder(Protocol):
 
     @property
     def pages(self) -> Pages | None:
-        """The block digests that are known."""
+        """The block digests that are known; None if there is no manifest."""
 
     def buffer(self) -> memoryview:
         """Wait for the weights and return them as the manifest's arena lays them out."""

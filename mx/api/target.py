@@ -342,9 +342,7 @@ class Pull(Closable):
             return self._settle(host, arena)
         self._loop.run(self._job.leave())
         arena.seal()
-        held = HeldModel(
-            self.model, manifest, arena, pages, role=SourceRole.RELAY, borrowed=True
-        )
+        held = HeldModel(self.model, manifest, arena, pages, role=SourceRole.RELAY, borrowed=True)
         coordinator = self._options.coordinator
         loop = runtime.acquire()
         try:

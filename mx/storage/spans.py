@@ -19,6 +19,9 @@ from mx.units import align_up
 #: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
 DIRECT_ALIGNMENT_BYTES = 4096
 
+#: To give up the interpreter lock takes longer than to copy so few bytes.
+_SHORT_BYTES = 16 * 1024
+
 #: Called with a tensor's index in the layout, a block's number in the tensor, and its bytes.
 BlockLanded = Callable[[int, int, memoryview], None]
 
@@ -35,12 +38,15 @@ class ArenaWriter:
         self.view, self.memfd = view, memfd
 
     def write(self, place: int, data: memoryview) -> None:
-        """Copy `data` to `place` in the arena, without the interpreter lock.
+        """Copy `data` to `place` in the arena, without the interpreter lock unless it is short.
 
         Raises:
             CapacityError: The system has no memory for it.
         """
         end = place + data.nbytes
+        if data.nbytes <= _SHORT_BYTES:
+            self.view[place:end] = data
+            return
         if self.memfd is None:
             with self.view[place:end] as here:
                 copy_bytes(here, data)

@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from mx.buffers import copy_bytes
 from mx.core.digest import DIGEST_BYTES, BlockHasher, block_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages, check_page
 from mx.core.reuse import Copy, Held, same_chunks
+from mx.core.types import Manifest
 from mx.errors import DigestError
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
-from mx.transport import host_view
+from mx.transport import Span, host_view
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2
+
+
+class Prefillable(Protocol):
+    """What `reuse` needs of a `Transfer`."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def arena(self) -> Span: ...
+    def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float) -> int: ...
 
 
 def prefilling(
@@ -61,7 +73,7 @@ def prefilling(
 
 
 def reuse(
-    transfer: Transfer, pages: Pages, held: Sequence[Held], cancelled: Callable[[], bool]
+    transfer: Prefillable, pages: Pages, held: Sequence[Held], cancelled: Callable[[], bool]
 ) -> None:
     """Copy equal chunks into the transfer's arena, layer by layer, and prefill the right ones.
 
@@ -106,7 +118,7 @@ def _learn_pages(held: Held) -> None:
             held.pages.put(layer, page)
 
 
-def _copied(transfer: Transfer, page: bytes, copy: Copy) -> bool:
+def _copied(transfer: Prefillable, page: bytes, copy: Copy) -> bool:
     """Copy a chunk and hash the copy. Returns True if it is what the page says."""
     arena, grid = host_view(transfer.arena), transfer.manifest.grid
     base = transfer.manifest.layout.layers[grid.layer_of[copy.index]].arena_offset

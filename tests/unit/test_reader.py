@@ -443,7 +443,7 @@ def test_memory_that_does_not_fit() -> None:
 def test_blocks_may_land_in_any_order(
     sizes: list[int], shortcuts: bool, rng: random.Random
 ) -> None:
-    specs = [TensorSpec(f"model.layers.{i // 2}.w{i}", "U8", (n,)) for i, n in enumerate(sizes)]
+    specs = [TensorSpec(f"model.layers.{i // 2}.mlp.w{i}", "U8", (n,)) for i, n in enumerate(sizes)]
     layout = plan_layout(specs)
     arena = make_arena(layout)
     blocks: list[tuple[int, int, memoryview]] = []
