@@ -1,0 +1,285 @@
+"""A source that lies, in a process of its own: `python -m tests.hostile.liar LIES`.
+
+LIES is a JSON object. "checkpoint", "model" and "coordinator" (null: none) are what it claims to
+serve, and where it registers. Its lies, each of them absent for the truth:
+
+    bytes      "others": each byte is another; "forged": others with the right xxh3_128
+    digests    "own": block digests of its own bytes
+    pages      how it answers Pages: a name in PAGES
+    layout     "garbage": a layout document that describes no weights
+    files      "others": other bytes of the side files, under the right digests
+    uid        the user that it becomes; it claims to be still the one that started it
+    tickets    the endpoint of a source whose shm tickets it hands out as its own
+    crowd      as how many sources it registers
+    whole      false: it says that it lacks the last layer
+
+It prints its endpoint as JSON, and serves until SIGTERM. It is the first among equal sources.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mx import api, codec, config, plugins, runtime
+from mx.core.digest import document_digest
+from mx.core.pages import Pages
+from mx.core.types import Manifest, ModelKey, SourceRole
+from mx.memory.arena import MemfdArena
+from mx.source.limits import SourceLimits
+from mx.source.model import HeldModel, hold_checkpoint
+from mx.source.server import SourceOptions, SourceServer
+from mx.source.service import PeerServicer
+from mx.transport import host_view
+from mx.units import MIB
+from mx.wire.channel import Remote, Role, dial
+from mx.wire.lease import Lease
+from mx.wire.rpc import Stub
+from mx.wire.v1 import peer_pb2
+from mx_transports.toolkit.local import LocalExposure
+from tests.support.hashing import blocks_of, pages_of, shortcuts_of
+from tests.support.preimages import forged
+
+Answer = Callable[[list[peer_pb2.LayerPage]], AsyncIterator[peer_pb2.LayerPage]]
+#: A byte of a page comes after this long.
+DRIP_S = 1.0
+TRANSPORTS = {name: each for name, each in plugins.transports().items() if name in ("shm", "tcp")}
+PR_SET_DUMPABLE = 4
+
+
+# -- bytes ------------------------------------------------------------------------------------------
+
+
+def other_bytes(manifest: Manifest, view: memoryview) -> None:
+    """Change every byte."""
+    found = np.frombuffer(view, dtype=np.uint8)
+    np.bitwise_xor(found, 0x5A, out=found)
+
+
+def forged_bytes(manifest: Manifest, view: memoryview) -> None:
+    """Change the first block of each layer that has a whole one, but not its xxh3_128."""
+    chosen = random.Random(11)
+    for layer in range(len(manifest.layout.layers)):
+        for block in (b for blocks in blocks_of(manifest.layout, view, layer) for b in blocks):
+            if len(block) == MIB:
+                block[:] = forged(bytes(block), chosen.randbytes(MIB))
+                break
+
+
+BYTES = {"others": other_bytes, "forged": forged_bytes}
+
+
+# -- pages ------------------------------------------------------------------------------------------
+
+
+async def of_another_model(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for page in right:
+        yield peer_pb2.LayerPage(layer=page.layer, offset=page.offset, data=page.data[::-1])
+
+
+async def truncated(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for page in right:
+        yield peer_pb2.LayerPage(layer=page.layer, offset=page.offset, data=page.data[:-32])
+
+
+async def oversized(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for page in right:
+        yield peer_pb2.LayerPage(layer=page.layer, data=page.data + bytes(MIB))
+
+
+async def endless(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for number in itertools.count():
+        yield peer_pb2.LayerPage(layer=right[0].layer, offset=32 * number, data=bytes(32))
+
+
+async def unasked(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for page in right:
+        yield peer_pb2.LayerPage(layer=page.layer + 1000, offset=page.offset, data=page.data)
+
+
+async def none(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for page in right[:0]:
+        yield page
+
+
+async def silent(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    await asyncio.Event().wait()
+    yield right[0]
+
+
+async def dripping(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
+    for page in right:
+        for at in range(len(page.data)):
+            await asyncio.sleep(DRIP_S)
+            yield peer_pb2.LayerPage(layer=page.layer, offset=at, data=page.data[at : at + 1])
+
+
+PAGES: Mapping[str, Answer] = {
+    "of another model": of_another_model,
+    "truncated": truncated,
+    "oversized": oversized,
+    "endless": endless,
+    "unasked": unasked,
+    "none": none,
+    "silent": silent,
+    "dripping": dripping,
+}
+
+
+def answer_pages(how: Answer) -> None:
+    honest = PeerServicer.Pages
+
+    async def pages(
+        self: PeerServicer, request: peer_pb2.PagesRequest, context: Any
+    ) -> AsyncIterator[peer_pb2.LayerPage]:
+        right = [page async for page in honest(self, request, context)]
+        async for page in how(right):
+            yield page
+
+    setattr(PeerServicer, "Pages", pages)
+
+
+# -- the others -------------------------------------------------------------------------------------
+
+
+def other_files(servicer: PeerServicer, manifest: Manifest) -> None:
+    """Send other bytes of the same length for each side file."""
+    honest, digests = servicer.document, {side.digest for side in manifest.packaging.side_files}
+
+    def document(digest: bytes) -> bytes | None:
+        data = honest(digest)
+        return bytes(each ^ 1 for each in data) if data and digest in digests else data
+
+    setattr(servicer, "document", document)
+
+
+def garbage_layout(manifest: Manifest) -> Manifest:
+    layout = b"{}\n" + bytes(100)
+    ref = manifest.ref
+    sizes = (ref.sizes[0], len(layout), ref.sizes[2])
+    ref = replace(ref, layout=document_digest(layout), sizes=sizes)
+    return replace(manifest, ref=ref, documents=manifest.documents | {ref.layout: layout})
+
+
+def become(uid: int) -> None:
+    """Become another user, who lets everybody read."""
+    setattr(LocalExposure, "admits", lambda self, sock: True)
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its /proc is root's
+
+
+def offer_once(options: SourceOptions, held: HeldModel) -> None:
+    """Import all that offering takes, which another user may not be able to read."""
+    loop = runtime.acquire()
+    server = loop.run(api.start_source(options, TRANSPORTS))
+    loop.run(server.offer(replace(held, borrowed=True)))
+    loop.run(server.close())
+    runtime.release(loop)
+
+
+async def tickets_of(endpoint: str, server: SourceServer) -> Lease:
+    """Get an shm ticket of another source, and hand it out. It works while the lease is open."""
+    channel = dial(endpoint)
+    stub = Stub(
+        channel,
+        peer_pb2.DESCRIPTOR.services_by_name["Peer"],
+        Remote(Role.SOURCE, endpoint),
+    )
+    described = await stub.Describe(peer_pb2.DescribeRequest())
+    record = codec.source_from_wire(described.sources[0])
+    lease = Lease(channel, record, lambda: None)
+    granted = await lease.open(server._place, ["shm"], 10.0)
+    for served in server._servicer.models.values():
+        setattr(served.exposures["shm"], "grant", lambda grant_id: granted.tickets["shm"])
+    return lease
+
+
+def held_model(lies: Mapping[str, Any]) -> HeldModel:
+    honest = hold_checkpoint(
+        Path(lies["checkpoint"]), ModelKey(lies["model"]), shortcuts=True, threads=2
+    )
+    manifest, layout = honest.manifest, honest.manifest.layout
+    arena = MemfdArena(layout.arena_nbytes, name="lies")
+    arena.view[:] = host_view(honest.arena.view)
+    honest.arena.release()
+    if "bytes" in lies:
+        BYTES[lies["bytes"]](manifest, arena.view)
+    pages, shortcuts = honest.pages, honest.shortcuts
+    if lies.get("digests") == "own":
+        pages = Pages.whole(manifest, pages_of(layout, arena.view))
+        shortcuts = shortcuts_of(layout, arena.view)
+    arena.seal()
+    if "layout" in lies:
+        manifest = garbage_layout(manifest)
+    held = replace(
+        honest,
+        manifest=manifest,
+        arena=arena,
+        pages=pages,
+        shortcuts=shortcuts,
+        source_id=lies.get("source_id", source_id(0)),
+    )
+    if not lies.get("whole", True):
+        held = replace(held, role=SourceRole.RELAY, layers=((0, len(layout.layers) - 1),))
+    return held
+
+
+def source_id(number: int) -> str:
+    return f"00000000-0000-4000-8000-{os.getpid():08x}{number:04x}"
+
+
+def serve(lies: Mapping[str, Any]) -> None:
+    held = held_model(lies)
+    options = api.source_options(config.load(environ={"HOME": "/nonexistent"}))
+    uid = os.getuid()
+    setattr(SourceLimits, "idle", lambda self: [])  # it has all the time in the world
+    if "pages" in lies:
+        answer_pages(PAGES[lies["pages"]])
+    if "uid" in lies:
+        offer_once(options, held)
+        become(lies["uid"])
+    loop = runtime.acquire()
+    server = loop.run(api.start_source(options, TRANSPORTS))
+    lease: Lease | None = None
+    try:
+        loop.run(server.offer(held))
+        for number in range(1, lies.get("crowd", 1)):
+            each = replace(held, source_id=source_id(number), borrowed=True)
+            loop.run(server.offer(each))
+        if "uid" in lies:
+            server._place = replace(server._place, uid=uid)
+        if "files" in lies:
+            other_files(server._servicer, held.manifest)
+        if "tickets" in lies:
+            lease = loop.run(tickets_of(lies["tickets"], server))
+        if lies.get("coordinator"):
+            loop.run(server.register(lies["coordinator"]))
+        print(json.dumps({"endpoint": server.endpoint}), flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    finally:
+        if lease is not None:
+            loop.run(lease.close())
+        loop.run(server.close())
+        runtime.release(loop)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    serve(json.loads(sys.argv[1]))

@@ -1,0 +1,39 @@
+"""A pull in a process of its own: `python -m tests.hostile.puller ARGUMENTS`.
+
+ARGUMENTS is a JSON object: "model", and arguments of `mx.pull` by name. It hashes the tensors of
+each layer when the layer is said to be ready, and prints the report, or the error, with the hashes
+as "delivered". Those of them that are not in "right" would be wrong bytes: then it ends with 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import torch
+
+from mx import api
+from mx.errors import EXIT_OK, EXIT_OTHER, MxError
+
+
+def run(model: str, right: dict[str, str], **options: Any) -> int:
+    delivered: dict[str, str] = {}
+    code = EXIT_OK
+    with api.pull(model, **options) as pull:
+        try:
+            for layer in pull.layers():
+                for name, tensor in layer.tensors().items():
+                    data = tensor.contiguous().view(torch.uint8).numpy()
+                    delivered[name] = hashlib.sha256(data).hexdigest()
+            found = pull.wait().to_json()
+        except MxError as error:
+            code = error.exit_code
+            found = {"error": {"message": error.message, "exit_code": code}}
+    print(json.dumps(found | {"delivered": delivered}), flush=True)
+    return code if delivered.items() <= right.items() else EXIT_OTHER
+
+
+if __name__ == "__main__":
+    sys.exit(run(**json.loads(sys.argv[1])))

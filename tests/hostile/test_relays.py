@@ -1,0 +1,64 @@
+"""Pulls that pass on other bytes than they have verified, in a swarm and after it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mx.errors import EXIT_INTEGRITY
+from tests.hostile.conftest import Started, Weights, failed, left, succeeded
+from tests.integration.conftest import Run, environment, serve, start_coordinator
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+COORDINATED = environment(MX_PEER_COORDINATED_READING="always")
+MISMATCH = "match the model's identity"
+#: Slow enough that relays have something to give.
+SLOW = ("--max-bandwidth", "2MB/s", "--chunk-bytes", "1MiB")
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"bytes": "forged"},
+        {"bytes": "others", "truths": 3},
+        {"bytes": "others", "boasts": True},
+    ],
+    ids=["forged", "after the truth", "boasting"],
+)
+def test_a_relay_that_lies_while_it_receives(
+    run: Run, start: Started, weights: Weights, lies: Any
+) -> None:
+    coordinator, _ = start_coordinator(run)
+    serve(run, weights.folder, "m", coordinator, *SLOW)
+    here = {"model": f"m@{weights.identity}", "coordinator": coordinator}
+    liar = start.module("relay", COORDINATED, **here, **lies).json()["endpoint"]
+    options = {"transport": "tcp", "attach": False, "right": weights.hashes}
+    pull = start.module("puller", COORDINATED, **here, **options)
+    report = succeeded(pull, weights)
+    assert report["retries"] > 0  # it has read from the liar
+    assert MISMATCH in left(report)[liar]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"transport": "tcp"}, {"attach": False, "verify": "strong"}, {"verify": "strong"}],
+    ids=["tcp", "copied", "attached"],
+)
+@pytest.mark.parametrize("how", ["forged", "others"])
+def test_a_relay_that_lies_when_it_has_everything(
+    run: Run, start: Started, weights: Weights, how: str, way: dict[str, Any]
+) -> None:
+    coordinator, _ = start_coordinator(run)
+    origin = serve(run, weights.folder, "m", coordinator)
+    here = {"model": f"m@{weights.identity}", "coordinator": coordinator}
+    liar = start.module("relay", **here, bytes=how, hold=True).json()["endpoint"]
+    here |= {"right": weights.hashes, **way}
+    report = succeeded(start.module("puller", **here), weights)
+    assert MISMATCH in left(report)[liar]
+    origin.signal(signal.SIGKILL)
+    origin.wait()
+    failed(start.module("puller", **here), liar, MISMATCH, code=EXIT_INTEGRITY)
