@@ -14,7 +14,7 @@ from mx import config, runtime, trace
 from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.limits import Bounds
-from mx.core.reference import parse_reference
+from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ClosedError, ConfigError, CoordinatorError
 from mx.runtime import uncut
@@ -85,8 +85,12 @@ class Source(Closable):
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the weights."""
-        return self._held.manifest
+        """The manifest of the weights as they are in memory.
+
+        The source may be registered with another layout or chunk size, those in which the same
+        weights were listed before.
+        """
+        return self._held.laid_out
 
     def buffer(self) -> memoryview:
         """Return the weights as the manifest's arena lays them out.
@@ -103,6 +107,11 @@ class Source(Closable):
     def identity_hex(self) -> str:
         """The identity of the weights, in hexadecimal."""
         return self._held.manifest.ref.identity.hex()
+
+    @property
+    def pinned(self) -> str:
+        """NAME@PIN with all digits: these weights, and their files if there are any."""
+        return pinned_name(self.model, self.manifest.ref)
 
     @property
     def embedded(self) -> bool:

@@ -32,8 +32,9 @@ def load(
         progress=progress,
         cancelled=cancelled,
     )
-    identity, pin = manifest.ref.identity.hex(), options.name.partition("@")[2]
-    if options.fall_back_to_disk and not identity.startswith(pin.lower()):
+    pin = options.name.partition("@")[2]
+    if options.fall_back_to_disk and not manifest.ref.pinned_by(pin):
         arena.release()
-        raise CheckpointError(f"{options.disk} holds {identity}, not {pin} as requested")
+        held = f"{manifest.ref.identity.hex()} ({manifest.ref.pin.hex()} with its files)"
+        raise CheckpointError(f"{options.disk} holds {held}, not {pin} as requested")
     return manifest, arena

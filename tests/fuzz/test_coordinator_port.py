@@ -83,7 +83,7 @@ def valid_requests() -> dict[str, list[bytes]]:
     """A well-formed exchange for every method."""
     record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1),))
     source_id = record.source_id
-    digests = list(record.ref.digests)
+    digests = [digest for digest, _ in record.ref.documents]
     registration = [
         pb.RegisterRequest(source=codec.source_to_wire(record, binding_secret=SECRET)),
         *(

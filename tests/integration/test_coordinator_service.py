@@ -80,7 +80,7 @@ async def test_50_000_tensors_pass_the_default_message_limit() -> None:
             replace(scattered, table=replace(scattered.table, rows=())),
             compact,
         ]
-        refs = list(zip(found.ref.digests, found.ref.sizes, strict=True))
+        refs = found.ref.documents
         both = await asyncio.gather(client.fetch(refs), client.fetch(refs))
         assert all(got == by_digest(documents) for got in both)
 
@@ -222,7 +222,7 @@ async def test_documents_go_with_the_last_source() -> None:
     state = MemoryState(grace_s=0.0)
     async with coordinator(state, lease_s=5.0) as client:
         record = await register(client)
-        refs = list(zip(record.ref.digests, record.ref.sizes, strict=True))
+        refs = record.ref.documents
         assert await client.fetch(refs) == by_digest(DOCUMENTS)
         await client.deregister(record.source_id)
         await state.tick()
@@ -288,7 +288,10 @@ async def test_watchers_get_a_draining_source() -> None:
         record = await register(client)
         now = [record]
         alive = asyncio.create_task(
-            client.keep_alive(lambda: now[0], by_digest(DOCUMENTS), binding_secret=SECRET)
+            client.keep_alive(
+                lambda: now[0],
+                lambda: client.register(now[0], by_digest(DOCUMENTS), binding_secret=SECRET),
+            )
         )
         try:
             async with aclosing(client.watch()) as updates:
