@@ -21,7 +21,7 @@ from mx.errors import PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
-from mx.transport import Grant, Session, Span, Transport
+from mx.transport import Grant, Session, Span, Transport, Vouching
 from mx.wire.address import resolve
 from mx.wire.channel import dial
 from mx.wire.lease import Granted, Lease

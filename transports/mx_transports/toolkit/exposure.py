@@ -140,6 +140,10 @@ class SocketExposure(ABC):
         """Return True if a connection may present a secret at all."""
         return True
 
+    def regenerate(self, generation: int) -> None:
+        """Prepare for a generation that is about to be set; `lock` is held."""
+        del generation
+
     def changed(self, grant: GrantState) -> None:
         """Make known that the generation or a grant's state has changed; `lock` is held."""
         del grant
@@ -168,6 +172,7 @@ class SocketExposure(ABC):
 
     def set_generation(self, generation: int) -> None:
         with self.lock:
+            self.regenerate(generation)
             self.generation = generation
             for grant in self.grants.values():
                 self.changed(grant)
