@@ -10,8 +10,9 @@ import pytest
 
 from mx.cuda import driver as cuda
 from mx.errors import PeerProtocolError, SourceError, StaleGenerationError
-from mx.testing.bench import PEER, Bench, Harness
+from mx.testing.bench import Bench
 from mx.testing.child import GRANT_ID, ChildSource
+from mx.testing.harness import PEER, Harness
 from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind, Memory, pattern
 from mx.transport import ExposedRegion, ExposeOptions, Grant, Session, Vouching
