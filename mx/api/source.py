@@ -17,7 +17,7 @@ from mx.core.limits import Bounds
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference
 from mx.core.types import Manifest, ModelKey
-from mx.errors import ClosedError, ConfigError, CoordinatorError
+from mx.errors import ClosedError, ConfigError, CoordinatorError, CoordinatorVersionError
 from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
@@ -311,6 +311,8 @@ async def _join_or_embed(
         await _until_it_answers(client, wait_s if must_be_there else 0.0, cancelled)
         return None
     except CoordinatorError as error:
+        if isinstance(error, CoordinatorVersionError):
+            raise  # there is a coordinator, so that none can be embedded here
         if named_by and embed:
             error.hint += f"; none is embedded here, since {named_by} names one"
         if must_be_there:

@@ -347,7 +347,7 @@ class SourceServer:
         return self._record(self._servicer.models[source_id])
 
     def _on_registered(self, registered: bool, why: str) -> None:
-        if registered != self.registered:
+        if registered != self.registered or not registered:
             name = "source.reregistered" if registered else "source.unregistered"
             level = logging.INFO if registered else logging.WARNING
             event(log, name, level=level, endpoint=self.endpoint, text=why)

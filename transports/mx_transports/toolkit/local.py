@@ -245,8 +245,7 @@ class LocalSource:
             raise self.wrong(f"process {pid} of uid {uid} listens in its place")
         stream.send_all([framing.PREAMBLE.pack(self._magic, self.ticket.key, self.ticket.secret)])
         magic, status = framing.HELLO.unpack(stream.receive(framing.HELLO.size))
-        if magic != self._magic:
-            raise self.wrong(f"it does not speak mx's {self.path}")
+        framing.check_magic(self._magic, magic, f"{self.peer} ({self.path})", self.peer)
         if status != framing.OK:
             raise framing.refusal(status, self.peer)
         self.receive_greeting()
