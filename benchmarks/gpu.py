@@ -316,7 +316,7 @@ def digest_row(device: Device, nbytes: int, rounds: int) -> harness.Row:
                 for start in range(0, nbytes, READ_BYTES):
                     end = min(start + READ_BYTES, nbytes)
                     blocks = range(start, end, MIB)
-                    digester.digests([[(memory.address + at, min(MIB, end - at))] for at in blocks])
+                    digester.digests([(memory.address + at, min(MIB, end - at)) for at in blocks])
                 return time.perf_counter() - begun_s
 
             samples = harness.interleave({"digests": once}, rounds)

@@ -2,16 +2,22 @@
 
 Machines drift: a ratio is meaningful only if both sides were measured in turn, in one run. Every
 contestant runs once before the rounds begin, to load code and caches.
+
+Contestants that allocate their destination run on pages that were touched and freed just before:
+a hypervisor backs new ones so slowly that it would hide everything else.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+_MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,19 @@ class Row:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], float]], rounds: int
+    contestants: Mapping[str, Callable[[], float]], rounds: int, *, fresh_nbytes: int = 0
 ) -> dict[str, list[float]]:
-    """Run each contestant once per round, in turn, and return the seconds that each returned."""
+    """Run each contestant once per round, in turn.
+
+    Args:
+        contestants: Functions by name; each returns the seconds that it took.
+        rounds: How many.
+        fresh_nbytes: How much memory a contestant allocates while it is timed. Before each run as
+            much is touched and freed.
+
+    Returns:
+        The seconds of each contestant, one per round.
+    """
     for run in contestants.values():
         run()
     samples: dict[str, list[float]] = {name: [] for name in contestants}
@@ -50,8 +66,17 @@ def interleave(
         # Another one begins each round, so that none always follows the same one.
         for step in range(len(names)):
             name = names[(number + step) % len(names)]
+            if fresh_nbytes:
+                _touch(fresh_nbytes)
             samples[name].append(contestants[name]())
     return samples
+
+
+def _touch(nbytes: int) -> None:
+    """Have the hypervisor back free memory of so many bytes."""
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE) as room:
+        room.madvise(mmap.MADV_HUGEPAGE)
+        room.madvise(_MADV_POPULATE_WRITE)
 
 
 def median(samples: Mapping[str, list[float]], name: str) -> float:
@@ -63,6 +88,25 @@ def best(samples: Mapping[str, list[float]], prefix: str) -> tuple[str, float]:
     found = {n: statistics.median(t) for n, t in samples.items() if n.startswith(prefix)}
     name = min(found, key=lambda n: found[n])
     return name, found[name]
+
+
+def ratio(
+    work: str, samples: Mapping[str, list[float]], reference: str, bar: float, nbytes: int
+) -> Row:
+    """Return the row of how fast "mx" is, in multiples of its best reference.
+
+    Args:
+        work: The row's name.
+        samples: The seconds of "mx" and of its references.
+        reference: What the names of the references begin with.
+        bar: The least ratio that meets the bar.
+        nbytes: The bytes that each of them moves.
+    """
+    name, reference_s = best(samples, reference)
+    own_s = median(samples, "mx")
+    value = reference_s / own_s
+    detail = f"{nbytes / own_s / 1e9:.2f} GB/s against {nbytes / reference_s / 1e9:.2f} ({name})"
+    return Row(work, round(value, 3), "x", f">= {bar:g} x", value >= bar, detail, samples)
 
 
 def machine() -> str:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 
 from mx.core import manifest as manifests
+from mx.core.digest import block_digest, root_of
+from mx.core.pages import Pages
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.core.types import (
-    CHUNK_BYTES,
     AddressTable,
-    Chunking,
     Manifest,
     ManifestRef,
     ModelKey,
@@ -24,6 +24,7 @@ from mx.core.types import (
 )
 from mx.errors import MxError
 from mx.target.reads import Connection
+from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import Read, Span
 
@@ -73,7 +74,7 @@ class _Lease:
 
 
 def _path() -> SourcePath:
-    ref = ManifestRef(bytes(32), bytes(32), bytes(32), bytes(32), (0, 0, 0, 0))
+    ref = ManifestRef(bytes(32), bytes(32), 1 << 20, b"", (0, 0, 0))
     table = AddressTable(layout_digest=bytes(32), regions=(), held=())
     key = ModelKey("none", "main", "checkpoint")
     source = SourceRecord("none", key, ref, "none:1", Place(), 1, table, ("none",))
@@ -85,7 +86,7 @@ class _Listener:
         self.layers = 0
         self.error: Sequence[MxError] = ()
 
-    def layer_ready(self, layer: int, arena: Span) -> None:
+    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
         self.layers += 1
 
     def connection_lost(self, connection: int, error: MxError) -> None: ...
@@ -98,33 +99,22 @@ class _Listener:
 
 
 def _manifest() -> Manifest:
-    from mx.core.digest import chunk_digest
-
     specs = [
         manifests.TensorSpec(f"model.layers.{index}.mlp.weight", "U8", (256,))
         for index in range(READS)
     ]
     layout = manifests.plan_layout(specs)
-    zeros = memoryview(bytes(256))
-    unmade = manifests.encode(
-        layout, Chunking(CHUNK_BYTES, bytes(16 * READS)), Packaging(), _zero_digests(layout)
-    )
-    segments = unmade.grid.segments(unmade.grid[0])
-    digest = chunk_digest(segments, [zeros])
     return manifests.encode(
-        layout, Chunking(CHUNK_BYTES, digest * READS), Packaging(), _zero_digests(layout)
+        layout, Packaging(), dict.fromkeys((spec.name for spec in specs), root_of(bytes(256)))
     )
-
-
-def _zero_digests(layout: object) -> dict[str, bytes]:
-    return {f"model.layers.{index}.mlp.weight": bytes(32) for index in range(READS)}
 
 
 def microseconds_per_read() -> float:
     manifest = _manifest()
     arena = memoryview(bytearray(manifest.layout.arena_nbytes))
     listener = _Listener()
-    transfer = Transfer(manifest, arena, listener)
+    pages = Pages.whole(manifest, [block_digest(bytes(256))] * READS)
+    transfer = Transfer(manifest, pages, arena, listener)
     transfer.start()
     start_s = time.process_time()
     transfer.add_connection(Connection(_path(), _Lease(), _AtOnce()))

@@ -14,13 +14,13 @@ from mx.target.report import PullReport
 from mx.transport import Unavailable
 from mx.units import MIB
 
-from . import coordinator, harness, links, tls
-from .checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
+from . import control, coordinator, harness, links, loading, tls
+from .checkpoints import two_gigabyte_checkpoint
 from .memory import source_overhead_nbytes, target_overhead_nbytes
 from .processes import Cluster
 from .references import memcpy
 from .references.sockets import RawSockets
-from .sparse import sparse_source
+from .sparse import shapes_of, sparse_source
 
 MODEL = "bench"
 
@@ -45,7 +45,7 @@ def attach_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
     rows = []
     small = [_pull(cluster).seconds for _ in range(rounds + 1)][1:]
     rows.append(_milliseconds("attach, 2.6 GB: ready", small, 60))
-    with sparse_source(100 * 10**9, cluster.coordinator, "bench-sparse"):
+    with sparse_source(shapes_of(723, 100 * 10**9), cluster.coordinator, "bench-sparse"):
         large = []
         for _ in range(rounds + 1):
             with api.pull("bench-sparse", coordinator=cluster.coordinator) as pull:
@@ -65,16 +65,6 @@ def _milliseconds(work: str, seconds: list[float], bar_ms: float) -> harness.Row
     )
 
 
-def _ratio(
-    work: str, samples: dict[str, list[float]], reference: str, bar: float, nbytes: int
-) -> harness.Row:
-    name, reference_s = harness.best(samples, reference)
-    own_s = harness.median(samples, "mx")
-    value = reference_s / own_s
-    detail = f"{nbytes / own_s / 1e9:.2f} GB/s against {nbytes / reference_s / 1e9:.2f} ({name})"
-    return harness.Row(work, round(value, 3), "x", f">= {bar:g} x", value >= bar, detail, samples)
-
-
 def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
     """Measure verified shm copies against one thread's memcpy, which does not hash."""
     fd = _filled_memfd(nbytes)
@@ -91,6 +81,7 @@ def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
                 "memcpy, faulting": lambda: memcpy.fresh(fd, nbytes, populate=False),
             },
             rounds,
+            fresh_nbytes=nbytes,
         )
         again = harness.interleave(
             {
@@ -103,8 +94,8 @@ def copy_rows(cluster: Cluster, nbytes: int, rounds: int) -> list[harness.Row]:
         reused.close()
         os.close(fd)
     return [
-        _ratio("shm copy, verified, fresh / memcpy", fresh, "memcpy", 0.95, nbytes),
-        _ratio("shm copy, verified, reused / memcpy", again, "memcpy", 0.9, nbytes),
+        harness.ratio("shm copy, verified, fresh / memcpy", fresh, "memcpy", 0.95, nbytes),
+        harness.ratio("shm copy, verified, reused / memcpy", again, "memcpy", 0.9, nbytes),
     ]
 
 
@@ -127,12 +118,13 @@ def tcp_row(cluster: Cluster, nbytes: int, rounds: int) -> harness.Row:
                 "4 raw sockets": lambda: sockets.receive(4),
             },
             rounds,
+            fresh_nbytes=nbytes,
         )
     finally:
         sockets.close()
         os.close(fd)
     (renamed,) = [{("raw: " + n if n != "mx" else n): t for n, t in samples.items()}]
-    return _ratio("tcp, verified / raw sockets that hash", renamed, "raw", 0.95, nbytes)
+    return harness.ratio("tcp, verified / raw sockets that hash", renamed, "raw", 0.95, nbytes)
 
 
 def ucx_rows(
@@ -159,11 +151,12 @@ def ucx_rows(
                 "NIXL, 4 MiB x 8, faulting": lambda: bare.receive(4 * MIB, 8, populate=False),
             },
             rounds,
+            fresh_nbytes=nbytes,
         )
     finally:
         bare.close()
         os.close(fd)
-    return [_ratio("ucx, verified / bare NIXL that hashes", samples, "NIXL", 0.95, nbytes)]
+    return [harness.ratio("ucx, verified / bare NIXL that hashes", samples, "NIXL", 0.95, nbytes)]
 
 
 def first_layer_row(cluster: Cluster, rounds: int) -> harness.Row:
@@ -185,17 +178,6 @@ def first_layer_row(cluster: Cluster, rounds: int) -> harness.Row:
         value <= bar,
         samples={"mx": over[1:], "allowed": allowed[1:]},
     )
-
-
-def control_rows(cluster: Cluster, folder: Path, rounds: int) -> list[harness.Row]:
-    """Measure the time from the call to the first read, by number of tensors."""
-    rows = []
-    for count, bar_ms in ((723, 50), (50_000, 300)):
-        model = f"bench-{count}"
-        cluster.serve(many_tensors_checkpoint(folder, count), model)
-        times = [_pull(cluster, model, transport="tcp").control_s for _ in range(rounds + 1)][1:]
-        rows.append(_milliseconds(f"control work, {count:,} tensors", times, bar_ms))
-    return rows
 
 
 def read_cost_row(rounds: int) -> harness.Row:
@@ -241,6 +223,7 @@ NAMES = (
     "tcp",
     "tls",
     "ucx",
+    "load",
     "links",
     "cpu",
     "first",
@@ -272,10 +255,11 @@ def run(
             "tcp": lambda: [tcp_row(cluster, nbytes, rounds)],
             "tls": lambda: tls.rows(checkpoint, _filled_memfd, nbytes, rounds, say),
             "ucx": lambda: ucx_rows(cluster, nbytes, rounds, say),
+            "load": lambda: loading.rows(checkpoint, rounds, say),
             "links": lambda: links.rows(folder, rounds, say),
             "cpu": lambda: links.cpu_rows(folder, rounds, say),
             "first": lambda: [first_layer_row(cluster, rounds)],
-            "control": lambda: control_rows(cluster, folder, rounds),
+            "control": lambda: control.rows(rounds, say),
             "read": lambda: [read_cost_row(rounds)],
             "memory": lambda: memory_rows(cluster, checkpoint),
             "coordinator": coordinator.rows,

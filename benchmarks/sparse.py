@@ -1,18 +1,20 @@
-"""Serves a huge model in a sealed sparse memfd, to measure attaching at that size.
+"""Serves a huge model in a sealed sparse memfd, to measure attaching and control work at that size.
 
-Everything but the bytes is real: manifest, coordinator, leases, transports. The chunk digests are
-not used, since attaching trusts the seal.
+Everything is real: manifest, block digests, coordinator, leases, transports; all bytes are zero.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from mx import api, config, plugins, runtime
 from mx.core import manifest as manifests
-from mx.core.types import CHUNK_BYTES, ChunkGrid, Chunking, ModelKey, Packaging
+from mx.core.digest import block_digest, tensor_root
+from mx.core.grid import BLOCK_BYTES
+from mx.core.pages import Pages
+from mx.core.types import ModelKey, Packaging
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel
 
@@ -25,34 +27,54 @@ class SparseArena(MemfdArena):
     require_memory = False
 
 
-def _held(nbytes: int, name: str) -> HeldModel:
-    layers = 80
-    hidden = 8192
-    intermediate = int((nbytes / 2 / layers - 4 * hidden * hidden) / (3 * hidden))
-    shapes = llama_shapes(layers, hidden, intermediate, 1024)
+@functools.cache
+def _digests(nbytes: int) -> bytes:
+    """Return the digests of the blocks of a tensor of zeros."""
+    whole, rest = divmod(nbytes, BLOCK_BYTES)
+    last = block_digest(bytes(rest)) if rest else b""
+    return block_digest(bytes(BLOCK_BYTES)) * whole + last
+
+
+def shapes_of(count: int, nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a model of so many tensors and about so many bytes in bfloat16: a
+    Llama of 80 layers, or for more tensors a mixture of experts."""
+    if count <= 723:
+        hidden, layers = 8192, 80
+        intermediate = int((nbytes / 2 / layers - 4 * hidden * hidden) / (3 * hidden))
+        return llama_shapes(layers, hidden, intermediate, 1024)
+    shape = (nbytes // 2 // count // 1024, 1024)
+    return {
+        f"model.layers.{index // 768}.mlp.experts.{index // 3 % 256}.w{index % 3}.weight": shape
+        for index in range(count)
+    }
+
+
+def _held(shapes: Mapping[str, tuple[int, ...]], name: str) -> HeldModel:
     layout = manifests.plan_layout(
         [manifests.TensorSpec(tensor, "BF16", shape) for tensor, shape in shapes.items()]
     )
     arena = SparseArena(layout.arena_nbytes, name=name)
     arena.seal()
-    chunks = len(ChunkGrid(layout, CHUNK_BYTES))
-    manifest = manifests.encode(
-        layout,
-        Chunking(CHUNK_BYTES, os.urandom(16) * chunks),
-        Packaging(),
-        {tensor: os.urandom(32) for tensor in shapes},
-    )
-    return HeldModel(ModelKey(name), manifest, arena)
+    roots = {each.name: tensor_root(each.nbytes, _digests(each.nbytes)) for each in layout.tensors}
+    manifest = manifests.encode(layout, Packaging(), roots)
+    pages = [b"".join([_digests(nbytes) for _, nbytes in layer.extents]) for layer in layout.layers]
+    return HeldModel(ModelKey(name), manifest, arena, Pages.whole(manifest, pages))
 
 
 @contextmanager
-def sparse_source(nbytes: int, coordinator: str, name: str) -> Iterator[None]:
+def sparse_source(
+    shapes: Mapping[str, tuple[int, ...]],
+    coordinator: str,
+    name: str,
+    settings: config.Settings | None = None,
+) -> Iterator[None]:
+    """Serve a model of these tensors, all zero, while the block runs."""
     loop = runtime.acquire()
     try:
-        options = api.source_options(config.load())
+        options = api.source_options(settings or config.load())
         server = loop.run(api.start_source(options, plugins.transports()))
         try:
-            loop.run(api.offer(server, _held(nbytes, name), coordinator))
+            loop.run(api.offer(server, _held(shapes, name), coordinator))
             yield
         finally:
             loop.run(server.close())

@@ -88,6 +88,7 @@ def rows(
                     **{f"ssl: {k}": lambda k=k: sockets.receive(k) for k in (1, 2, 4)},  # type: ignore[misc]
                 },
                 rounds,
+                fresh_nbytes=nbytes,
             )
         finally:
             sockets.close()

@@ -72,14 +72,14 @@ def _count(low: int, high: int) -> Callable[[object], int]:
 
 
 def _chunk_size(value: object) -> int:
-    wrong = ValueError("must be a size that is a multiple of 1MiB, from 1MiB to 1GiB, like 16MiB")
+    wrong = ValueError("must be a multiple of 1MiB, from 1MiB to 1GiB, like 16MiB, or 0")
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise wrong
     try:
         nbytes = parse_bytes(str(value))
     except ValueError:
         raise wrong from None
-    if nbytes % MIB or not MIB <= nbytes <= GIB:
+    if nbytes % MIB or not (nbytes == 0 or MIB <= nbytes <= GIB):
         raise wrong
     return nbytes
 
@@ -166,7 +166,9 @@ class Settings:
         10.0, "how long running reads may take to finish when a source stops", _seconds(0, 3600)
     )
     chunk_bytes: int = _setting(
-        16 * MIB, "size of a chunk, the unit of verification and retry", _chunk_size
+        0,
+        "size of a chunk, the unit of request and retry (0: a 64th of the model, 1MiB to 16MiB)",
+        _chunk_size,
     )
     coordinated_reading: str = _setting(
         "auto",

@@ -1,4 +1,4 @@
-"""Makes untrusted text safe to print: it removes characters that control a terminal."""
+"""Makes untrusted text safe to print: short, and without characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ _CONTROL_BUT_LINES = re.compile(f"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029{_TURNS}
 def has_control(text: str) -> bool:
     """Return True if the text has a character that `plain` removes or replaces."""
     return not text.isprintable() and _CONTROL.search(text) is not None
+
+
+def shown(text: str) -> str:
+    """Return text from elsewhere for an error message: quoted, escaped and shortened."""
+    return repr(text if len(text) <= 120 else text[:117] + "...")
 
 
 def plain(text: str) -> str:

@@ -53,6 +53,7 @@ _NEEDS = {
         "unit/test_job.py",
         "unit/test_naming.py",
         "unit/test_partial_output.py",
+        "unit/test_permuted.py",
         "unit/test_reader.py",
         "unit/test_safetensors.py",
         "unit/test_shared_folder.py",

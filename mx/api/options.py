@@ -9,6 +9,7 @@ from typing import Any
 from mx import config
 from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
 from mx.api.source import source_options
+from mx.core.pages import Pages
 from mx.core.reference import parse_reference
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
@@ -87,7 +88,7 @@ def pull_options(
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         wait_s=settings.wait_s,
-        chunk_nbytes=settings.chunk_bytes,
+        chunk_nbytes=settings.chunk_bytes or None,
         nics=settings.nics,
         transport=transport,
         host=host,
@@ -130,8 +131,10 @@ def _host(
         )
     options = source_options(settings, asked)
 
-    def make(source_id: str, key: ModelKey, manifest: Manifest, arena: Arena) -> Relay:
-        return Relay(source_id, options, transports(), coordinator, key, manifest, arena)
+    def make(
+        source_id: str, key: ModelKey, manifest: Manifest, pages: Pages, arena: Arena
+    ) -> Relay:
+        return Relay(source_id, options, transports(), coordinator, key, manifest, pages, arena)
 
     return make, ""
 

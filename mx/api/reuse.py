@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from mx.core.pages import Pages
 from mx.core.reuse import Held
 from mx.core.types import Manifest
 from mx.errors import ConfigError
@@ -15,6 +16,10 @@ class Holder(Protocol):
 
     @property
     def manifest(self) -> Manifest | None: ...
+
+    @property
+    def pages(self) -> Pages | None:
+        """The block digests that are known; None if there is no manifest."""
 
     def buffer(self) -> memoryview:
         """Wait for the weights and return them as the manifest's arena lays them out."""
@@ -39,8 +44,8 @@ def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
     for holder in holders:
         if not hasattr(holder, "buffer"):
             raise ConfigError(f"`reuse` must be a pull or a source, not {holder!r}")
-        view, manifest = holder.buffer(), holder.manifest
-        if manifest is None:
+        view, manifest, pages = holder.buffer(), holder.manifest, holder.pages
+        if manifest is None or pages is None:
             raise ConfigError("`reuse` has no weights")
-        found.append(Held(manifest, view))
+        found.append(Held(manifest, pages, view))
     return found

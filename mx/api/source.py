@@ -14,9 +14,10 @@ from mx import config, runtime, trace
 from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.limits import Bounds
+from mx.core.pages import Pages
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
-from mx.errors import ClosedError, ConfigError, CoordinatorError
+from mx.errors import ClosedError, ConfigError, CoordinatorError, CoordinatorVersionError
 from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
@@ -90,7 +91,12 @@ class Source(Closable):
         The source may be registered with another layout or chunk size, those in which the same
         weights were listed before.
         """
-        return self._held.laid_out
+        return self._held.laid_out.manifest
+
+    @property
+    def pages(self) -> Pages:
+        """The digests of the model's blocks."""
+        return self._held.laid_out.pages
 
     def buffer(self) -> memoryview:
         """Return the weights as the manifest's arena lays them out.
@@ -275,7 +281,7 @@ def hold(
                 Path(what),
                 key,
                 device=device,
-                chunk_nbytes=settings.chunk_bytes,
+                chunk_nbytes=settings.chunk_bytes or None,
                 threads=2,
                 progress=on_progress,
                 cancelled=cancelled,
@@ -284,7 +290,9 @@ def hold(
             return held
     from mx.memory.torch_source import describe
 
-    return hold_tensors(*describe(what), key, device=device, chunk_nbytes=settings.chunk_bytes)
+    return hold_tensors(
+        *describe(what), key, device=device, chunk_nbytes=settings.chunk_bytes or None
+    )
 
 
 async def _join_or_embed(
@@ -312,6 +320,8 @@ async def _join_or_embed(
         await _until_it_answers(client, wait_s if must_be_there else 0.0, cancelled)
         return None
     except CoordinatorError as error:
+        if isinstance(error, CoordinatorVersionError):
+            raise  # there is a coordinator, so that none can be embedded here
         if named_by and embed:
             error.hint += f"; none is embedded here, since {named_by} names one"
         if must_be_there:

@@ -17,6 +17,7 @@ from mx.api.layers import layer_tensors, tensors_of
 from mx.api.options import pull_options, writable_bytes
 from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
+from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.cuda.device import Device
@@ -160,6 +161,11 @@ class Pull(Closable):
     def manifest(self) -> Manifest | None:
         """The manifest; None until it is known."""
         return self._job.manifest
+
+    @property
+    def pages(self) -> Pages | None:
+        """The digests of the model's blocks that are known; None until the manifest is."""
+        return self._job.pages
 
     @property
     def model(self) -> ModelKey:
@@ -327,8 +333,8 @@ class Pull(Closable):
             return self._held
 
     def _begin_to_hold(self) -> Source:
-        arena, manifest = self._job.arena, self._job.manifest
-        if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None:
+        arena, manifest, pages = self._job.arena, self._job.manifest, self._job.pages
+        if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None or pages is None:
             raise ConfigError("only a pull made with hold=True can become a source")
         node = self._job.node
         host = None if node is None else node.sharing.host
@@ -336,7 +342,7 @@ class Pull(Closable):
             return self._settle(host, arena)
         self._loop.run(self._job.leave())
         arena.seal()
-        held = HeldModel(self.model, manifest, arena, SourceRole.RELAY, borrowed=True)
+        held = HeldModel(self.model, manifest, arena, pages, role=SourceRole.RELAY, borrowed=True)
         coordinator = self._options.coordinator
         loop = runtime.acquire()
         try:

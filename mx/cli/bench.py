@@ -33,9 +33,9 @@ def bench(
     """Measure attach, copy, TCP and more against bare references on this machine.
 
     Each row is a ratio (or a time) out of rounds that interleave mx with what it is compared
-    with: one thread's memcpy, raw sockets that hash. Needs about 12 GB of memory and 4 GB of
-    disk, and root for `links`; takes some minutes. Exit code 0 says that everything was measured,
-    not that every bar was met.
+    with: one thread's memcpy, raw sockets that hash, bare reads of the disk that hash. Needs about
+    12 GB of memory and 4 GB of disk, and root for `links`; takes some minutes. Exit code 0 says
+    that everything was measured, not that every bar was met.
 
     **Examples**
 

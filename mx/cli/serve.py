@@ -68,7 +68,10 @@ def serve(
     nics: options.Nics = None,
     chunk_bytes: Annotated[
         str | None,
-        typer.Option(help="The unit of verification and retry. (default: 16MiB)", metavar="SIZE"),
+        typer.Option(
+            help="The unit of request and retry. (default: a 64th of the model, 1MiB to 16MiB)",
+            metavar="SIZE",
+        ),
     ] = None,
     drain_grace_s: Annotated[
         str | None,

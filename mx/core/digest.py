@@ -56,11 +56,17 @@ def tensor_root(nbytes: int, block_digests: bytes | memoryview) -> bytes:
 
 
 def root_of(data: bytes | memoryview) -> bytes:
-    """Return the root of a tensor whose bytes are all in memory."""
-    nbytes = len(data)
+    """Return the root of a tensor whose bytes are all in memory.
+
+    Args:
+        data: The bytes; a view is contiguous, its items may be of any size.
+    """
+    view = memoryview(data)
+    nbytes = view.nbytes
+    flat = view.cast("B") if nbytes else view  # a view with a zero in its shape cannot be cast
     starts = range(0, nbytes, BLOCK_BYTES)
     return tensor_root(
-        nbytes, b"".join([block_digest(data[at : at + BLOCK_BYTES]) for at in starts])
+        nbytes, b"".join([block_digest(flat[at : at + BLOCK_BYTES]) for at in starts])
     )
 
 

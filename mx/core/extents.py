@@ -14,7 +14,7 @@ its regions. A reader plans its reads of both in the same way::
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -174,25 +174,29 @@ def _holders(layout: Layout) -> dict[str, str]:
     return {a.name: a.target for a in layout.aliases if a.offset_bytes == 0}
 
 
-def relaid_pages(pages: Iterable[bytes], own: Layout, other: Layout) -> list[bytes]:
-    """Return the pages (see `mx.core.pages`) of another layout of the same weights.
+def relaid_digests(
+    digests: bytes, own: Layout, other: Layout, *, digest_nbytes: int = DIGEST_BYTES
+) -> list[bytes]:
+    """Return the digests of all blocks in the order of another layout of the same weights.
 
     Args:
-        pages: The page of each layer of `own`.
+        digests: The digests in the order of `own`, layer after layer.
         own: A layout.
         other: The other layout. The caller has proved that it describes the same weights.
+        digest_nbytes: The length of one digest.
+
+    Returns:
+        Those of each layer; for blake3 these are its page (`mx.core.pages`).
     """
-    digests: dict[str, bytes] = {}
-    for layer, page in zip(own.layers, pages, strict=True):
-        at = 0
-        first = layer.first_tensor
-        for tensor in own.tensors[first : first + len(layer.extents)]:
-            end = at + DIGEST_BYTES * block_count(tensor.nbytes)
-            digests[tensor.name] = page[at:end]
-            at = end
+    found: dict[str, bytes] = {}
+    at = 0
+    for tensor in own.tensors:
+        end = at + digest_nbytes * block_count(tensor.nbytes)
+        found[tensor.name] = digests[at:end]
+        at = end
     holder = _holders(own)
-    found = []
+    layers = []
     for layer in other.layers:
         names = other.tensors[layer.first_tensor : layer.first_tensor + len(layer.extents)]
-        found.append(b"".join([digests[holder.get(t.name, t.name)] for t in names]))
-    return found
+        layers.append(b"".join([found[holder.get(t.name, t.name)] for t in names]))
+    return layers

@@ -8,7 +8,7 @@ takes blocks for as long as its payload stays within the chunk size.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -83,6 +83,8 @@ class ChunkGrid:
         self.first_block: list[int] = []
         #: layer_blocks[i] is the number of blocks of layer i.
         self.layer_blocks: list[int] = []
+        #: first_of_layer[i] is the number of blocks before layer i; the last entry is that of all.
+        self.first_of_layer: list[int] = [0]
         self._begins: list[int] = []  # of each chunk, in layer space
         self._ends: list[int] = []
         self._blocks: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -90,29 +92,36 @@ class ChunkGrid:
             self.layer_blocks.append(self._cut(layer.extents))
             self.layer_of += [layer.index] * (len(self.sizes) - len(self.layer_of))
             self.first_chunk.append(len(self.sizes))
+            self.first_of_layer.append(self.first_of_layer[-1] + self.layer_blocks[-1])
 
     def _cut(self, extents: Iterable[tuple[int, int]]) -> int:
         """Append the chunks of one layer. Returns the number of its blocks."""
         begins, ends, sizes, first_block = self._begins, self._ends, self.sizes, self.first_block
-        block = room = 0
+        block = room = size = end = 0  # `size` and `end` are those of the chunk that is open
         for at, nbytes in extents:
-            end = at + nbytes
-            while at < end:
-                take = min(end - at, room)
-                if take < end - at:  # only whole blocks, unless the tensor ends
-                    take -= take % BLOCK_BYTES
-                if not take:
-                    begins.append(at)
-                    ends.append(at)
-                    sizes.append(0)
-                    first_block.append(block)
-                    room = self.chunk_nbytes
-                    continue
-                at += take
-                room -= take
-                ends[-1] = at
-                sizes[-1] += take
-                block += block_count(take)
+            while nbytes > room:
+                # The chunk takes the whole blocks that it has room for; then it is full.
+                take = room - room % BLOCK_BYTES
+                if take:
+                    at += take
+                    nbytes -= take
+                    block += take // BLOCK_BYTES
+                    size += take
+                    end = at
+                if size:
+                    sizes.append(size)
+                    ends.append(end)
+                begins.append(at)
+                first_block.append(block)
+                room, size = self.chunk_nbytes, 0
+            if nbytes:
+                room -= nbytes
+                block -= -nbytes // BLOCK_BYTES
+                size += nbytes
+                end = at + nbytes
+        if size:
+            sizes.append(size)
+            ends.append(end)
         return block
 
     def __len__(self) -> int:
@@ -131,9 +140,8 @@ class ChunkGrid:
         chunks = self.of_layer(layer)
         if begin >= end or not chunks:
             return range(0)
-        first = bisect_right(self._begins, begin, chunks.start, chunks.stop) - 1
-        last = bisect_right(self._begins, end - 1, chunks.start, chunks.stop)
-        return range(max(first, chunks.start), last)
+        first = bisect_right(self._ends, begin, chunks.start, chunks.stop)
+        return range(first, bisect_left(self._begins, end, first, chunks.stop))
 
     def blocks(self, index: int) -> tuple[tuple[int, int], ...]:
         """Return the blocks of a chunk, as (offset in layer space, nbytes), ascending."""

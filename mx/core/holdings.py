@@ -6,10 +6,10 @@ is given to readers, when a layer is ready) reads this set or subscribes to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
-from mx.core.types import ChunkGrid
+from mx.core.grid import ChunkGrid
 
 
 class HoldingsListener(Protocol):
@@ -91,8 +91,7 @@ class Holdings:
             listener.chunk_verified(chunk)
         return self.has_layer(self._grid.layer_of[chunk])
 
-    def corrupt(self, chunk: int, sources: Iterable[str]) -> None:
-        """Report that these sources sent the chunk with wrong bytes."""
-        for source in sources:
-            for listener in self._listeners:
-                listener.chunk_corrupt(chunk, source)
+    def corrupt(self, chunk: int, source: str) -> None:
+        """Report that this source sent the chunk, or a part of it, with wrong bytes."""
+        for listener in self._listeners:
+            listener.chunk_corrupt(chunk, source)

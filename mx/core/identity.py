@@ -13,6 +13,14 @@ from mx.errors import ManifestError
 IDENTITY_VERSION = 2
 
 
+def view_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return an alias's strides as records spell them: 1 where no stride is ever taken, since what
+    a library says there is an accident."""
+    if 0 in shape:
+        return (1,) * len(shape)
+    return tuple([s if n > 1 else 1 for n, s in zip(shape, stride, strict=True)])
+
+
 def kind_to_json(kind: Kind) -> list[object]:
     """Return a kind as documents spell it: [dtype, shape], or [dtype, shape, stride]."""
     dtype, shape, stride = kind
@@ -46,7 +54,7 @@ class IdentityRecords:
                 a.dtype,
                 a.shape,
                 a.offset_bytes,
-                a.stride,
+                view_stride(a.shape, a.stride),
             ]
             for a in aliases
         )
@@ -101,6 +109,8 @@ def _canonical_names(
     for a in aliases:
         dtype, shape, stride = kind_of[a.target]
         whole = a.offset_bytes == 0 and (a.dtype, a.shape) == (dtype, shape)
-        if whole and a.stride == (stride or contiguous_strides(shape)):
+        if whole and view_stride(shape, a.stride) == view_stride(
+            shape, stride or contiguous_strides(shape)
+        ):
             least[a.target] = min(a.name, least.get(a.target, a.target))
     return {target: name for target, name in least.items() if name != target}

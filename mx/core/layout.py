@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
 from mx.core.naming import layers_in_execution_order
-from mx.core.packaging import bad_tensor_name
+from mx.core.packaging import MAX_NAME_CHARS, bad_tensor_name
 from mx.core.types import (
     DTYPE_BITS,
     LAYER_ALIGNMENT_BYTES,
@@ -20,6 +20,7 @@ from mx.core.types import (
     Tensor,
 )
 from mx.errors import ManifestError
+from mx.text import shown
 from mx.units import align_up
 
 #: Larger values are refused: an arena of a quarter of a petabyte, 64 dimensions (as in torch).
@@ -67,20 +68,21 @@ def kind_nbytes(kind: Kind) -> int:
     dtype, shape, stride = kind
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
-        raise ManifestError(f"{dtype!r} is not a safetensors dtype")
+        raise ManifestError(f"{shown(dtype)} is not a safetensors dtype")
     if len(shape) > MAX_DIMENSIONS:
         raise ManifestError(f"a shape has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     for dimension in shape:
         if not 0 <= dimension <= MAX_ARENA_BYTES:
-            raise ManifestError(f"a tensor cannot have a dimension of {dimension}")
-    total_bits = prod(shape) * bits
-    if total_bits > 8 * MAX_ARENA_BYTES:
+            raise ManifestError("a dimension is negative or larger than any memory")
+    # Without its zeros: torch computes the strides of an empty tensor too, and they may overflow.
+    if prod(filter(None, shape)) * bits > 8 * MAX_ARENA_BYTES:
         raise ManifestError(f"a tensor of shape {list(shape)} is larger than any memory")
+    total_bits = prod(shape) * bits
     if total_bits % 8:
         raise ManifestError(f"{dtype} of shape {list(shape)} does not fill whole bytes")
     if stride and (bits < 8 or permuted_stride(shape, stride) != stride):
         raise ManifestError(
-            f"strides {list(stride)} of shape {list(shape)} are not those of a dense tensor in "
+            f"the strides of a tensor of shape {list(shape)} are not those of a dense tensor in "
             "another order"
         )
     return total_bits // 8
@@ -221,7 +223,8 @@ def build_layout(
             )
         ]
 
-    _check_aliases(aliases, names, kinds, kind)
+    if aliases:
+        _check_aliases(aliases, dict(zip(names, kind, strict=True)), kinds, size_of)
     return Layout(built, tensors, aliases)
 
 
@@ -237,35 +240,37 @@ def _check_names(
     labels = [label for label, _ in layers]
     every = names + [alias.name for alias in aliases]
     for group, what in ((labels, "layer"), (every, "tensor")):
-        if len(set(group)) != len(group):
-            twice = next(name for name, count in Counter(group).items() if count > 1)
-            raise ManifestError(f"there are two {what}s {twice!r}")
         joined = "".join(group)
         try:
             joined.encode()
         except UnicodeEncodeError:
             raise ManifestError(f"a {what}'s name holds half a surrogate pair") from None
         # One check of all names at once is fast; each is checked only if that one fails.
-        if "" in group or not joined.isprintable() or ".." in joined or "__metadata__" in joined:
+        lengths = set(map(len, group))
+        suspicious = min(lengths) == 0 or max(lengths) > MAX_NAME_CHARS or ".." in joined
+        if suspicious or not joined.isprintable() or "__metadata__" in joined:
             for name in group:
                 reason = bad_tensor_name(name)
                 if reason is not None:
-                    raise ManifestError(f"the name of {what} {name!r} {reason}")
+                    raise ManifestError(f"the name of {what} {shown(name)} {reason}")
+        if len(set(group)) != len(group):
+            twice = next(name for name, count in Counter(group).items() if count > 1)
+            raise ManifestError(f"there are two {what}s {twice!r}")
 
 
 def _check_aliases(
-    aliases: Sequence[Alias], names: list[str], kinds: Sequence[Kind], kind: list[int]
+    aliases: Sequence[Alias],
+    kind_of: Mapping[str, int],
+    kinds: Sequence[Kind],
+    size_of: Sequence[int],
 ) -> None:
-    if not aliases:
-        return
-    kind_of = {name: kinds[k] for name, k in zip(names, kind, strict=True)}
     for alias in aliases:
-        target = kind_of.get(alias.target)
-        if target is None:
+        kind = kind_of.get(alias.target)
+        if kind is None:
             raise ManifestError(
-                f"alias {alias.name!r} names {alias.target!r}, which is not a tensor"
+                f"alias {alias.name!r} names {shown(alias.target)}, which is not a tensor"
             )
-        if alias.dtype != target[0]:
+        if alias.dtype != kinds[kind][0]:
             raise ManifestError(f"alias {alias.name!r} and its target have different dtypes")
         kind_nbytes((alias.dtype, alias.shape, ()))
         bits = DTYPE_BITS[alias.dtype]
@@ -278,5 +283,5 @@ def _check_aliases(
             raise ManifestError(f"alias {alias.name!r} starts inside an element")
         last = sum((d - 1) * s for d, s in zip(alias.shape, alias.stride, strict=True))
         span_bits = 0 if 0 in alias.shape else (last + 1) * bits
-        if alias.offset_bytes * 8 + span_bits > kind_nbytes(target) * 8:
+        if alias.offset_bytes * 8 + span_bits > size_of[kind] * 8:
             raise ManifestError(f"alias {alias.name!r} reaches beyond {alias.target!r}")

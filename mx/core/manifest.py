@@ -22,10 +22,10 @@ from mx.core.canonical import (
     write_json,
     write_names,
 )
-from mx.core.digest import document_digest
+from mx.core.digest import document_digest, tensor_root
 from mx.core.grid import BLOCK_BYTES, default_chunk_nbytes
 from mx.core.identity import IdentityRecords, kind_to_json
-from mx.core.layout import Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
+from mx.core.layout import MAX_TENSORS, Kind, TensorSpec, build_layout, kind_nbytes, plan_layout
 from mx.core.packaging import (
     MAX_SIDE_FILE_BYTES,
     MAX_SIDE_FILES,
@@ -45,11 +45,15 @@ from mx.core.types import (
     SideFile,
 )
 from mx.errors import ManifestError
+from mx.text import shown
 from mx.units import GIB
 
 __all__ = ["TensorSpec", "decode", "encode", "kind_nbytes", "plan_layout"]
 
 MAX_CHUNK_BYTES = GIB
+#: The most bytes of a model, in chunk sizes: a manifest of a few bytes may describe any number of
+#: chunks, and a reader keeps something for each.
+MAX_CHUNKS = 1 << 20
 #: Of the layout and the packaging document.
 VERSION = 2
 
@@ -92,9 +96,12 @@ def encode(
     if chunk_nbytes is None:
         chunk_nbytes = default_chunk_nbytes(layout.payload_nbytes)
     check_chunk_nbytes(chunk_nbytes)
+    _check_chunks(layout, chunk_nbytes)
     _check_packaging(packaging, names)
     records = IdentityRecords(names, kinds, kind, layout.aliases)
     identity = records.document(roots)
+    in_order = tuple([roots[name] for name in names])
+    _check_roots(layout, in_order)
     places = _layout_document(layers, names, kinds, kind, layout.aliases)
     files = _packaging_document(packaging, names) if packaging != Packaging() else b""
     documents = {document_digest(each): each for each in (identity, places, files) if each}
@@ -108,7 +115,7 @@ def encode(
         ),
         layout,
         packaging,
-        tuple([roots[name] for name in names]),
+        in_order,
         dict(side_documents or {}) | documents,
     )
 
@@ -129,16 +136,21 @@ def decode(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> Manifest:
     identity, layout_data, packaging_data = _verified(ref, documents)
     layers, names, kinds, kind, aliases = _read_layout(layout_data)
     layout = build_layout(layers, names, kinds, kind, aliases)
-    roots = IdentityRecords(names, kinds, kind, aliases).read(identity)
+    roots_of = IdentityRecords(names, kinds, kind, aliases).read(identity)
+    roots = tuple(map(roots_of.__getitem__, names))
+    _check_roots(layout, roots)
     check_chunk_nbytes(ref.chunk_nbytes)
-    packaging = _read_packaging(packaging_data, names) if packaging_data else Packaging()
+    _check_chunks(layout, ref.chunk_nbytes)
+    packaging = _read_packaging(packaging_data, names) if ref.packaging else Packaging()
     _check_packaging(packaging, names)
     own = {digest: documents[digest] for digest, _ in ref.documents}
-    return Manifest(ref, layout, packaging, tuple(map(roots.__getitem__, names)), own)
+    return Manifest(ref, layout, packaging, roots, own)
 
 
 def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> tuple[bytes, bytes, bytes]:
     names = {ref.identity: "identity", ref.layout: "layout", ref.packaging: "packaging"}
+    if bool(ref.packaging) != bool(ref.sizes[2]):
+        raise ManifestError("the packaging document has a digest or a size, but not both")
     found = {b"": b""}
     for digest, nbytes in ref.documents:
         data = documents.get(digest)
@@ -150,6 +162,15 @@ def _verified(ref: ManifestRef, documents: Mapping[bytes, bytes]) -> tuple[bytes
             )
         found[digest] = data
     return found[ref.identity], found[ref.layout], found[ref.packaging]
+
+
+def _check_roots(layout: Layout, roots: Sequence[bytes]) -> None:
+    """Check the roots that no page proves: those of layers without bytes."""
+    for layer in layout.layers:
+        if not layer.nbytes:
+            first, end = layer.first_tensor, layer.first_tensor + len(layer.extents)
+            if set(roots[first:end]) != {tensor_root(0, b"")}:
+                raise ManifestError(f"layer {layer.name} is empty, and its roots are not")
 
 
 # -- layout ---------------------------------------------------------------------------------------
@@ -184,6 +205,8 @@ def _read_layout(
     _check_version(document, what)
     labels = take_list(document, "layer_names", str, what)
     counts = take_list(document, "layer_tensors", int, what)
+    if raw.count(b"\0") >= MAX_TENSORS:  # as text they take thirty times their size
+        raise ManifestError(f"there are more than {MAX_TENSORS} tensors and aliases")
     names = read_names(raw, what)
     kind = take_list(document, "kind", int, what)
     if len(labels) != len(counts):
@@ -218,7 +241,7 @@ def _check_version(document: dict[str, object], what: str) -> None:
     version = take(document, "version", int, what)
     if version != VERSION:
         raise ManifestError(
-            f"the {what} document has version {version}, this mx reads {VERSION}",
+            f"the {what} document has version {str(version)[:9]}, this mx reads {VERSION}",
             hint="run the same version of mx on both sides",
         )
 
@@ -231,6 +254,14 @@ def check_chunk_nbytes(chunk_nbytes: int) -> None:
     if not 0 < chunk_nbytes <= MAX_CHUNK_BYTES or chunk_nbytes % BLOCK_BYTES:
         raise ManifestError(
             f"a chunk size of {chunk_nbytes} bytes is not a multiple of 1 MiB up to 1 GiB"
+        )
+
+
+def _check_chunks(layout: Layout, chunk_nbytes: int) -> None:
+    if layout.payload_nbytes > MAX_CHUNKS * chunk_nbytes:
+        raise ManifestError(
+            f"chunks of {chunk_nbytes} bytes would be too many for {layout.payload_nbytes} bytes",
+            hint="choose larger chunks",
         )
 
 
@@ -270,7 +301,7 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
             case [str(path), (None | list()) as pairs, list(indices)]:
                 numbers = _ints(indices)
                 if numbers and not (min(numbers) >= 0 and max(numbers) < len(ordered)):
-                    raise ManifestError(f"{path!r} holds a tensor that the layout does not have")
+                    raise ManifestError(f"{shown(path)} holds a tensor that is not in the layout")
                 tensors = tuple(map(ordered.__getitem__, numbers))
                 files.append(PackagedFile(path, _metadata(pairs), tensors))
             case _:
@@ -282,6 +313,8 @@ def _read_packaging(data: bytes, names: list[str]) -> Packaging:
                 side_files.append(SideFile(path, nbytes, _unhex(digest)))
             case _:
                 raise ManifestError("a side file in the packaging document is malformed")
+    if not files and not side_files:  # then there is no document: one packaging has one pin
+        raise ManifestError("the packaging document holds no files")
     return Packaging(tuple(files), tuple(side_files))
 
 
@@ -322,7 +355,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
         if reason is None and not file.path.endswith(TENSOR_SUFFIX):
             reason = f"does not end in {TENSOR_SUFFIX}"
         if reason is not None:
-            raise ManifestError(f"the tensor file {file.path!r} {reason}")
+            raise ManifestError(f"the tensor file {shown(file.path)} {reason}")
     packed = list(chain.from_iterable(file.tensors for file in packaging.files))
     if packaging.files and not len(packed) == len(names) == len(set(packed)):
         raise ManifestError("the files do not hold each tensor exactly once")
@@ -333,7 +366,7 @@ def _check_packaging(packaging: Packaging, names: list[str]) -> None:
         if reason is None and not 0 <= side.nbytes <= MAX_SIDE_FILE_BYTES:
             reason = "is too large"
         if reason is not None:
-            raise ManifestError(f"the side file {side.path!r} {reason}")
+            raise ManifestError(f"the side file {shown(side.path)} {reason}")
     if sum(side.nbytes for side in packaging.side_files) > MAX_SIDE_FILES_BYTES:
         raise ManifestError(f"the side files have more than {MAX_SIDE_FILES_BYTES} bytes")
     reason = bad_path_set(

@@ -6,9 +6,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
+from mx.core.grid import ChunkGrid
 from mx.core.holdings import members
 from mx.core.striping import Part
-from mx.core.types import BLOCK_BYTES, ChunkGrid
 
 
 class Missing:
@@ -16,6 +16,7 @@ class Missing:
     order."""
 
     def __init__(self, grid: ChunkGrid) -> None:
+        self._grid = grid
         self._sizes = grid.sizes
         self._chunks = list(range(len(grid)))
         self._pieces: dict[int, list[Part]] = {}  # the missing pieces of a chunk, if not all
@@ -56,11 +57,11 @@ class Missing:
 
     def blocks(self, chunk: int) -> int:
         """Return how many blocks the chunk has."""
-        return -(-self._sizes[chunk] // BLOCK_BYTES)
+        return self._grid.block_count(chunk)
 
     def nbytes_of(self, part: Part) -> int:
-        """Return the part's size; the last block of a chunk may be shorter than the others."""
-        return min(part.end * BLOCK_BYTES, self._sizes[part.chunk]) - part.begin * BLOCK_BYTES
+        """Return the part's payload, without padding."""
+        return self._grid.part_nbytes(part.chunk, part.begin, part.end)
 
     def remove(self, chunk: int) -> None:
         """Remove a chunk all of which is missing."""
@@ -89,13 +90,26 @@ class Missing:
         pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self.blocks(chunk))]
         pieces.sort(key=lambda piece: piece.begin, reverse=True)
         part = pieces.pop()
-        blocks = part.end if nbytes is None else max(1, nbytes // BLOCK_BYTES)
-        if part.end - part.begin > blocks:
-            pieces.append(Part(chunk, part.begin + blocks, part.end))
-            part = Part(chunk, part.begin, part.begin + blocks)
+        end = part.end if nbytes is None else self._fitting(part, nbytes)
+        if end < part.end:
+            pieces.append(Part(chunk, end, part.end))
+            part = Part(chunk, part.begin, end)
         if pieces:
             self._pieces[chunk] = pieces
         else:
             self._chunks.pop(bisect.bisect_left(self._chunks, chunk))
         self.nbytes -= self.nbytes_of(part)
         return part
+
+    def _fitting(self, part: Part, nbytes: int) -> int:
+        """Return the end of the blocks at the part's front that have at most `nbytes`; one at
+        least."""
+        if self.nbytes_of(part) <= nbytes:
+            return part.end
+        blocks = self._grid.blocks(part.chunk)
+        end = part.begin + 1
+        left = nbytes - blocks[part.begin][1]
+        while end < part.end and blocks[end][1] <= left:
+            left -= blocks[end][1]
+            end += 1
+        return end

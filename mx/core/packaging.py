@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from mx.core.types import Layout, PackagedFile, Packaging
 from mx.text import has_control
 from mx.units import MIB
 
@@ -18,6 +17,8 @@ MAX_SIDE_FILES = 1000
 #: All side files together: sources hold them in memory, and tokenizers are large.
 MAX_SIDE_FILES_BYTES = 256 * MIB
 MAX_PATH_BYTES = 512
+#: Of a tensor and of a layer.
+MAX_NAME_CHARS = 1024
 TENSOR_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -122,8 +123,8 @@ def bad_path_set(paths: Iterable[str]) -> str | None:
 
 def bad_tensor_name(name: str) -> str | None:
     """Return why a tensor must not have this name, or None if it may. safetensors accepts more."""
-    if not name:
-        return "is empty"
+    if not name or len(name) > MAX_NAME_CHARS:
+        return "is empty or too long"
     if has_control(name):
         return "holds a control character"
     if name == "__metadata__":
@@ -131,18 +132,3 @@ def bad_tensor_name(name: str) -> str | None:
     if ".." in name and ".." in name.replace("\\", "/").split("/"):
         return "holds '..' as a path does"
     return None
-
-
-def default_packaging(layout: Layout) -> Packaging:
-    """Return the packaging of tensors that come from no checkpoint: one file, in execution order.
-
-    Its metadata names ties as safetensors.torch.save_model does. Other aliases (slices,
-    transposes) are views that no checkpoint holds, and are left out.
-    """
-    metadata = {"format": "pt"}
-    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
-    for alias in layout.aliases:
-        if alias.offset_bytes == 0 and alias.shape == shapes[alias.target]:
-            metadata[alias.name] = alias.target
-    names = tuple(tensor.name for tensor in layout.tensors)
-    return Packaging((PackagedFile("model.safetensors", metadata, names),))

@@ -76,7 +76,7 @@ def progress_of(
     """
     layers = []
     for layer in layout.layers:
-        nbytes = sum(length for _, length in layer.runs)
+        nbytes = sum(length for _, length in layer.extents)
         ready = is_ready(layer.index)
         done = nbytes if ready else 0
         if done_nbytes is not None:

@@ -1,79 +1,85 @@
-"""Which chunks of a model are in memory that holds another model, decided by the manifests alone.
+"""Which chunks of a model are in memory that holds another model, decided by block digests alone.
 
-Two chunks are the same if their digests, sizes and byte places are. Two layers are the same,
-however they are cut into chunks, if their tensors are: the dtype, shape, place and digest of each,
-whatever its name.
+Two blocks are the same if their digests are, wherever they are in a tensor, a layer or a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mx.core.types import Chunk, ChunkGrid, Manifest
-
-#: A layer's tensors, without their names: dtype, shape, offset, blake3.
-_Tensors = tuple[tuple[str, tuple[int, ...], int, bytes], ...]
-#: What two equal chunks have in common: the digest, and the runs of bytes as (offset from the
-#: chunk's begin, nbytes).
-_Content = tuple[bytes, tuple[tuple[int, int], ...]]
+from mx.core.digest import DIGEST_BYTES
+from mx.core.grid import BLOCK_BYTES
+from mx.core.pages import Pages
+from mx.core.types import Manifest
 
 
 @dataclass(frozen=True)
 class Held:
     """Weights in this process's memory: `view` is laid out like an arena of the manifest. The
-    memory lives as long as `view`."""
+    memory lives as long as `view`. Layers whose pages are not known are not found."""
 
     manifest: Manifest
+    pages: Pages
     view: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Where the bytes of chunk `index` are: at `offset` of `view`."""
+    """Where the bytes of chunk `index` are: of each of its blocks, in order, a view and the offset
+    in it."""
 
     index: int
-    view: memoryview
-    offset: int
+    blocks: tuple[tuple[memoryview, int], ...]
 
 
-def same_chunks(manifest: Manifest, held: Iterable[Held]) -> dict[int, Copy]:
-    """Return where each chunk of the manifest is held, by its index; chunks that are not held are
-    left out. Takes time linear in chunks and tensors."""
-    found: dict[int, Copy] = {}
-    grid = manifest.grid
+def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[int, Copy]:
+    """Return where the chunks of a model are held, by index.
+
+    Takes time linear in blocks.
+
+    Args:
+        manifest: The model's manifest.
+        pages: Its pages; layers whose pages are not known are left out.
+        held: What this process holds. Where several hold a block, it is taken from the first.
+
+    Returns:
+        The chunks all of whose blocks are held.
+    """
+    places: dict[bytes, tuple[memoryview, int]] = {}
     for each in held:
-        layers = {tensors: i for i, tensors in enumerate(_layers(each.manifest))}
-        for layer, tensors in enumerate(_layers(manifest)):
-            if tensors not in layers:
-                continue
-            base = each.manifest.layout.layers[layers[tensors]].arena_offset
-            for index in grid.of_layer(layer):
-                found.setdefault(index, Copy(index, each.view, base + grid[index].offset))
-        theirs = each.manifest.grid
-        chunks = {_content(each.manifest, chunk): chunk for chunk in theirs}
-        for chunk in grid:
-            twin = None if chunk.index in found else chunks.get(_content(manifest, chunk))
-            if twin is not None:
-                found[chunk.index] = Copy(chunk.index, each.view, arena_offset(theirs, twin))
+        for digest, offset in _blocks(each):
+            places.setdefault(digest, (each.view, offset))
+    grid = manifest.grid
+    found: dict[int, Copy] = {}
+    for layer in range(len(manifest.layout.layers)):
+        page = pages.get(layer)
+        if page is None:
+            continue
+        for index in grid.of_layer(layer):
+            first = grid.first_block[index]
+            there = [
+                places.get(_digest(page, number))
+                for number in range(first, first + grid.block_count(index))
+            ]
+            blocks = tuple(place for place in there if place is not None)
+            if len(blocks) == len(there):
+                found[index] = Copy(index, blocks)
     return found
 
 
-def _layers(manifest: Manifest) -> list[_Tensors]:
-    tensors: list[list[tuple[str, tuple[int, ...], int, bytes]]] = [
-        [] for _ in manifest.layout.layers
-    ]
-    for t in manifest.layout.tensors:
-        tensors[t.layer].append((t.dtype, t.shape, t.offset, manifest.tensor_digests[t.name]))
-    return [tuple(each) for each in tensors]
+def _blocks(held: Held) -> Iterator[tuple[bytes, int]]:
+    """Yield the digest of each block that is held, and its offset in the arena."""
+    for layer in held.manifest.layout.layers:
+        page = held.pages.get(layer.index)
+        if page is None:
+            continue
+        number = 0
+        for begin, nbytes in layer.extents:
+            for at in range(begin, begin + nbytes, BLOCK_BYTES):
+                yield _digest(page, number), layer.arena_offset + at
+                number += 1
 
 
-def _content(manifest: Manifest, chunk: Chunk) -> _Content:
-    start = arena_offset(manifest.grid, chunk)
-    runs = tuple((s.arena_offset - start, s.nbytes) for s in manifest.grid.segments(chunk))
-    return manifest.chunking.digest(chunk.index), runs
-
-
-def arena_offset(grid: ChunkGrid, chunk: Chunk) -> int:
-    """Return where the chunk begins in an arena."""
-    return grid.layout.layers[chunk.layer].arena_offset + chunk.offset
+def _digest(page: bytes, number: int) -> bytes:
+    return page[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from mx.core.grid import BLOCK_BYTES
 from mx.core.pace import Pace
-from mx.core.types import BLOCK_BYTES
 
 #: Beyond half of its depth a connection has no more in flight than it reads in this time.
 AHEAD_S = 0.15

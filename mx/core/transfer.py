@@ -7,15 +7,16 @@ decides what each reads next and when a layer is ready. Its caller carries out t
 reports their results, in any order.
 
 A read is of a *part*: a chunk, or near the end a piece of one in whole blocks. `mx.core.striping`
-computes how much a connection takes, and how far ahead. When all parts of a chunk have landed, the
-digests of their blocks decide whether the chunk is right.
+computes how much a connection takes, and how far ahead. When a part has landed, the digests of its
+blocks are compared with the page of its layer, as soon as that is known; a chunk all of whose parts
+are right is verified.
 
 A part that fails is missing again, and is read from another source if possible. So is a part whose
 connection is lost, but not before its read has ended: until then that transport may still write
 there, over bytes that another connection has brought and that are verified. A connection that is
-so late that the others could do its work twice is dropped (`tick`). A chunk with a wrong digest is
-not read from the same source again while another may give it; a source that sends wrong bytes
-`MAX_CORRUPT` times is dropped. A chunk is read only from a source that allows it
+so late that the others could do its work twice is dropped (`tick`). A part with a wrong block is
+read again, its chunk not from the same source while another may give it; a source that sends wrong
+bytes `MAX_CORRUPT` times is dropped. A chunk is read only from a source that allows it
 (`mx.core.rights`). The pull fails when chunks are missing, no open connection may read them, and
 the caller has reported that no further connection will come.
 """
@@ -26,14 +27,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from mx.core import striping
-from mx.core.digest import digest_of_blocks
+from mx.core.digest import DIGEST_BYTES
+from mx.core.grid import BLOCK_BYTES, ChunkGrid
 from mx.core.holdings import Holdings
 from mx.core.missing import Missing
 from mx.core.pace import Pace
 from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Part
 from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
-from mx.core.types import BLOCK_BYTES, ChunkGrid
 from mx.errors import DigestError, MxError, PathSlowError
 
 MAX_CORRUPT = 2
@@ -41,11 +42,10 @@ MAX_ATTEMPTS = 5
 
 
 class _Landed(NamedTuple):
-    """A part that has landed, and waits for the others of its chunk."""
+    """A part that has landed, and waits for its layer's page."""
 
     load: ConnectionLoad  # of the connection that brought it
     block_digests: bytes
-    nbytes: int  # of payload
 
 
 class TransferMachine:
@@ -55,28 +55,29 @@ class TransferMachine:
     def __init__(
         self,
         grid: ChunkGrid,
-        digest_of: Callable[[int], bytes],
+        page_of: Callable[[int], bytes | None],
         *,
         several_connections: bool = False,
     ) -> None:
         """
         Args:
             grid: How the model is cut into chunks.
-            digest_of: Returns the digest that a chunk must have.
+            page_of: Returns the digests that a layer's blocks must have, None while they are not
+                known; `page_known` reports when they are.
             several_connections: True if others will follow the first connection at once.
         """
         self.holdings = Holdings(grid)
         self.retries = 0
         self._grid = grid
-        self._digest_of = digest_of
+        self._page_of = page_of
         self._several_connections = several_connections
         self._missing = Missing(grid)  # neither verified nor being read
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
-        self._unverified: dict[int, dict[Part, _Landed]] = {}
+        self._waiting: dict[int, dict[Part, _Landed]] = {}  # layer -> parts that wait for its page
+        self._right_blocks: dict[int, int] = {}  # chunk -> blocks that are right, while not all are
+        self._shortcuts: set[int] = set()  # layers with parts that were verified by the shortcut
         self._corrupt: dict[str, int] = {}  # source -> how often
-        # Chunks to read in one part, to know which source is at fault.
-        self._in_one_part: set[int] = set()
         self._attempts: dict[int, int] = {}
         self._landed_in_layer = [0] * len(grid.layout.layers)
         self._causes: list[MxError] = []
@@ -113,7 +114,7 @@ class TransferMachine:
         for chunk in chunks:
             if not self._ended and self._missing.untouched(chunk):
                 self._missing.remove(chunk)
-                self._landed_in_layer[self._grid.layer_of[chunk]] += self._payload_nbytes(chunk)
+                self._landed_in_layer[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
                 commands += self._verified(chunk)
                 news.append(chunk)
         return news, commands
@@ -166,29 +167,35 @@ class TransferMachine:
         self._expecting = True
 
     def landed(
-        self, connection: int, part: Part, block_digests: bytes, nbytes: int, now_s: float
+        self, connection: int, part: Part, block_digests: bytes | None, now_s: float
     ) -> list[Command]:
         """Record that all bytes of a part are in place, read under a lease that held.
 
         Args:
             connection: The connection that brought it.
             part: The part.
-            block_digests: The digests of its blocks, one after the other, 16 bytes each.
-            nbytes: Its payload bytes, without padding.
+            block_digests: The digests of its blocks, one after the other, 32 bytes each; None: the
+                shortcut has found them right.
             now_s: The time.
         """
         load = self._take_back(connection, part)
         if load is None:
             return []
-        load.pace.completed(self._missing.nbytes_of(part), now_s)
-        self._landed_in_layer[self._grid.layer_of[part.chunk]] += nbytes
-        parts = self._unverified.setdefault(part.chunk, {})
-        parts[part] = _Landed(load, block_digests, nbytes)
-        # The next reads are issued before the digest is computed.
-        commands = self._assign(now_s)
-        if sum(each.end - each.begin for each in parts) == self._missing.blocks(part.chunk):
-            commands += self._verify(part.chunk, now_s)
+        nbytes, layer = self._missing.nbytes_of(part), self._grid.layer_of[part.chunk]
+        load.pace.completed(nbytes, now_s)
+        self._landed_in_layer[layer] += nbytes
+        commands = self._assign(now_s)  # the next reads are issued first
+        if block_digests is None:
+            self._shortcuts.add(layer)
+            commands += self._right(part, load, now_s)
+        else:
+            self._waiting.setdefault(layer, {})[part] = _Landed(load, block_digests)
+            commands += self._judge(layer, now_s)
         return commands + self._check_hopeless()
+
+    def page_known(self, layer: int, now_s: float) -> list[Command]:
+        """Verify what has landed of a layer whose page is known from now on."""
+        return self._judge(layer, now_s) + self._check_hopeless()
 
     def failed(self, connection: int, part: Part, error: MxError, now_s: float) -> list[Command]:
         """Record that the read of a part failed; its session may still work."""
@@ -263,9 +270,6 @@ class TransferMachine:
 
     # -- parts that ended -----------------------------------------------------------------------
 
-    def _payload_nbytes(self, chunk: int) -> int:
-        return sum(segment.nbytes for segment in self._grid.segments(self._grid[chunk]))
-
     def _take_back(self, connection: int, part: Part) -> ConnectionLoad | None:
         load = self._connections.get(connection)
         if load is None or self._ended or load.in_flight.pop(part, None) is None:
@@ -273,58 +277,62 @@ class TransferMachine:
         load.nbytes -= self._missing.nbytes_of(part)
         return load
 
-    def _verify(self, chunk: int, now_s: float) -> list[Command]:
-        """Compare the digest of a chunk all of whose parts have landed; if it is wrong, read the
-        chunk again."""
-        parts = self._unverified.pop(chunk)
-        ordered = sorted(parts, key=lambda part: part.begin)
-        digest = digest_of_blocks(b"".join(parts[part].block_digests for part in ordered))
-        if digest == self._digest_of(chunk):
-            for each in parts.values():
-                each.load.verified_nbytes += each.nbytes
-                each.load.verified_at_s = now_s
-            return self._verified(chunk)
-        senders = [each.load for each in parts.values()]
-        self.retries += 1
-        self._landed_in_layer[self._grid.layer_of[chunk]] -= self._payload_nbytes(chunk)
-        self._missing.give_back(Part(chunk, 0, self._missing.blocks(chunk)))
-        self.holdings.corrupt(chunk, dict.fromkeys(load.source for load in senders))
-        return self._refuse(chunk, senders, now_s)
+    def _judge(self, layer: int, now_s: float) -> list[Command]:
+        """Compare the parts of a layer that wait for its page, if it is known."""
+        page = self._page_of(layer)
+        commands: list[Command] = []
+        if page is None or self._ended:
+            return commands
+        for part, (load, digests) in self._waiting.pop(layer, {}).items():
+            first = DIGEST_BYTES * (self._grid.first_block[part.chunk] + part.begin)
+            if page[first : first + DIGEST_BYTES * (part.end - part.begin)] == digests:
+                commands += self._right(part, load, now_s)
+            else:
+                commands += self._wrong(part, load, now_s)
+        return commands
 
-    def _refuse(self, chunk: int, senders: list[ConnectionLoad], now_s: float) -> list[Command]:
-        """Record that these connections brought wrong bytes."""
-        sources = list(dict.fromkeys(load.source for load in senders))
-        for source in sources:
-            self.withdraw(source, chunk)
-        if len(sources) > 1:
-            self._in_one_part.add(chunk)
-            return self._assign(now_s)
-        (source,) = sources
-        error = self._digest_error(chunk, senders)
+    def _right(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
+        load.verified_nbytes += self._missing.nbytes_of(part)
+        load.verified_at_s = now_s
+        blocks = self._right_blocks.pop(part.chunk, 0) + part.end - part.begin
+        if blocks == self._grid.block_count(part.chunk):
+            return self._verified(part.chunk)
+        self._right_blocks[part.chunk] = blocks
+        return []
+
+    def _wrong(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
+        """Read a part again, and blame its sender."""
+        chunk, source = part.chunk, load.source
+        self.retries += 1
+        self._landed_in_layer[self._grid.layer_of[chunk]] -= self._missing.nbytes_of(part)
+        self._missing.give_back(part)
+        self.holdings.corrupt(chunk, source)
+        self.withdraw(source, chunk)
         self._rights.refuse(source, chunk)
         self._corrupt[source] = self._corrupt.get(source, 0) + 1
-        connections = [number for number, load in self._open.items() if load.source == source]
+        error = self._digest_error(part, load)
+        connections = [number for number, each in self._open.items() if each.source == source]
         if self._corrupt[source] < MAX_CORRUPT or not connections:
             self._causes.append(error)
             return self._assign(now_s)
         return self._drop(connections, error, now_s)
 
-    def _digest_error(self, chunk: int, senders: list[ConnectionLoad]) -> DigestError:
-        place = self._grid[chunk]
+    def _digest_error(self, part: Part, load: ConnectionLoad) -> DigestError:
+        place = self._grid.part(part.chunk, part.begin, part.end)
         layer = self._grid.layout.layers[place.layer].name
-        peers = dict.fromkeys(load.peer for load in senders)
         return DigestError(
-            f"chunk {chunk} (layer {layer}, {place.nbytes} bytes at {place.offset}) "
-            f"from {' and '.join(peers)} does not match its digest",
-            peer=next(iter(peers)),
-            hint="its memory or the path to it is faulty",
+            f"blocks of layer {layer} (bytes {place.begin} to {place.end}) from {load.peer} do not "
+            "match the model's identity",
+            peer=load.peer,
+            hint="the source lies, or its memory or the path to it is faulty",
         )
 
     def _verified(self, chunk: int) -> list[Command]:
         self._rights.verified(chunk)
         layer_complete = self.holdings.add(chunk)
         self._ended = not self.holdings.left
-        return [LayerReady(self._grid.layer_of[chunk])] if layer_complete else []
+        layer = self._grid.layer_of[chunk]
+        return [LayerReady(layer, layer in self._shortcuts)] if layer_complete else []
 
     def _drop(self, connections: list[int], reason: MxError, now_s: float) -> list[Command]:
         for connection in connections:
@@ -397,7 +405,7 @@ class TransferMachine:
             nbytes = min(nbytes, max(int(budget * striping.TAKEN), piece))
         if not load.pace.measured_nbytes and (self._several_connections or len(rivals) > 1):
             nbytes = min(nbytes, striping.PROBE_NBYTES)
-        return self._missing.cut(chunk, None if chunk in self._in_one_part else nbytes)
+        return self._missing.cut(chunk, nbytes)
 
     def _choose(
         self, load: ConnectionLoad, among: int | None, rivals: list[ConnectionLoad]
@@ -424,9 +432,11 @@ class TransferMachine:
         if any(load.in_flight for load in self._connections.values()):
             return []
         # Nothing is in flight, so all that could be assigned has been. Chunks are left over.
-        if self._missing and not any(
-            self._may_read(load, self._missing.first) for load in self._open.values()
-        ):
-            self._ended = True
-            return [Fail(tuple(self._causes))]
-        return []
+        if self._missing:
+            hopeless = not any(
+                self._may_read(load, self._missing.first) for load in self._open.values()
+            )
+        else:  # whoever gives bytes gives pages too
+            hopeless = bool(self._waiting) and not self._open
+        self._ended = hopeless
+        return [Fail(tuple(self._causes))] if hopeless else []

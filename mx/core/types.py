@@ -136,8 +136,11 @@ class Layout:
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, ordered by (layer, offset)."""
-        made = self._tensors() if callable(self._tensors) else self._tensors
-        self._tensors = ()  # releases what the function refers to
+        # Several threads may come here at once: each finds the function or what it returned.
+        made = self._tensors
+        if callable(made):
+            made = tuple(made())
+            self._tensors = made  # releases what the function refers to
         return tuple(made)
 
     @cached_property
@@ -217,20 +220,19 @@ class ManifestRef:
         return [each for each in zip(digests, self.sizes, strict=True) if each[0]]
 
     @property
+    def content(self) -> bytes:
+        """Which weights in which layout: what a process says that its memory holds, 64 bytes."""
+        return self.identity + self.layout
+
+    def same_chunks(self, other: ManifestRef) -> bool:
+        """Return True if both cut the same bytes, in the same places, into the same chunks. Their
+        files may differ."""
+        return (self.content, self.chunk_nbytes) == (other.content, other.chunk_nbytes)
+
+    @property
     def pin(self) -> bytes:
         """The pin of the weights together with their files."""
         return pin_of(self.identity, self.packaging)
-
-    def same_chunks(self, other: ManifestRef) -> bool:
-        """Return True if both describe the same bytes in the same places and chunks.
-
-        Their files may differ.
-        """
-        return (self.identity, self.layout, self.chunk_nbytes) == (
-            other.identity,
-            other.layout,
-            other.chunk_nbytes,
-        )
 
     def with_files_of(self, other: ManifestRef) -> ManifestRef:
         """Return this manifest with the files of another one of the same weights."""

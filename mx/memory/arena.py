@@ -20,8 +20,7 @@ from typing import Protocol
 
 from mx import forks
 from mx.buffers import address_of
-from mx.core.digest import ChunkHasher
-from mx.core.types import Segment
+from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
 from mx.memory.device import DeviceArena
@@ -54,25 +53,25 @@ _libc.mmap.restype = ctypes.c_void_p
 
 
 class Hasher(Protocol):
-    """Hashes part of a chunk while it lands; `mx.core.digest.ChunkHasher` is one."""
+    """Hashes blocks while they land; `mx.core.digest.BlockHasher` is one."""
 
     def landed(self, payload_nbytes: int) -> None: ...
     def block_digests(self) -> bytes: ...
 
 
-#: Makes a hasher for segments that land in these views of an arena.
-MakeHasher = Callable[[Sequence[Segment], Sequence[Span]], Hasher]
+#: Makes a hasher for blocks that land in these views of an arena.
+MakeHasher = Callable[[Sequence[Span]], Hasher]
 
 
-def host_hasher(segments: Sequence[Segment], views: Sequence[Span]) -> ChunkHasher:
-    """Return a hasher for part of a chunk that lands in these views of host memory."""
-    return ChunkHasher(segments, [host_view(view) for view in views])
+def host_hasher(blocks: Sequence[Span]) -> BlockHasher:
+    """Return a hasher for blocks that land in these views of host memory."""
+    return BlockHasher([host_view(block) for block in blocks])
 
 
 class _HostMemory:
     """What all arenas of host memory share."""
 
-    #: Makes hashers for parts of chunks that land in the arena.
+    #: Makes hashers for blocks that land in the arena.
     hasher: MakeHasher = staticmethod(host_hasher)
 
 

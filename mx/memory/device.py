@@ -8,9 +8,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from mx.core.types import Segment
 from mx.cuda.device import Device, DeviceMemory
-from mx.cuda.digest import Block, BlockDigester, DeviceHasher
+from mx.cuda.digest import BlockDigester, DeviceHasher
 from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.cuda.vmm import VmmMemory
@@ -104,19 +103,19 @@ class DeviceArena:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="mx-digest")
             self._digester = self._pool.submit(BlockDigester, self.device)
 
-    def hasher(self, segments: Sequence[Segment], views: Sequence[Span]) -> DeviceHasher:
-        """Return a hasher for part of a chunk that lands in these views of the arena.
+    def hasher(self, blocks: Sequence[Span]) -> DeviceHasher:
+        """Return a hasher for blocks that land in these views of the arena.
 
         Raises:
             LocalError: A view is in host memory.
         """
         self.prepare_hashing()
-        there = [view for view in views if isinstance(view, DeviceView)]
-        if len(there) != len(views):
+        there = [block for block in blocks if isinstance(block, DeviceView)]
+        if len(there) != len(blocks):
             raise LocalError(f"{self.device.key} can't hash bytes in host memory")
-        return DeviceHasher(segments, there, self._digests)
+        return DeviceHasher(there, self._digests)
 
-    def _digests(self, blocks: Sequence[Block]) -> list[bytes]:
+    def _digests(self, blocks: Sequence[tuple[int, int]]) -> list[bytes]:
         digester = self._digester
         if digester is None:
             raise ClosedError("the arena was released")
@@ -197,7 +196,7 @@ class HostReader:
     def pieces(self, span: Span) -> Iterator[memoryview]:
         """Yield the span's bytes in order; each piece is valid until the next one is taken.
 
-        Raises CudaError.
+        Every piece but the last is some MiB long. Raises CudaError.
         """
         if isinstance(span, memoryview):
             yield span

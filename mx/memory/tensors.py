@@ -78,8 +78,8 @@ def _empty(arena: Span, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
 def tensor_view(arena: Span, layout: Layout, tensor: Tensor) -> torch.Tensor:
     """Return `tensor` as a view of `arena` (writable host bytes, or a GPU's).
 
-    The view keeps the arena's memory alive. Sub-byte dtypes (F4, F6_*) are returned as a 1-D uint8
-    tensor of their packed bytes.
+    The view keeps the arena's memory alive, and has the strides that the layout says. Sub-byte
+    dtypes (F4, F6_*) are returned as a 1-D uint8 tensor of their packed bytes.
     """
     offset = layout.layers[tensor.layer].arena_offset + tensor.offset
     packed = DTYPE_BITS[tensor.dtype] < 8
@@ -87,17 +87,17 @@ def tensor_view(arena: Span, layout: Layout, tensor: Tensor) -> torch.Tensor:
     shape = (tensor.nbytes,) if packed else tensor.shape
     if tensor.nbytes == 0:
         return _empty(arena, shape, dtype)
-    flat = _bytes_of(arena, offset, tensor.nbytes)
-    return flat.view(dtype).view(shape)
+    flat = _bytes_of(arena, offset, tensor.nbytes).view(dtype)
+    return flat.as_strided(shape, tensor.stride) if tensor.stride else flat.view(shape)
 
 
 def alias_view(target: torch.Tensor, alias: Alias) -> torch.Tensor:
-    """Return a tied tensor: the target's storage with the alias's shape, stride and offset.
+    """Return a tied tensor: the target's memory with the alias's shape, stride and offset.
 
     For sub-byte dtypes it is the packed bytes, as for the target.
     """
     if DTYPE_BITS[alias.dtype] < 8:
-        end = alias.offset_bytes + kind_nbytes((alias.dtype, alias.shape))
+        end = alias.offset_bytes + kind_nbytes((alias.dtype, alias.shape, ()))
         return target[alias.offset_bytes : end]
     element_nbytes = target.element_size()
     return target.as_strided(

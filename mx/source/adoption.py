@@ -12,13 +12,16 @@ listed with its own.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from mx.codec import MAX_DISPUTES
 from mx.core import manifest as manifests
-from mx.core.extents import ExtentMap
-from mx.core.types import Manifest, ManifestRef
+from mx.core.digest import SHORTCUT_BYTES
+from mx.core.extents import ExtentMap, relaid_digests
+from mx.core.pages import Pages
+from mx.core.types import ManifestRef
 from mx.errors import (
     CoordinatorError,
     IntegrityError,
@@ -82,15 +85,13 @@ async def register_adopting(
     raise CoordinatorError("the coordinator asks for one layout after the other")
 
 
-async def adopted(
-    client: CoordinatorClient, held: HeldModel, bound: ManifestRef
-) -> tuple[Manifest, ExtentMap | None]:
-    """Return the manifest of a model's weights and files in another layout and chunk size, and
-    where its bytes are in the model's memory (None: where its layout says).
+async def adopted(client: CoordinatorClient, held: HeldModel, bound: ManifestRef) -> HeldModel:
+    """Return a model as it is in another layout and chunk size: the same memory, with the same
+    files, and a new source id and generation.
 
     Args:
         client: The coordinator, from which the layout document comes.
-        held: The model.
+        held: The model; its memory is complete.
         bound: The manifest whose layout and chunk size are adopted.
 
     Raises:
@@ -98,28 +99,43 @@ async def adopted(
         UnknownModelError, PeerProtocolError, DigestError: The coordinator does not give it.
         CoordinatorError: The coordinator does not answer.
     """
-    own = held.laid_out
-    if bound.identity != own.ref.identity:
+    own = replace(held.laid_out)  # a copy: `held` is to become another
+    ref = own.manifest.ref
+    if bound.identity != ref.identity:
         raise ManifestError("the coordinator asks to adopt the layout of other weights")
-    if bound.layout == own.ref.layout:
+    if bound.layout == ref.layout:
         manifests.check_chunk_nbytes(bound.chunk_nbytes)
-        return replace(own, ref=replace(own.ref, chunk_nbytes=bound.chunk_nbytes)), None
-    documents = await client.fetch([(bound.layout, bound.sizes[1])])
-    return await in_thread(_relaid, own, bound, documents)
+        ref = replace(ref, chunk_nbytes=bound.chunk_nbytes)
+        found = replace(own, manifest=replace(own.manifest, ref=ref))
+    else:
+        documents = await client.fetch([(bound.layout, bound.sizes[1])])
+        found = await in_thread(_relaid, own, bound, documents)
+    found.key, found.own = held.key, own
+    found.source_id, found.generation = str(uuid.uuid4()), held.generation + 1
+    return found
 
 
-def _relaid(
-    own: Manifest, bound: ManifestRef, documents: Mapping[bytes, bytes]
-) -> tuple[Manifest, ExtentMap]:
-    identity, _, packaging = own.ref.sizes
+def _relaid(own: HeldModel, bound: ManifestRef, documents: Mapping[bytes, bytes]) -> HeldModel:
+    before = own.manifest
+    identity, _, packaging = before.ref.sizes
     ref = replace(
-        own.ref,
+        before.ref,
         layout=bound.layout,
         chunk_nbytes=bound.chunk_nbytes,
         sizes=(identity, bound.sizes[1], packaging),
     )
-    found = manifests.decode(ref, {**own.documents, **documents})
-    side_files = own.documents.keys() - {digest for digest, _ in own.ref.documents}
-    sides = {digest: own.documents[digest] for digest in side_files}
-    extents = ExtentMap.of_arena(own.layout).relaid(own.layout, found.layout)
-    return replace(found, documents=found.documents | sides), extents
+    manifest = manifests.decode(ref, {**before.documents, **documents})
+    side_files = before.documents.keys() - {digest for digest, _ in before.ref.documents}
+    manifest.documents.update({digest: before.documents[digest] for digest in side_files})
+    layouts = before.layout, manifest.layout
+    pages = b"".join(own.pages.get(layer) or b"" for layer in range(len(before.layout.layers)))
+    shortcuts = b""
+    if own.shortcuts:
+        shortcuts = b"".join(relaid_digests(own.shortcuts, *layouts, digest_nbytes=SHORTCUT_BYTES))
+    return replace(
+        own,
+        manifest=manifest,
+        pages=Pages.whole(manifest, relaid_digests(pages, *layouts)),
+        shortcuts=shortcuts,
+        extents=ExtentMap.of_arena(before.layout).relaid(*layouts),
+    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mx.core import manifest as manifests
 from mx.core.extents import ExtentMap
+from mx.core.pages import Pages
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
     Alias,
-    Chunking,
     Manifest,
     ModelKey,
     Packaging,
@@ -36,12 +36,16 @@ class HeldModel:
     The arena is sealed. The server releases it when no exposure is left, unless it is `borrowed`:
     then its owner does. `extents` says where the manifest's bytes are in it; None: where the
     manifest's layout says. A source that has adopted another layout (`mx.source.adoption`) has
-    extents, and its arena is laid out by another manifest, `own`.
+    extents; `own` is what it was before.
     """
 
     key: ModelKey
     manifest: Manifest
     arena: Arena
+    #: The block digests of the layers that are known.
+    pages: Pages
+    #: The shortcut digests of all blocks, layer after layer; b"" if they are not known.
+    shortcuts: bytes = b""
     role: SourceRole = SourceRole.ORIGIN
     borrowed: bool = False
     generation: int = 1
@@ -51,12 +55,17 @@ class HeldModel:
     #: True while the arena is being filled. Readers may not attach to it then.
     growing: bool = False
     extents: ExtentMap | None = None
-    own: Manifest | None = None
+    own: HeldModel | None = None
 
     @property
-    def laid_out(self) -> Manifest:
-        """The manifest by which the arena is laid out."""
-        return self.own or self.manifest
+    def laid_out(self) -> HeldModel:
+        """The model with the manifest by which its arena is laid out."""
+        return self.own or self
+
+    def become(self, other: HeldModel) -> None:
+        """Take over the fields of another description of the same memory."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
     @property
     def device(self) -> str:
@@ -119,7 +128,8 @@ def hold_checkpoint(
     key: ModelKey,
     *,
     device: str = "cpu",
-    chunk_nbytes: int,
+    chunk_nbytes: int | None = None,
+    shortcuts: bool = False,
     threads: int,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -130,7 +140,8 @@ def hold_checkpoint(
         path: The checkpoint: a file or a folder.
         key: The key to serve it under.
         device: "cpu" or a GPU.
-        chunk_nbytes: The chunk size.
+        chunk_nbytes: The chunk size; None: the default one.
+        shortcuts: Whether to compute the shortcut digests too.
         threads: The number of threads that read and hash.
         progress: Called with (bytes read, bytes in all), from those threads.
         cancelled: Polled; if it returns True, the load stops with an error.
@@ -141,20 +152,21 @@ def hold_checkpoint(
     Raises:
         MxError: As `load_checkpoint` and `DeviceArena`.
     """
-    manifest, arena = load_checkpoint(
+    loaded = load_checkpoint(
         path,
         lambda nbytes: _new_arena(nbytes, key, device),
         chunk_nbytes=chunk_nbytes,
+        shortcuts=shortcuts,
         threads=threads,
         progress=progress,
         cancelled=cancelled,
     )
     try:
-        arena.seal()
+        loaded.arena.seal()
     except BaseException:
-        arena.release()
+        loaded.arena.release()
         raise
-    return HeldModel(key, manifest, arena)
+    return HeldModel(key, loaded.manifest, loaded.arena, loaded.pages, loaded.shortcuts)
 
 
 def hold_tensors(
@@ -164,7 +176,8 @@ def hold_tensors(
     key: ModelKey,
     *,
     device: str = "cpu",
-    chunk_nbytes: int,
+    chunk_nbytes: int | None = None,
+    shortcuts: bool = False,
 ) -> HeldModel:
     """Copy tensors that are in memory into a sealed arena: later changes of the originals do not
     affect it.
@@ -172,10 +185,11 @@ def hold_tensors(
     Args:
         specs: The tensors' names, dtypes and shapes.
         aliases: Views of them.
-        tensors: The bytes of each tensor, read until this returns.
+        tensors: The bytes of each tensor, in storage order, read until this returns.
         key: The key to serve them under.
         device: "cpu" or a GPU.
-        chunk_nbytes: The chunk size.
+        chunk_nbytes: The chunk size; None: the default one.
+        shortcuts: Whether to compute the shortcut digests too.
 
     Returns:
         The model, whose arena the caller owns. It has no files.
@@ -186,18 +200,19 @@ def hold_tensors(
     layout = manifests.plan_layout(specs, aliases)
     arena = _new_arena(layout.arena_nbytes, key, device)
     try:
-        with destination(arena, layout) as (view, on_layer):
+        with destination(arena, layout) as there:
             filled = fill_from_tensors(
-                tensors, layout, view, chunk_nbytes=chunk_nbytes, on_layer=on_layer
+                tensors,
+                layout,
+                there.view,
+                memfd=there.memfd,
+                shortcuts=shortcuts,
+                on_layer=there.on_layer,
             )
         arena.seal()
-        manifest = manifests.encode(
-            layout,
-            Chunking(chunk_nbytes, filled.chunk_digests),
-            Packaging(),
-            filled.tensor_digests,
-        )
+        manifest = manifests.encode(layout, Packaging(), filled.roots, chunk_nbytes=chunk_nbytes)
     except BaseException:
         arena.release()
         raise
-    return HeldModel(key, manifest, arena)
+    pages = Pages.whole(manifest, filled.pages)
+    return HeldModel(key, manifest, arena, pages, filled.shortcuts)

@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from mx import trace
-from mx.core.extents import ExtentMap
 from mx.core.reference import pinned_name
-from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord, SourceRole
+from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.errors import LocalError, MxError
 from mx.log import event
 from mx.runtime import uncut
@@ -31,7 +30,7 @@ class Registrar:
         client: CoordinatorClient,
         models: Mapping[str, Served],
         record: Callable[[Served], SourceRecord],
-        switch: Callable[[HeldModel, Manifest, ExtentMap | None], Awaitable[None]],
+        switch: Callable[[HeldModel, HeldModel], Awaitable[None]],
         readers: Callable[[str], int],
         gb_per_s: Callable[[str], float],
     ) -> None:
@@ -40,7 +39,8 @@ class Registrar:
             client: The coordinator; the registrar closes it.
             models: What the process serves, by source id.
             record: Returns the record of a served model.
-            switch: Serves a model in another layout or chunk size, under another source id.
+            switch: switch(held, other) serves a model in another layout or chunk size, as `other`
+                is, under that one's source id.
             readers: Returns the number of a source's readers.
             gb_per_s: Returns a source's rate.
         """
@@ -90,8 +90,7 @@ class Registrar:
             )
 
         async def adopt(bound: ManifestRef) -> None:
-            manifest, extents = await adopted(self._client, held, bound)
-            await uncut(self._switch_to(held, manifest, extents))
+            await uncut(self._switch_to(held, await adopted(self._client, held, bound)))
 
         # Peers have counted the chunks of a pull, which can't be counted anew.
         keeps_layout = keeps_layout or held.role is SourceRole.RELAY
@@ -109,17 +108,15 @@ class Registrar:
         self._on_pin_only(held, listed.pin_only)
         return listed.model
 
-    async def _switch_to(
-        self, held: HeldModel, manifest: Manifest, extents: ExtentMap | None
-    ) -> None:
-        await self._switch(held, manifest, extents)
+    async def _switch_to(self, held: HeldModel, other: HeldModel) -> None:
+        await self._switch(held, other)
         event(
             log,
             "source.adopted",
             model=str(held.key),
             source=held.source_id,
-            layout=manifest.ref.layout.hex()[:16],
-            chunk_nbytes=manifest.ref.chunk_nbytes,
+            layout=held.manifest.ref.layout.hex()[:16],
+            chunk_nbytes=held.manifest.ref.chunk_nbytes,
         )
 
     def keep_listed(self, held: HeldModel) -> None:
@@ -170,7 +167,7 @@ class Registrar:
         return self._record(served)
 
     def _on_registered(self, registered: bool, why: str) -> None:
-        if registered != self.registered:
+        if registered != self.registered or not registered:
             name = "source.reregistered" if registered else "source.unregistered"
             level = logging.INFO if registered else logging.WARNING
             endpoints = [self._record(served).endpoint for served in self._models.values()]

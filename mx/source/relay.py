@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from mx.core.holdings import Holdings
+from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey, SourceRecord, SourceRole
 from mx.errors import MxError
 from mx.memory.arena import Arena
@@ -38,6 +39,7 @@ class Relay:
         coordinator: str | None,
         key: ModelKey,
         manifest: Manifest,
+        pages: Pages,
         arena: Arena,
     ) -> None:
         """
@@ -48,6 +50,7 @@ class Relay:
             coordinator: Where to register; None: nowhere.
             key: The model.
             manifest: The model's manifest. Side files are added to its documents.
+            pages: The model's pages, as the pull learns them.
             arena: The memory that is filled. The caller releases it, after `close`.
         """
         self._options = options
@@ -57,7 +60,8 @@ class Relay:
             key,
             manifest,
             arena,
-            SourceRole.RELAY,
+            pages,
+            role=SourceRole.RELAY,
             borrowed=True,
             source_id=source_id,
             layers=(),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from mx import discovery, trace
-from mx.core.extents import ExtentMap
 from mx.core.grants import Principal
 from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.topology import Place
-from mx.core.types import Manifest, SourceRecord, SourceState
+from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.runtime import in_thread, uncut
@@ -174,6 +172,8 @@ class SourceServer:
             limiter=self._limits.limiter,
             ports=self.options.data_ports,
             at_peer=bool(self.options.advertise),
+            content=held.manifest.ref.content,
+            block_digests=held.shortcuts or None,
         )
         return expose(held, self._transports, options)
 
@@ -213,15 +213,14 @@ class SourceServer:
             lambda source_id: limits.gb_per_s(source_id, models[source_id].sent_bytes()),
         )
 
-    async def _switch(self, held: HeldModel, manifest: Manifest, extents: ExtentMap | None) -> None:
+    async def _switch(self, held: HeldModel, other: HeldModel) -> None:
         """Serve a model's memory in another layout or chunk size, as another source.
 
         Readers of the source that it was may finish.
 
         Args:
-            held: The model. Its source id changes, and its generation rises.
-            manifest: The manifest with the other layout or chunk size.
-            extents: Where its bytes are; None: where its layout says.
+            held: The model. It becomes what `other` is.
+            other: The same memory under another source id.
 
         Raises:
             LocalError: No transport can offer it. Then nothing has changed.
@@ -230,16 +229,14 @@ class SourceServer:
         was = before.held = replace(held)
         idle = not self._servicer.leases.of_source(was.source_id)
         if idle:  # at once, since the ports for data may be few
-            self._servicer.supersede(was.source_id, was.generation + 1, 0.0)
+            self._servicer.supersede(was.source_id, other.generation, 0.0)
             self._servicer.remove(was.source_id)
             await self._withdraw(before)
-        held.manifest, held.extents, held.own = manifest, extents, was.laid_out
-        held.source_id, held.generation = str(uuid.uuid4()), was.generation + 1
+        held.become(other)
         try:
             await self.offer(held)
         except MxError:
-            held.manifest, held.extents, held.own = was.manifest, was.extents, was.own
-            held.source_id, held.generation = was.source_id, was.generation
+            held.become(was)
             before.held = held
             if idle:
                 await self.offer(held)

@@ -22,6 +22,7 @@ from mx.source.served import Served
 from mx.swarm.stream import PeerStream
 from mx.transport import Sending
 from mx.wire.address import address_of_peer
+from mx.wire.pages import PIECE_BYTES
 from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
@@ -76,6 +77,28 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                 if request.name in ("", served.held.key.name) and not served.newer
             ]
         )
+
+    async def Pages(
+        self, request: peer_pb2.PagesRequest, context: Any
+    ) -> AsyncIterator[peer_pb2.LayerPage]:
+        held = next(
+            (
+                served.held
+                for served in self.models.values()
+                if (served.held.manifest.ref.identity, served.held.manifest.ref.layout)
+                == (request.identity, request.layout)
+            ),
+            None,
+        )
+        if held is None:
+            raise PeerRefusedError("this process serves no such model")
+        count = len(held.manifest.layout.layers)
+        for begin, end in codec.ranges_from_wire(request.layers):
+            for layer in range(begin, min(end, count)):
+                page = held.pages.get(layer) or b""  # a pull may not know it yet
+                for offset in range(0, len(page), PIECE_BYTES):
+                    data = page[offset : offset + PIECE_BYTES]
+                    yield peer_pb2.LayerPage(layer=layer, offset=offset, data=data)
 
     async def Table(
         self, request: peer_pb2.TableRequest, context: Any

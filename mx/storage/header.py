@@ -21,7 +21,8 @@ from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ManifestError
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
-from mx.storage.osfile import open_regular, read_error, shown
+from mx.storage.osfile import open_regular, read_error
+from mx.text import shown
 from mx.units import align_up
 
 MAX_HEADER_BYTES = 100_000_000
@@ -218,7 +219,7 @@ def _tensor(name: str, entry: object, start: int, location: Path) -> FileTensor:
         _fail(location, f"{where} has a shape or offsets that are not lists of integers")
     spec = TensorSpec(name, dtype, tuple(shape))
     try:
-        nbytes = kind_nbytes((dtype, spec.shape))
+        nbytes = kind_nbytes((dtype, spec.shape, ()))
     except ManifestError as error:
         _fail(location, f"{where}: {error.message}")
     begin, end = offsets

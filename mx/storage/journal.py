@@ -35,7 +35,8 @@ def heading(ref: ManifestRef) -> bytes:
 
     It differs for other weights, places, chunks or files.
     """
-    return b" ".join([b"mx-journal 1", *(digest.hex().encode() for digest in ref.digests)])
+    parts = (ref.identity.hex(), ref.layout.hex(), str(ref.chunk_nbytes), ref.packaging.hex())
+    return " ".join(("mx-journal 2", *(part or "-" for part in parts))).encode()
 
 
 def read(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from mx.core import manifest as manifests
-from mx.core.types import Chunking, Layout, Manifest
+from mx.core.pages import Pages
+from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
 from mx.storage.reader import fill
 from mx.storage.safetensors import open_checkpoint
@@ -20,23 +22,48 @@ class FillableArena(Protocol):
 
     @property
     def view(self) -> Span: ...
+    @property
+    def memfd(self) -> int | None: ...
     def release(self) -> None: ...
 
 
 A = TypeVar("A", bound=FillableArena)
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Host memory to fill an arena through: `view`, which maps `memfd` if there is one.
+
+    `on_layer`, if there is one, is to be called with the index of each complete layer.
+    """
+
+    view: memoryview
+    memfd: int | None = None
+    on_layer: Callable[[int], None] | None = None
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[A]):
+    """A checkpoint in memory: its manifest, the digests of all blocks, and the arena.
+
+    `shortcuts` are as in `mx.storage.reader.Filled`.
+    """
+
+    manifest: Manifest
+    pages: Pages
+    shortcuts: bytes
+    arena: A
+
+
 @contextlib.contextmanager
-def destination(
-    arena: FillableArena, layout: Layout
-) -> Iterator[tuple[memoryview, Callable[[int], None] | None]]:
+def destination(arena: FillableArena, layout: Layout) -> Iterator[Destination]:
     """Give the host memory to fill an arena through, for the length of the block.
 
-    For host memory it is the arena itself, and None. For GPU memory it is a window, and a function
-    to call with the index of each complete layer, which copies that layer to the GPU.
+    For host memory it is the arena itself. For GPU memory it is a window, whose `on_layer` copies
+    a layer to the GPU.
     """
     if not isinstance(arena, DeviceArena):
-        yield host_view(arena.view), None
+        yield Destination(host_view(arena.view), arena.memfd)
         return
     with arena.filling() as window:
 
@@ -44,30 +71,32 @@ def destination(
             layer = layout.layers[index]
             window.layer_done(layer.arena_offset, layer.nbytes)
 
-        yield window.view, layer_done
+        yield Destination(window.view, on_layer=layer_done)
 
 
 def load_checkpoint(
     path: Path,
     arena_of: Callable[[int], A],
     *,
-    chunk_nbytes: int,
+    chunk_nbytes: int | None = None,
+    shortcuts: bool = False,
     threads: int,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> tuple[Manifest, A]:
+) -> Loaded[A]:
     """Read a checkpoint once into a new arena, hashing it on the way.
 
     Args:
         path: A safetensors file, or a folder.
         arena_of: Makes the arena, given its length in bytes.
-        chunk_nbytes: The chunk size of the manifest.
+        chunk_nbytes: The chunk size of the manifest; None: the default one.
+        shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
         progress: Called with (bytes so far, bytes in total), from reader threads.
         cancelled: Called while reading; returning True stops it.
 
     Returns:
-        The manifest and the arena, which the caller owns.
+        The manifest, the digests, and the arena, which the caller owns.
 
     Raises:
         CheckpointError: The checkpoint is malformed.
@@ -81,25 +110,26 @@ def load_checkpoint(
     total = layout.payload_nbytes
     arena = arena_of(layout.arena_nbytes)
     try:
-        with destination(arena, layout) as (view, on_layer):
+        with destination(arena, layout) as there:
             filled = fill(
                 checkpoint,
                 layout,
-                view,
-                chunk_nbytes=chunk_nbytes,
+                there.view,
+                memfd=there.memfd,
+                shortcuts=shortcuts,
                 threads=threads,
                 progress=None if progress is None else (lambda done: progress(done, total)),
                 cancelled=cancelled,
-                on_layer=on_layer,
+                on_layer=there.on_layer,
             )
         manifest = manifests.encode(
             layout,
-            Chunking(chunk_nbytes, filled.chunk_digests),
             checkpoint.packaging,
-            filled.tensor_digests,
+            filled.roots,
             checkpoint.side_documents,
+            chunk_nbytes=chunk_nbytes,
         )
     except BaseException:
         arena.release()
         raise
-    return manifest, arena
+    return Loaded(manifest, Pages.whole(manifest, filled.pages), filled.shortcuts, arena)

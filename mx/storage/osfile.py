@@ -35,11 +35,6 @@ def open_regular(path: Path, flags: int = 0) -> int:
     return fd
 
 
-def shown(text: str) -> str:
-    """Return text from a file for an error message: quoted, escaped and shortened."""
-    return repr(text if len(text) <= 120 else text[:117] + "...")
-
-
 def read_error(error: OSError, path: Path) -> MxError:
     """Return the typed error for a failed open or read of a checkpoint's file."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):

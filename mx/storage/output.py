@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from mx.core.digest import chunk_digest
 from mx.core.types import Manifest
 from mx.memory.device import HostReader
+from mx.memory.verify import wrong_tensors
 from mx.storage.writer import CheckpointWriter
 from mx.transport import Span, host_view
 
@@ -59,21 +59,24 @@ class Output:
         return sorted(self._writer.claimed)
 
     def read_back(self, layer: int, view: Span) -> list[int]:
-        """Read a layer of `left` into its place in host memory. Blocks. Returns the chunks whose
-        digests are right."""
+        """Read a layer of `left` into its place in host memory, and hash it. Blocks.
+
+        Args:
+            layer: The layer's index.
+            view: The layer's space.
+
+        Returns:
+            The layer's chunks all of whose tensors are right. A tensor that a chunk holds only in
+            part counts as a whole: its root tells nothing about the parts.
+        """
         self._writer.read_layer(layer, host_view(view))
-        base = self._manifest.layout.layers[layer].arena_offset
-        grid, right = self._manifest.grid, []
-        for index in grid.of_layer(layer):
-            segments = grid.segments(grid[index])
-            views = [
-                host_view(view[s.arena_offset - base : s.arena_offset - base + s.nbytes])
-                for s in segments
-            ]
-            if chunk_digest(segments, views) == self._manifest.chunking.digest(index):
-                right.append(index)
-        self._writer.have_layer(layer, len(right) == len(grid.of_layer(layer)))
-        return right
+        grid, extents = self._manifest.grid, self._manifest.layout.layers[layer].extents
+        wrong: set[int] = set()
+        for number in wrong_tensors(self._manifest, layer, view, self._reader):
+            offset, nbytes = extents[number]
+            wrong.update(grid.chunks_of(layer, offset, offset + nbytes))
+        self._writer.have_layer(layer, not wrong)
+        return [index for index in grid.of_layer(layer) if index not in wrong]
 
     def layer_ready(self, layer: int, view: Span) -> None:
         """Queue a layer to be written. `view` must stay as it is until `finish` or `abort`."""

@@ -1,9 +1,9 @@
-"""Fills an arena: reads each file once and hashes its bytes as they land in layer space.
+"""Fills an arena: reads each file once and hashes its blocks as they land in layer space.
 
 A few threads, each with an aligned buffer, read the files with O_DIRECT, so that a model does not
-displace the page cache. Tensors start anywhere in their files, so bytes are copied from the buffer
-to their places. Bytes are read into place without the buffer where the alignment of file and arena
-agrees, and where the file system refuses O_DIRECT.
+displace the page cache. Tensors start anywhere in their files, so blocks are written from the
+buffer to their places, and hashed there while they are in the cache. Where the alignment of file
+and arena agrees, they are read into place.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mx.buffers import copy_bytes
-from mx.core.types import CHUNK_BYTES, Layout
+from mx.core.grid import BLOCK_BYTES
+from mx.core.types import Layout
 from mx.errors import ClosedError
 from mx.storage.landing import Landing
 from mx.storage.safetensors import Checkpoint
-from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, SpanReader
+from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, ArenaWriter, SpanReader
 from mx.units import MIB
 
 SPAN_BYTES = 4 * MIB
@@ -33,12 +33,14 @@ _COPY_THREADS = 2
 class Filled:
     """The digests that were computed while an arena was filled.
 
-    `tensor_digests` has the 32-byte blake3 of each tensor, `chunk_digests` 16 bytes for each
-    chunk, in order.
+    `roots` has the root of each tensor. `pages` has the digests of each layer's blocks, 32 bytes
+    each, in layer order. `shortcuts` has the shortcut digests of the same blocks, 16 bytes each,
+    layer after layer; b"" if they were not asked for.
     """
 
-    tensor_digests: dict[str, bytes]
-    chunk_digests: bytes
+    roots: dict[str, bytes]
+    pages: list[bytes]
+    shortcuts: bytes
 
 
 def fill(
@@ -46,7 +48,8 @@ def fill(
     layout: Layout,
     destination: memoryview,
     *,
-    chunk_nbytes: int = CHUNK_BYTES,
+    memfd: int | None = None,
+    shortcuts: bool = False,
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
@@ -54,15 +57,17 @@ def fill(
 ) -> Filled:
     """Read every tensor of a checkpoint to its place in `destination`, hashing it on the way.
 
-    Padding is not written. Apart from `destination` this needs at most 16 MiB of buffers and some
-    hundred bytes per tensor. All threads have ended when it returns or raises.
+    Padding is not written. Apart from `destination` this needs buffers of 16 MiB, or of a MiB for
+    each thread if that is more, and some hundred bytes per tensor. All threads have ended when it
+    returns or raises.
 
     Args:
         checkpoint: The checkpoint.
         layout: Where its tensors go.
         destination: A writable view of at least `layout.arena_nbytes` bytes; nothing refers to it
             once this returns or raises.
-        chunk_nbytes: The chunk size of the digests.
+        memfd: The memfd that `destination` maps, if it is such a map.
+        shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
         progress: Called with the bytes landed so far, from the reader threads, one call at a time.
         cancelled: Called while reading; returning True stops it soon.
@@ -74,15 +79,17 @@ def fill(
     Raises:
         CheckpointError: A file shrank or changed since it was opened.
         LocalError: The disk fails.
+        CapacityError: The system has no memory for the arena.
         ClosedError: `cancelled` returned True.
     """
     threads = max(1, threads)
-    span_nbytes = min(SPAN_BYTES, RING_BYTES // threads) // DIRECT_ALIGNMENT_BYTES
-    span_nbytes *= DIRECT_ALIGNMENT_BYTES
+    span_nbytes = max(BLOCK_BYTES, min(SPAN_BYTES, RING_BYTES // threads))
+    buffer_nbytes = span_nbytes + 2 * DIRECT_ALIGNMENT_BYTES
     index_of = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
     readers: list[SpanReader] = []
-    with destination.cast("B") as arena:
-        job = _Job(layout, arena, chunk_nbytes, progress, cancelled, on_layer)
+    with destination.cast("B") as view:
+        arena = _arena(view, memfd, layout)
+        job = _Job(layout, shortcuts, progress, cancelled, on_layer)
         try:
             for file in checkpoint.files:
                 readers.append(SpanReader(file, layout, index_of, arena))
@@ -91,14 +98,14 @@ def fill(
             )
 
             def work() -> None:
-                with mmap.mmap(-1, span_nbytes) as ring, memoryview(ring) as buffer:
+                with mmap.mmap(-1, buffer_nbytes) as ring, memoryview(ring) as buffer:
                     while job.goes_on():
                         try:
                             reader, span = spans.popleft()
                         except IndexError:
                             return
-                        for piece in reader.read(span, buffer):
-                            job.landed(piece.index, piece.offset, piece.nbytes)
+                        reader.read(span, buffer, job.landing.landed)
+                        job.progressed(span[1] - span[0])
 
             job.run(work, threads)
             for reader in readers:
@@ -114,21 +121,22 @@ def fill_from_tensors(
     layout: Layout,
     destination: memoryview,
     *,
-    chunk_nbytes: int = CHUNK_BYTES,
+    memfd: int | None = None,
+    shortcuts: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
 ) -> Filled:
-    """Copy tensors from memory to their places in `destination`, hashing them on the way.
+    """Copy tensors from memory to their places in `destination`, hashing the copies on the way.
 
     Args:
-        tensors: Contiguous byte views by name, which must not change meanwhile. The other
-            arguments are those of `fill`.
+        tensors: Contiguous byte views by name. The other arguments are those of `fill`.
 
     Returns:
-        The digests.
+        The digests of what is in `destination`, even if the tensors change meanwhile.
 
     Raises:
         ValueError: A tensor is missing or has another size than the layout's.
+        CapacityError: The system has no memory for the arena.
         ClosedError: `cancelled` returned True.
     """
     for tensor in layout.tensors:
@@ -139,8 +147,9 @@ def fill_from_tensors(
         for index, tensor in enumerate(layout.tensors)
         for offset in range(0, tensor.nbytes, SPAN_BYTES)
     )
-    with destination.cast("B") as arena:
-        job = _Job(layout, arena, chunk_nbytes, None, cancelled, on_layer)
+    with destination.cast("B") as view:
+        arena = _arena(view, memfd, layout)
+        job = _Job(layout, shortcuts, None, cancelled, on_layer)
 
         def work() -> None:
             while job.goes_on():
@@ -149,18 +158,25 @@ def fill_from_tensors(
                 except IndexError:
                     return
                 tensor = layout.tensors[index]
-                start = layout.layers[tensor.layer].arena_offset + tensor.offset + offset
-                nbytes = min(SPAN_BYTES, tensor.nbytes - offset)
-                with (
-                    tensors[tensor.name].cast("B") as source,
-                    source[offset : offset + nbytes] as there,
-                    arena[start : start + nbytes] as here,
-                ):
-                    copy_bytes(here, there)
-                job.landed(index, offset, nbytes)
+                base = layout.layers[tensor.layer].arena_offset + tensor.offset
+                with tensors[tensor.name].cast("B") as source:
+                    for start in range(
+                        offset, min(offset + SPAN_BYTES, tensor.nbytes), BLOCK_BYTES
+                    ):
+                        end = min(start + BLOCK_BYTES, tensor.nbytes)
+                        with source[start:end] as there:
+                            arena.write(base + start, there)
+                        with view[base + start : base + end] as here:
+                            job.landing.landed(index, start // BLOCK_BYTES, here)
 
         job.run(work, _COPY_THREADS)
         return job.filled()
+
+
+def _arena(view: memoryview, memfd: int | None, layout: Layout) -> ArenaWriter:
+    if view.nbytes < layout.arena_nbytes:
+        raise ValueError(f"the arena has {view.nbytes} bytes, not {layout.arena_nbytes}")
+    return ArenaWriter(view, memfd)
 
 
 class _Job:
@@ -169,16 +185,13 @@ class _Job:
     def __init__(
         self,
         layout: Layout,
-        arena: memoryview,
-        chunk_nbytes: int,
+        shortcuts: bool,
         progress: Callable[[int], None] | None,
         cancelled: Callable[[], bool],
         on_layer: Callable[[int], None] | None,
     ) -> None:
-        if arena.nbytes < layout.arena_nbytes:
-            raise ValueError(f"the arena has {arena.nbytes} bytes, not {layout.arena_nbytes}")
-        self._layout, self._progress, self._cancelled = layout, progress, cancelled
-        self._landing = Landing(layout, arena, chunk_nbytes, on_layer)
+        self._progress, self._cancelled = progress, cancelled
+        self.landing = Landing(layout, shortcuts=shortcuts, on_layer=on_layer)
         self._lock = threading.Lock()
         self._done_nbytes = 0
         self._stop = False
@@ -190,9 +203,8 @@ class _Job:
             self._stop = self._was_cancelled = True
         return not self._stop
 
-    def landed(self, index: int, offset: int, nbytes: int) -> None:
-        """Hash bytes of a tensor that are in place, and report progress."""
-        self._landing.landed(index, offset, nbytes)
+    def progressed(self, nbytes: int) -> None:
+        """Report that so many more bytes have landed."""
         if self._progress is not None:
             with self._lock:
                 self._done_nbytes += nbytes
@@ -220,7 +232,5 @@ class _Job:
 
     def filled(self) -> Filled:
         """Return the digests, once everything has landed."""
-        digests = self._landing.tensor_digests
-        names = (tensor.name for tensor in self._layout.tensors)
-        chunk_digests = self._landing.chunk_digests()
-        return Filled(dict(zip(names, digests, strict=True)), chunk_digests)
+        landing = self.landing
+        return Filled(landing.roots(), landing.pages(), landing.shortcuts())

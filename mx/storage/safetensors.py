@@ -16,8 +16,9 @@ from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import CheckpointError, ConfigError, ManifestError
 from mx.storage.header import MAX_HEADER_BYTES, TensorFile, read_tensor_file
 from mx.storage.hints import LFS_MAGIC, lfs_pointer, no_checkpoint_file, no_checkpoint_folder
-from mx.storage.osfile import open_regular, read_error, shown
+from mx.storage.osfile import open_regular, read_error
 from mx.storage.side_files import read_side_files
+from mx.text import shown
 
 # The files that transformers and diffusers look for, in their order; other files beside these (a
 # second precision, an adapter) are not part of the checkpoint.

@@ -5,26 +5,66 @@ from __future__ import annotations
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mx.buffers import address_of, copy_bytes
+from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
-from mx.errors import CheckpointError
+from mx.errors import CapacityError, CheckpointError
 from mx.storage.header import FileStamp, TensorFile
 from mx.storage.osfile import open_regular, read_error
 from mx.units import align_up
 
 #: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
 DIRECT_ALIGNMENT_BYTES = 4096
-#: The most views of one preadv (the system's limit is 1024).
-_MAX_VIEWS = 512
+
+#: To give up the interpreter lock takes longer than to copy so few bytes.
+_SHORT_BYTES = 16 * 1024
+
+#: Called with a tensor's index in the layout, a block's number in the tensor, and its bytes.
+BlockLanded = Callable[[int, int, memoryview], None]
+
+
+class ArenaWriter:
+    """Copies bytes to their places in an arena. Thread-safe.
+
+    `view` is the arena. If it is a map of a memfd, `memfd` is that: a write to the file takes half
+    the time of a copy into pages of the map that nothing has touched, since the kernel need neither
+    clear nor map them.
+    """
+
+    def __init__(self, view: memoryview, memfd: int | None = None) -> None:
+        self.view, self.memfd = view, memfd
+
+    def write(self, place: int, data: memoryview) -> None:
+        """Copy `data` to `place` in the arena, without the interpreter lock unless it is short.
+
+        Raises:
+            CapacityError: The system has no memory for it.
+        """
+        end = place + data.nbytes
+        if data.nbytes <= _SHORT_BYTES:
+            self.view[place:end] = data
+            return
+        if self.memfd is None:
+            with self.view[place:end] as here:
+                copy_bytes(here, data)
+            return
+        try:
+            while place < end:
+                with data[data.nbytes - (end - place) :] as rest:
+                    place += os.pwrite(self.memfd, rest, place)
+        except OSError as error:
+            raise CapacityError(
+                f"the model's memory could not be written: {error.strerror}",
+                hint="free memory or raise the container's limit",
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class SpanPiece:
-    """Bytes [offset, offset + nbytes) of the layout's tensor `index`.
+    """Blocks [offset, offset + nbytes) of the layout's tensor `index`.
 
     They are at `position` in the file and belong at `place` in the arena.
     """
@@ -39,7 +79,7 @@ class SpanPiece:
 class SpanReader:
     """One open file. `read` is thread-safe; `close` it when no read is running.
 
-    `index_of` maps names to indices of the layout's tensors. `arena` is borrowed until `close`.
+    `index_of` maps names to indices of the layout's tensors. `arena` is used until `close`.
 
     Raises:
         CheckpointError: The file is gone, or changed since its header was read.
@@ -48,20 +88,22 @@ class SpanReader:
     """
 
     def __init__(
-        self, file: TensorFile, layout: Layout, index_of: Mapping[str, int], arena: memoryview
+        self, file: TensorFile, layout: Layout, index_of: Mapping[str, int], arena: ArenaWriter
     ) -> None:
-        self._file, self._layout, self._arena = file, layout, arena
-        self._address = address_of(arena)
-        self._tensors = []  # (index in the layout, first byte in the file, place in the arena)
+        self._file, self._arena = file, arena
+        self._address = address_of(arena.view)
+        # (index in the layout, first byte in the file, bytes, place in the arena)
+        self._tensors: list[tuple[int, int, int, int]] = []
         for tensor in file.tensors:
             index = index_of[tensor.spec.name]
             there = layout.tensors[index]
-            if (there.dtype, there.shape) != (tensor.spec.dtype, tensor.spec.shape):
+            same = (there.dtype, there.shape) == (tensor.spec.dtype, tensor.spec.shape)
+            if not same or there.stride:  # files are row-major
                 raise ValueError(f"the layout has another {tensor.spec.name!r}")
             if there.nbytes:
                 place = layout.layers[there.layer].arena_offset + there.offset
-                self._tensors.append((index, tensor.begin, place))
-        self._begins = [begin for _, begin, _ in self._tensors]
+                self._tensors.append((index, tensor.begin, there.nbytes, place))
+        self._begins = [begin for _, begin, _, _ in self._tensors]
         self._fd = self._direct_fd = -1
         try:
             self._fd = open_regular(file.location)
@@ -75,63 +117,65 @@ class SpanReader:
             raise
 
     def spans(self, span_nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the tensors' part of the file as [start, end) ranges.
+        """Yield the tensors' part of the file as [start, end) ranges of whole blocks.
+
+        A block that two threads read half each could be hashed only after both, when at least one
+        half has left the cache.
 
         Args:
-            span_nbytes: Ranges end at multiples of it, so that only the first start and the last
-                end are misaligned; itself a multiple of `DIRECT_ALIGNMENT_BYTES`.
+            span_nbytes: The length of the longest range, at least a block's.
         """
-        if not self._tensors:
-            return
-        start, end = self._begins[0], self._file.stamp.nbytes
-        while start < end:
-            cut = min(end, (start // span_nbytes + 1) * span_nbytes)
-            yield start, cut
-            start = cut
+        if span_nbytes < BLOCK_BYTES:
+            raise ValueError(f"{span_nbytes} bytes do not hold a block")
+        start = at = self._begins[0] if self._begins else 0
+        for _, begin, nbytes, _ in self._tensors:  # one follows another without a gap
+            end = begin + nbytes
+            while at < end:
+                take = min(end - at, start + span_nbytes - at)
+                if take < end - at:
+                    take -= take % BLOCK_BYTES
+                if not take:
+                    yield start, at
+                    start = at
+                at += take
+        if start < at:
+            yield start, at
 
-    def read(self, span: tuple[int, int], buffer: memoryview) -> list[SpanPiece]:
-        """Read a span and put its bytes in place.
+    def read(self, span: tuple[int, int], buffer: memoryview, landed: BlockLanded) -> None:
+        """Read a span, put its blocks in place, and announce each while it is in the cache.
 
         Args:
             span: A range that `spans` yielded.
-            buffer: Memory of this thread's own, page-aligned, and as long as a span.
-
-        Returns:
-            The pieces that landed.
+            buffer: Memory of this thread's own, page-aligned, and longer than a span by
+                two times `DIRECT_ALIGNMENT_BYTES`.
+            landed: Called with each block that is in place. Its bytes may be in `buffer`, so it
+                must not keep them.
 
         Raises:
             CheckpointError: The file has become too short.
             LocalError: The disk fails.
+            CapacityError: The system has no memory for the arena.
         """
         start, end = span
         pieces = list(self._pieces(start, end))
-        if self._direct_fd < 0:
-            self._read_into_place(pieces)
-            return pieces
-        try:
-            if len(pieces) == 1 and self._fits(pieces[0]):
-                piece = pieces[0]
-                with self._arena[piece.place : piece.place + piece.nbytes] as here:
-                    self._read_exactly(self._direct_fd, [here], start)
-                return pieces
-            base = start - start % DIRECT_ALIGNMENT_BYTES
-            length = align_up(end - base, DIRECT_ALIGNMENT_BYTES)
-            with buffer[:length] as window:
-                self._read_exactly(self._direct_fd, [window], base, needed=end - base)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise read_error(error, self._file.location) from error
-            # Some file systems allow O_DIRECT but require another alignment.
-            self._read_into_place(pieces)
-            return pieces
-        for piece in pieces:
-            first = piece.position - base
-            with (
-                buffer[first : first + piece.nbytes] as there,
-                self._arena[piece.place : piece.place + piece.nbytes] as here,
-            ):
-                copy_bytes(here, there)
-        return pieces
+        if len(pieces) == 1 and self._fits(pieces[0]):
+            (piece,) = pieces
+            with self._arena.view[piece.place : piece.place + piece.nbytes] as here:
+                self._read_exactly(here, start, piece.nbytes)
+                for at in range(0, piece.nbytes, BLOCK_BYTES):
+                    with here[at : at + BLOCK_BYTES] as block:
+                        landed(piece.index, (piece.offset + at) // BLOCK_BYTES, block)
+            return
+        base = start - start % DIRECT_ALIGNMENT_BYTES
+        with buffer[: align_up(end - base, DIRECT_ALIGNMENT_BYTES)] as window:
+            self._read_exactly(window, base, end - base)
+            for piece in pieces:
+                first = piece.position - base
+                for at in range(0, piece.nbytes, BLOCK_BYTES):
+                    nbytes = min(BLOCK_BYTES, piece.nbytes - at)
+                    with window[first + at : first + at + nbytes] as block:
+                        self._arena.write(piece.place + at, block)
+                        landed(piece.index, (piece.offset + at) // BLOCK_BYTES, block)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
@@ -150,42 +194,35 @@ class SpanReader:
 
     def _pieces(self, start: int, end: int) -> Iterator[SpanPiece]:
         for i in range(bisect_right(self._begins, start) - 1, len(self._tensors)):
-            index, begin, place = self._tensors[i]
+            index, begin, nbytes, place = self._tensors[i]
             if begin >= end:
                 return
             low = max(start, begin)
-            high = min(end, begin + self._layout.tensors[index].nbytes)
+            high = min(end, begin + nbytes)
             offset = low - begin
             yield SpanPiece(index, offset, high - low, low, place + offset)
 
     def _fits(self, piece: SpanPiece) -> bool:
         """Return True if O_DIRECT can read this piece into place, as both are aligned."""
+        if self._direct_fd < 0 or self._arena.memfd is not None:
+            return False
         address = self._address + piece.place
         return not (piece.position | piece.nbytes | address) % DIRECT_ALIGNMENT_BYTES
 
-    def _read_into_place(self, pieces: list[SpanPiece]) -> None:
-        # Tensors follow one another in the file, so one call reads many of them.
-        for first in range(0, len(pieces), _MAX_VIEWS):
-            group = pieces[first : first + _MAX_VIEWS]
-            with ExitStack() as stack:
-                views = [
-                    stack.enter_context(self._arena[p.place : p.place + p.nbytes]) for p in group
-                ]
-                try:
-                    self._read_exactly(self._fd, views, group[0].position)
-                except OSError as error:
-                    raise read_error(error, self._file.location) from error
-
-    def _read_exactly(
-        self, fd: int, views: Sequence[memoryview], position: int, *, needed: int | None = None
-    ) -> None:
-        """Fill `views`, or at least their first `needed` bytes. Raises OSError, CheckpointError."""
-        total = sum(view.nbytes for view in views)
-        needed = total if needed is None else needed
+    def _read_exactly(self, view: memoryview, position: int, needed: int) -> None:
+        """Fill at least the first `needed` bytes of `view`. Raises LocalError, CheckpointError."""
+        fd = self._fd if self._direct_fd < 0 else self._direct_fd
         done = 0
         while done < needed:
-            with ExitStack() as stack:
-                got = os.preadv(fd, _rest(views, done, stack), position + done)
+            try:
+                with view[done:] as rest:
+                    got = os.preadv(fd, [rest], position + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and fd == self._direct_fd:
+                    # Some file systems allow O_DIRECT but require another alignment.
+                    fd = self._fd
+                    continue
+                raise read_error(error, self._file.location) from error
             done += got
             if got and done < needed and fd == self._direct_fd:
                 # Later reads have to be aligned, so read the last, partial page again.
@@ -206,15 +243,3 @@ def _open_direct(file: TensorFile) -> int:
         if error.errno == errno.EINVAL:  # the file system has no O_DIRECT
             return -1
         raise
-
-
-def _rest(views: Sequence[memoryview], done: int, stack: ExitStack) -> list[memoryview]:
-    """Return the parts of `views` after their first `done` bytes."""
-    if not done:
-        return list(views)
-    rest = []
-    for view in views:
-        if done < view.nbytes:
-            rest.append(stack.enter_context(view[done:]))
-        done = max(0, done - view.nbytes)
-    return rest

@@ -5,26 +5,46 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 from blake3 import blake3
 
-from mx.core.layout import TensorSpec
-from mx.core.packaging import INDEX_SUFFIX, SideContent, default_packaging
-from mx.core.types import Manifest, SideFile
+from mx.core.layout import TensorSpec, permuted_stride
+from mx.core.packaging import INDEX_SUFFIX, SideContent
+from mx.core.types import Layout, Manifest, PackagedFile, Packaging, SideFile, Tensor
 from mx.errors import DigestError, IntegrityError, OutputError
 from mx.storage.header import header_bytes
 from mx.storage.journal import Records, read
+from mx.storage.row_major import row_major
 from mx.storage.safetensors import weight_map
 from mx.storage.staging import JOURNAL, Staging
 from mx.units import MIB
 
 
+def default_packaging(layout: Layout) -> Packaging:
+    """Return the packaging of tensors that come from no checkpoint: one file, in execution order.
+
+    Its metadata names ties as safetensors.torch.save_model does. Other aliases (slices,
+    transposes) are views that no checkpoint holds, and are left out.
+    """
+    metadata = {"format": "pt"}
+    forms = {tensor.name: (tensor.shape, tensor.stride) for tensor in layout.tensors}
+    for alias in layout.aliases:
+        form = (alias.shape, permuted_stride(alias.shape, alias.stride))
+        if alias.offset_bytes == 0 and form == forms[alias.target]:
+            metadata[alias.name] = alias.target
+    names = tuple(tensor.name for tensor in layout.tensors)
+    return Packaging((PackagedFile("model.safetensors", metadata, names),))
+
+
 class CheckpointWriter:
     """Writes the checkpoint that `manifest` packages as the folder `out`.
+
+    Files hold tensors in row-major order, as safetensors does: a permuted tensor is copied to that
+    order on the way, and back when its layer is read back.
 
     Nothing appears at `out` before `commit`; `abort`, and every error raised here, leave nothing
     behind. With `keep` they leave the layers that were written, if any (`kept`), for the next
@@ -52,8 +72,8 @@ class CheckpointWriter:
         self._active = 0  # calls that use the descriptors right now
         self._ended = False
         self._fds: list[int] = []
-        # Per layer: (offset in the layer, bytes, descriptor, offset in the file).
-        self._pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in manifest.layout.layers]
+        # Per layer: its tensors, without the empty ones, with descriptor and offset in the file.
+        self._pieces: list[list[tuple[Tensor, int, int]]] = [[] for _ in manifest.layout.layers]
         self._records: Records | None = None
         self.claimed: frozenset[int] = frozenset()
         self._staging = Staging(out)
@@ -81,17 +101,14 @@ class CheckpointWriter:
                 stay as they are.
         """
         with self._using(), layer_view.cast("B") as layer:
-            for offset, nbytes, fd, position in self._pieces[index]:
-                done = 0
-                while done < nbytes:
-                    try:
-                        with layer[offset + done : offset + nbytes] as rest:
-                            got = os.preadv(fd, [rest], position + done)
-                    except OSError:
-                        break
-                    if not got:
-                        break
-                    done += got
+            for tensor, fd, position in self._pieces[index]:
+                with (
+                    layer[tensor.offset : tensor.offset + tensor.nbytes] as stored,
+                    closing(row_major(tensor, stored, back=True)) as pieces,
+                ):
+                    for at, rows in pieces:
+                        if _read_some(fd, rows, position + at) < len(rows):
+                            break
 
     def have_layer(self, index: int, right: bool) -> None:
         """Record whether a claimed layer is right; one that is wrong has to be written again."""
@@ -117,15 +134,17 @@ class CheckpointWriter:
         with self._using(), layer_view.cast("B") as layer:
             if layer.nbytes < self._manifest.layout.layers[index].nbytes:
                 raise ValueError(f"layer {index} is larger than the view of it")
-            for offset, nbytes, fd, position in self._pieces[index]:
-                if self._ended:
-                    raise OutputError(f"{self._staging.out} was abandoned")
-                done = 0
-                while done < nbytes:
-                    with layer[offset + done : offset + nbytes] as rest:
-                        done += os.pwrite(fd, rest, position + done)
+            for tensor, fd, position in self._pieces[index]:
+                with (
+                    layer[tensor.offset : tensor.offset + tensor.nbytes] as stored,
+                    closing(row_major(tensor, stored)) as pieces,
+                ):
+                    for at, rows in pieces:
+                        if self._ended:
+                            raise OutputError(f"{self._staging.out} was abandoned")
+                        _write(fd, rows, position + at)
             if self._records is not None:
-                self._records.wrote(index, {fd for _, _, fd, _ in self._pieces[index]})
+                self._records.wrote(index, {fd for _, fd, _ in self._pieces[index]})
         with self._lock:
             self._layers_left.discard(index)
 
@@ -284,8 +303,7 @@ class CheckpointWriter:
                 position += os.pwrite(fd, header[position:], position)
             for tensor in members:
                 if tensor.nbytes:
-                    piece = (tensor.offset, tensor.nbytes, fd, position)
-                    self._pieces[tensor.layer].append(piece)
+                    self._pieces[tensor.layer].append((tensor, fd, position))
                 position += tensor.nbytes
 
     def _check_side_file(self, file: BinaryIO, side: SideFile) -> str | None:
@@ -308,3 +326,25 @@ class CheckpointWriter:
     def _close_files(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
+
+
+def _read_some(fd: int, view: memoryview, position: int) -> int:
+    """Read into `view` as far as possible. Returns the number of bytes."""
+    done = 0
+    while done < len(view):
+        try:
+            with view[done:] as rest:
+                got = os.preadv(fd, [rest], position + done)
+        except OSError:
+            break
+        if not got:
+            break
+        done += got
+    return done
+
+
+def _write(fd: int, data: memoryview, position: int) -> None:
+    done = 0
+    while done < len(data):
+        with data[done:] as rest:
+            done += os.pwrite(fd, rest, position + done)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from mx.core.holdings import Holdings
+from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey, SourceRecord
 from mx.errors import MxError
 from mx.memory.arena import Arena
@@ -46,8 +47,9 @@ class Host(Protocol):
         """End all reads here. Idempotent."""
 
 
-#: Makes the host of a pull from (its source id, model, manifest, arena that is being filled).
-MakeHost = Callable[[str, ModelKey, Manifest, Arena], Host]
+#: Makes the host of a pull from (its source id, model, manifest, pages that are known, arena that
+#: is being filled).
+MakeHost = Callable[[str, ModelKey, Manifest, Pages, Arena], Host]
 
 
 class Sharing:

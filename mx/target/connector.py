@@ -21,7 +21,7 @@ from mx.errors import PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
-from mx.transport import Grant, Session, Span, Transport
+from mx.transport import Grant, Session, Span, Transport, Vouching
 from mx.wire.address import resolve
 from mx.wire.channel import dial
 from mx.wire.lease import Granted, Lease
@@ -107,7 +107,8 @@ class Connector:
         self._users[lease] += 1
         try:
             session = await self._session(path, granted)
-            connection = Connection(path, lease, session)
+            vouched = session.vouched_digests() if isinstance(session, Vouching) else None
+            connection = Connection(path, lease, session, vouched=vouched)
             self._leases[lease].append(connection)
         except BaseException:
             await self._leave(lease)
@@ -196,6 +197,7 @@ class Connector:
             # A staged session's own destinations are in host memory.
             place=replace(self._place, device="cpu") if path.staged else self._place,
             trusted_fabric=self._options.trusted_fabric,
+            content=path.source.ref.content,
         )
 
     async def give_back(self, connection: Connection) -> None:

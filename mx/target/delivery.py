@@ -1,23 +1,19 @@
-"""Handles layers whose chunks are verified: checks their identity, writes them, fires events."""
+"""Handles layers that are verified: writes them, and fires their events."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mx.core.types import Manifest
 from mx.memory.device import HostReader
-from mx.memory.verify import check_chunks, check_identity, tensors_of_layers
+from mx.memory.verify import check_layer
 from mx.storage.output import Output
 from mx.target.events import EventLog, Outcome
 from mx.target.report import LayerEvent, VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import Span
-
-#: Threads that compare tensors with the model's identity while the transfer runs.
-CHECKS = 2
 
 
 class Delivery:
@@ -25,8 +21,7 @@ class Delivery:
     ready, and what goes wrong.
 
     With `out` (and `keep`, see `CheckpointWriter`, whose errors this raises) the caller calls
-    `finish` or `abort`. With `strong` each layer's tensors are compared with the identity before
-    its event, in memory of a GPU piece by piece; the caller calls `settle`.
+    `finish` or `abort`. With `strong` attached memory is hashed too, and the caller calls `settle`.
     """
 
     def __init__(
@@ -46,9 +41,9 @@ class Delivery:
         self.failed = outcome.failed
         self.broken = outcome.broken
         self._strong = strong
-        self._tensors = tensors_of_layers(manifest) if strong else []
         self._reader = HostReader() if strong else None
-        self._checks = ThreadPoolExecutor(CHECKS, thread_name_prefix="mx-verify")
+        #: How the layers were verified that were transferred: the shortcut, if it was used at all.
+        self.verified_by = VerifiedBy.STRONG if strong else VerifiedBy.DIGEST
         self._output = None if out is None else Output(out, manifest, outcome.raised, keep=keep)
 
     @property
@@ -67,28 +62,23 @@ class Delivery:
             chunks = self._output.read_back(layer, self._place(transfer.arena, layer))
             transfer.prefill("resume", self._output.folder, chunks, time.monotonic() - began_s)
 
-    def layer_ready(self, layer: int, arena: Span) -> None:
+    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
         """Deliver a layer: every chunk of it is in the arena, and right."""
         if self._strong:
-            self._checks.submit(self._check, arena, layer)
-        else:
-            self.announce(arena, layer, VerifiedBy.DIGEST)
-
-    def _check(self, arena: Span, layer: int) -> None:
-        with self._outcome.guard():
-            assert self._reader is not None
-            check_identity(self._manifest, arena, self._tensors[layer], self._reader)
-            self.announce(arena, layer, VerifiedBy.STRONG)
+            by = VerifiedBy.STRONG
+        elif by is VerifiedBy.SHORTCUT:
+            self.verified_by = by
+        self.announce(arena, layer, by)
 
     def attached(self, arena: Span, layer: int) -> None:
-        """Deliver a layer of a source's mapped memory. With `strong` hashes every byte, and blocks.
+        """Deliver a layer of a source's mapped memory. With `strong` hashes every byte, on a GPU
+        piece by piece, and blocks.
 
         Raises:
-            DigestError: A chunk or a tensor is wrong.
+            DigestError: A tensor is wrong.
         """
         if self._reader is not None:
-            check_chunks(self._manifest, arena, layer, self._reader)
-            check_identity(self._manifest, arena, self._tensors[layer], self._reader)
+            check_layer(self._manifest, arena, layer, self._reader)
         self.announce(arena, layer, VerifiedBy.STRONG if self._strong else VerifiedBy.SOURCE)
 
     def announce(self, arena: Span, layer: int, by: VerifiedBy) -> None:
@@ -114,8 +104,7 @@ class Delivery:
     # -- the end; these methods block ------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for the checks that run, and drop those that wait. Idempotent."""
-        self._checks.shutdown(cancel_futures=True)
+        """Free what hashing needs. Idempotent."""
         if self._reader is not None:
             self._reader.close()
 

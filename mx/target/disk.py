@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mx.core.types import Manifest
 from mx.errors import CheckpointError
 from mx.memory.arena import Arena
-from mx.storage.load import load_checkpoint
+from mx.storage.load import Loaded, load_checkpoint
 from mx.storage.staging import Staging
 from mx.target.options import PullOptions
 
@@ -17,14 +16,22 @@ def load(
     *,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
-) -> tuple[Manifest, Arena]:
-    """Read the checkpoint at `options.disk` into an arena, which the caller owns. Blocks. Raises
-    errors of `load_checkpoint`, of `Staging` for `out`, which is checked first, and CheckpointError
-    if the identity is not the pinned one."""
+) -> Loaded[Arena]:
+    """Read the checkpoint at `options.disk` into an arena, which the caller owns. Blocks.
+
+    Args:
+        options: The pull's options. `out` is checked before anything is read.
+        progress: Called with (bytes so far, bytes in total), from reader threads.
+        cancelled: Called while reading; returning True stops it.
+
+    Raises:
+        CheckpointError: The checkpoint is malformed, or as a fallback not the pinned one.
+        MxError: As `load_checkpoint`, and for `out` as `Staging`.
+    """
     assert options.disk is not None
     if options.out is not None:
         Staging(options.out).leave()
-    manifest, arena = load_checkpoint(
+    loaded: Loaded[Arena] = load_checkpoint(
         options.disk,
         options.new_arena,
         chunk_nbytes=options.chunk_nbytes,
@@ -32,9 +39,9 @@ def load(
         progress=progress,
         cancelled=cancelled,
     )
-    pin = options.name.partition("@")[2]
-    if options.fall_back_to_disk and not manifest.ref.pinned_by(pin):
-        arena.release()
-        held = f"{manifest.ref.identity.hex()} ({manifest.ref.pin.hex()} with its files)"
+    ref, pin = loaded.manifest.ref, options.name.partition("@")[2]
+    if options.fall_back_to_disk and not ref.pinned_by(pin):
+        loaded.arena.release()
+        held = f"{ref.identity.hex()} ({ref.pin.hex()} with its files)"
         raise CheckpointError(f"{options.disk} holds {held}, not {pin} as requested")
-    return manifest, arena
+    return loaded

@@ -3,6 +3,8 @@ transfer, commit. On the loop; the bytes are moved by `mx.target.transfer`."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,11 +12,13 @@ from contextlib import AsyncExitStack
 
 from mx import trace
 from mx.core.connections import Connections, Entry
+from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
     ConfigError,
+    IncompleteError,
     LocalError,
     MxError,
     NoSourceError,
@@ -32,6 +36,7 @@ from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.events import EventLog, Outcome
 from mx.target.options import PullOptions
+from mx.target.pages import PageFetcher
 from mx.target.paths import plan_paths, target_place
 from mx.target.prefill import prefilling
 from mx.target.reads import Connection
@@ -48,9 +53,13 @@ from mx.target.transfer import Transfer
 from mx.transport import Span, Transport
 from mx.wire.locate import Located, Locator, write_side_files
 
+#: How long a pull whose memory others will read waits for pages, once its bytes are there.
+REST_S = 10.0
+
 
 class Job:
-    """One pull; call `run` on the loop. `manifest` and `arena` are None until they are known."""
+    """One pull; call `run` on the loop. `manifest`, `pages` and `arena` are None until they are
+    known."""
 
     def __init__(
         self, options: PullOptions, transports: Mapping[str, Transport], log: EventLog
@@ -58,6 +67,7 @@ class Job:
         self.options = options
         self.key = options.key
         self.manifest: Manifest | None = None
+        self.pages: Pages | None = None
         self.arena: Arena | None = None
         self.node: Node | None = None
         self.kept = ""  # how to go on from what a failed pull has left on disk
@@ -121,7 +131,7 @@ class Job:
             if isinstance(error, LocalError) or (isinstance(error, ConfigError) and self.manifest):
                 raise  # reading from disk would fail too
         await uncut(self._discard())
-        self.manifest = self._transfer = None
+        self.manifest = self.pages = self._transfer = None
         report = await self._from_disk()
         report.fallback = "disk"
         return report
@@ -222,18 +232,32 @@ class Job:
                 break
 
         self.arena = arena = options.new_arena(manifest.layout.arena_nbytes)
+        self.pages = pages = Pages(manifest)
         self._transfer = transfer = Transfer(
             manifest,
+            pages,
             arena.view,
             delivery,
             arena.hasher,
             several_connections=len(paths.chosen) > 1,
+            shortcut=not options.strong and options.device == "cpu",
         )
         closing.push_async_callback(self._end_transfer, transfer)
+        sources = found.located.sources
+        fetcher = PageFetcher(
+            locator,
+            transfer,
+            lambda: sources if self.node is None else self.node.sharing.sources,
+            self._causes,
+            stall_timeout_s=options.stall_timeout_s,
+        )
         if fill is not None:
             self._log.phase = "resuming"
             transfer.start()
-            await uncut(in_thread(fill, transfer, lambda: self._closed))
+            if options.reuse:  # which chunks are held is known by their blocks
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(fetcher.run(), options.stall_timeout_s)
+            await uncut(in_thread(fill, transfer, pages, lambda: self._closed))
 
         self.node = node = self._join_swarm(found, arena, transfer, outcome)
         closing.push_async_callback(self._end_reading, node)
@@ -263,10 +287,25 @@ class Job:
         closing.push_async_callback(pool.close)
         if unmapped is not None:
             pool.take(*unmapped)
-        await beside(pool.run(), resolver.run(), pool.tick())
+        await beside(pool.run(), resolver.run(), pool.tick(), fetcher.run())
         self._raise_failure(manifest, transfer, outcome)
-        by = VerifiedBy.STRONG if options.strong else VerifiedBy.DIGEST
-        return self._report(manifest, transfer.paths(), by, transfer.retries, pool.left())
+        if options.hold and pages.missing:  # others will ask for them here
+            await self._fetch_rest(fetcher)
+        return self._report(
+            manifest, transfer.paths(), delivery.verified_by, transfer.retries, pool.left()
+        )
+
+    async def _fetch_rest(self, fetcher: PageFetcher) -> None:
+        """Wait for the pages that verifying did not need. Raises the last cause why one is not to
+        be had."""
+        try:
+            await asyncio.wait_for(fetcher.run(), self.options.wait_s + REST_S)
+        except TimeoutError:
+            raise (
+                self._causes[-1]
+                if self._causes
+                else IncompleteError(f"no source gives all block digests of {self.key}")
+            ) from None
 
     def _raise_failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> None:
         if not transfer.started:
@@ -281,7 +320,7 @@ class Job:
         manifest, options = found.manifest, self.options
         host = None
         if options.host is not None and self.reader_id:
-            host = options.host(self.reader_id, self.key, manifest, arena)
+            host = options.host(self.reader_id, self.key, manifest, transfer.pages, arena)
         rate = found.paths.gb_per_s * 1e9
         expected_s = manifest.layout.payload_nbytes / rate if rate else 0.0
         node = Node(
@@ -290,7 +329,9 @@ class Job:
             manifest.grid.chunk_nbytes,
             transfer,
             Sharing(host, expected_s=expected_s, alone_because=options.alone_because),
-            lambda source: bool(self._plan([source]).paths),
+            lambda source: (
+                source.ref.same_chunks(manifest.ref) and bool(self._plan([source]).paths)
+            ),
             self._streams.dial,
             outcome.changed.set,
             coordinate_always=options.coordinate_always,
@@ -338,7 +379,7 @@ class Job:
     ) -> PullReport:
         """Deliver every layer of the mapped memory, which outlives session, lease and source."""
         connection.session.close()
-        self.arena = BorrowedArena(view)
+        self.arena, self.pages = BorrowedArena(view), Pages(manifest)
         self._log.reading_began(time.monotonic())
         strong = self.options.strong
         for layer in range(len(manifest.layout.layers)):
@@ -364,11 +405,11 @@ class Job:
             self._disk_done = (done, total)
 
         # Uncut: once the pull is closed no thread may write to `into`.
-        manifest, arena = await uncut(
+        loaded = await uncut(
             in_thread(disk.load, self.options, progress=count, cancelled=lambda: self._closed)
         )
-        self.arena = arena
-        self.manifest = manifest
+        manifest, arena = loaded.manifest, loaded.arena
+        self.arena, self.manifest, self.pages = arena, manifest, loaded.pages
         self._log.planned(len(manifest.layout.layers))
         outcome = Outcome()
         delivery = self._deliver(manifest, outcome, strong=False)
@@ -403,6 +444,7 @@ class Job:
         return PullReport(
             model=str(self.key),
             manifest=manifest.ref.identity.hex(),
+            pin=manifest.ref.pin.hex(),
             bytes=manifest.layout.payload_nbytes,
             seconds=log.last_layer_s(),
             first_layer_s=log.first_layer_s(),

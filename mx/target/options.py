@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mx.core.reuse import Held
 from mx.core.revisions import MAIN
-from mx.core.types import CHUNK_BYTES, ModelKey
+from mx.core.types import ModelKey
 from mx.errors import ConfigError
 from mx.memory.arena import Arena, BorrowedArena, HostArena, MemfdArena
 from mx.memory.device import DeviceArena
@@ -51,7 +51,7 @@ class PullOptions:
     stall_timeout_s: float = 4.0
     connect_timeout_s: float = 3.0
     wait_s: float = 0.0
-    chunk_nbytes: int = CHUNK_BYTES
+    chunk_nbytes: int | None = None
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
     host: MakeHost | None = None

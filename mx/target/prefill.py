@@ -1,5 +1,5 @@
 """Fills a pull's arena with chunks that this process holds already: of the same model before an
-update, or of another one that shares layers with it.
+update, or of another one that shares tensors with it.
 
 `mx.core.reuse` finds equal chunks. Copies are hashed in their new place, like chunks from
 elsewhere: held memory may have been written to since.
@@ -7,74 +7,127 @@ elsewhere: held memory may have been written to since.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from mx.buffers import copy_bytes
-from mx.core.digest import ChunkHasher
-from mx.core.reuse import Copy, Held, arena_offset, same_chunks
-from mx.core.types import BLOCK_BYTES
+from mx.core.digest import DIGEST_BYTES, BlockHasher, block_digest
+from mx.core.grid import BLOCK_BYTES
+from mx.core.pages import Pages, check_page
+from mx.core.reuse import Copy, Held, same_chunks
+from mx.core.types import Manifest
+from mx.errors import DigestError
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
-from mx.transport import host_view
+from mx.transport import Span, host_view
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2
 
 
+class Prefillable(Protocol):
+    """What `reuse` needs of a `Transfer`."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def arena(self) -> Span: ...
+    def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float) -> int: ...
+
+
 def prefilling(
     delivery: Delivery, held: list[Held], *, attachable: bool
-) -> Callable[[Transfer, Callable[[], bool]], None] | None:
-    """Return a function that prefills a transfer with layers that an earlier pull wrote to disk,
-    and with chunks in `held`; None if there are none. A source's memory that is `attachable` costs
-    nothing: `held` is not used then. The function blocks; call it with the transfer, before it has
-    connections, and a function that returns True once the pull is cancelled. `held` is emptied as
-    soon as possible, so that the pull does not keep others' memory."""
+) -> Callable[[Transfer, Pages, Callable[[], bool]], None] | None:
+    """Return a function that prefills a transfer, or None if there is nothing to do it with.
+
+    It takes layers that an earlier pull wrote to disk, and chunks in `held`. It blocks. Call it
+    with the transfer, before that has connections, the pages of the model, and a function that
+    returns True once the pull is cancelled.
+
+    Args:
+        delivery: The pull's delivery.
+        held: What this process holds. It is emptied as soon as possible, so that the pull does not
+            keep others' memory.
+        attachable: Whether a source's memory can be attached. That costs nothing, and `held` is not
+            used then.
+    """
     resumable = delivery.resumable
     if attachable:
         held.clear()
     if not resumable and not held:
         return None
 
-    def fill(transfer: Transfer, cancelled: Callable[[], bool]) -> None:
+    def fill(transfer: Transfer, pages: Pages, cancelled: Callable[[], bool]) -> None:
         if resumable:
             delivery.resume(transfer, cancelled)
         try:
             if held:
-                reuse(transfer, held, cancelled)
+                reuse(transfer, pages, held, cancelled)
         finally:
             held.clear()
 
     return fill
 
 
-def reuse(transfer: Transfer, held: Sequence[Held], cancelled: Callable[[], bool]) -> None:
-    """Copy equal chunks into the transfer's arena, layer by layer, and prefill the right ones."""
+def reuse(
+    transfer: Prefillable, pages: Pages, held: Sequence[Held], cancelled: Callable[[], bool]
+) -> None:
+    """Copy equal chunks into the transfer's arena, layer by layer, and prefill the right ones.
+
+    Args:
+        transfer: The transfer, whose arena is host memory.
+        pages: The model's pages; layers whose pages are not known are left out.
+        held: What this process holds.
+        cancelled: Returns True once the pull is cancelled.
+    """
     grid = transfer.manifest.grid
-    copies = same_chunks(transfer.manifest, held)
+    for each in held:
+        _learn_pages(each)
+    copies = same_chunks(transfer.manifest, pages, held)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="mx-reuse") as pool:
         for layer in range(len(transfer.manifest.layout.layers)):
+            here = [copies[index] for index in grid.of_layer(layer) if index in copies]
+            page = pages.get(layer)
+            if page is None or not here:
+                continue
             if cancelled():
                 return
             began_s = time.monotonic()
-            here = [copies[index] for index in grid.of_layer(layer) if index in copies]
-            right = pool.map(lambda copy: _copied(transfer, copy), here)
+            right = pool.map(lambda copy, page=page: _copied(transfer, page, copy), here)
             chunks = [copy.index for copy, good in zip(here, right, strict=True) if good]
             transfer.prefill("reuse", "local", chunks, time.monotonic() - began_s)
 
 
-def _copied(transfer: Transfer, copy: Copy) -> bool:
-    manifest, arena = transfer.manifest, host_view(transfer.arena)
-    segments = manifest.grid.segments(manifest.grid[copy.index])
-    start = arena_offset(manifest.grid, manifest.grid[copy.index])
-    views = [arena[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-    hasher = ChunkHasher(segments, views)
-    landed = 0
-    for segment, view in zip(segments, views, strict=True):
-        there = copy.view[copy.offset + segment.arena_offset - start :][: segment.nbytes]
-        for at in range(0, segment.nbytes, BLOCK_BYTES):
-            copy_bytes(view[at : at + BLOCK_BYTES], there[at : at + BLOCK_BYTES])
-            landed += min(BLOCK_BYTES, segment.nbytes - at)
-            hasher.landed(landed)  # while the bytes are in the cache
-    return hasher.digest() == manifest.chunking.digest(copy.index)
+def _learn_pages(held: Held) -> None:
+    """Hash the layers whose pages are not known, as of memory that was attached. Pages of layers
+    that were written to since stay unknown."""
+    layout = held.manifest.layout
+    for layer in held.pages.missing:
+        place = layout.layers[layer]
+        space = held.view[place.arena_offset : place.arena_offset + place.nbytes]
+        page = b"".join(
+            block_digest(space[at : min(at + BLOCK_BYTES, offset + nbytes)])
+            for offset, nbytes in place.extents
+            for at in range(offset, offset + nbytes, BLOCK_BYTES)
+        )
+        with contextlib.suppress(DigestError):
+            check_page(held.manifest, layer, page)
+            held.pages.put(layer, page)
+
+
+def _copied(transfer: Prefillable, page: bytes, copy: Copy) -> bool:
+    """Copy a chunk and hash the copy. Returns True if it is what the page says."""
+    arena, grid = host_view(transfer.arena), transfer.manifest.grid
+    base = transfer.manifest.layout.layers[grid.layer_of[copy.index]].arena_offset
+    places = grid.blocks(copy.index)
+    views = [arena[base + offset : base + offset + nbytes] for offset, nbytes in places]
+    hasher, landed = BlockHasher(views), 0
+    for view, (held, offset) in zip(views, copy.blocks, strict=True):
+        copy_bytes(view, held[offset : offset + len(view)])
+        landed += len(view)
+        hasher.landed(landed)  # while the bytes are in the cache
+    digests, first = hasher.block_digests(), DIGEST_BYTES * grid.first_block[copy.index]
+    return digests == page[first : first + len(digests)]

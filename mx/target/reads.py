@@ -58,6 +58,10 @@ class Connection:
     #: The transfer's state of it, once it is added there.
     load: ConnectionLoad | None = None
 
+    #: What the process that holds the memory says the shortcut digests of all blocks are, where the
+    #: kernel vouches that it is this user's.
+    vouched: memoryview | None = None
+
     @property
     def peer(self) -> str:
         """The source's endpoint, which names it in errors and reports."""

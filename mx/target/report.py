@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 class VerifiedBy(enum.Enum):
-    """Who checked a layer's bytes: this process by their digests, this process against the
-    identity too (`strong`), or the source that sealed the memory that was attached."""
+    """Who checked a layer's bytes, and how: this process by blake3 against the identity (`digest`;
+    `strong` if no shortcut was allowed), or by xxh3_128 against what a process of this user says
+    (`xxh3`); or the process of this user that sealed the memory that was attached (`source`)."""
 
     DIGEST = "digest"
     STRONG = "strong"
+    SHORTCUT = "xxh3"
     SOURCE = "source"
 
 

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from mx.core.digest import SHORTCUT_BYTES, BlockHasher, shortcut_digest
 from mx.core.holdings import Holdings, HoldingsListener
+from mx.core.pages import Pages
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
@@ -20,14 +22,14 @@ from mx.errors import ClosedError, MxError, PathSlowError
 from mx.memory.arena import Hasher, MakeHasher, host_hasher
 from mx.runtime import unexpected
 from mx.target.reads import CONNECTION_ERRORS, Connection
-from mx.target.report import PathReport
-from mx.transport import Piece, Read, Span
+from mx.target.report import PathReport, VerifiedBy
+from mx.transport import Piece, Read, Span, host_view
 
 
 class TransferListener(Protocol):
     """Called on any thread with what happens in a transfer; must not block."""
 
-    def layer_ready(self, layer: int, arena: Span) -> None:
+    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
         """Every chunk of the layer is in the arena, and verified."""
 
     def connection_lost(self, connection: int, error: MxError) -> None:
@@ -41,15 +43,29 @@ class TransferListener(Protocol):
 
 
 class _PartSink:
-    """Hashes one part as it lands and reports how it ended."""
+    """Hashes one part as it lands and reports how it ended.
 
-    __slots__ = ("transfer", "connection", "part", "hasher", "landed_nbytes")
+    `vouched` are the shortcut digests that the blocks should have; without any the hasher computes
+    blake3.
+    """
 
-    def __init__(self, transfer: Transfer, connection: int, part: Part, hasher: Hasher) -> None:
+    __slots__ = ("transfer", "connection", "part", "views", "hasher", "vouched", "landed_nbytes")
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        connection: int,
+        part: Part,
+        views: Sequence[Span],
+        hasher: Hasher,
+        vouched: memoryview | None,
+    ) -> None:
         self.transfer = transfer
         self.connection = connection
         self.part = part
+        self.views = views  # of the blocks
         self.hasher = hasher
+        self.vouched = vouched
         self.landed_nbytes = 0
 
     def landed(self, nbytes: int) -> None:
@@ -76,20 +92,35 @@ class Transfer:
     def __init__(
         self,
         manifest: Manifest,
+        pages: Pages,
         arena: Span,
         listener: TransferListener,
         make_hasher: MakeHasher = host_hasher,
         *,
         several_connections: bool = False,
+        shortcut: bool = False,
     ) -> None:
+        """
+        Args:
+            manifest: The model.
+            pages: Its pages that are known; the transfer adds to them.
+            arena: The memory to fill.
+            listener: What is called with events.
+            make_hasher: Makes hashers for parts in this memory.
+            several_connections: True if others will follow the first connection at once.
+            shortcut: Where the kernel vouches that this user's own process wrote the memory that is
+                read, verify by xxh3_128, and by blake3 only what differs. `arena` is host memory.
+        """
         self.manifest = manifest
+        self.pages = pages
         self._grid = manifest.grid
         self._arena = arena
         self._listener = listener
         self._make_hasher = make_hasher
         self._lock = threading.Lock()
+        self._shortcut = shortcut
         self._machine = TransferMachine(
-            self._grid, manifest.chunking.digest, several_connections=several_connections
+            self._grid, pages.get, several_connections=several_connections
         )
         self._connections: dict[int, Connection] = {}
         self._in_flight: dict[Part, _PartSink] = {}
@@ -208,6 +239,25 @@ class Transfer:
         self._run(commands)
         self._listener.connection_lost(number, error)
 
+    def put_page(self, layer: int, page: bytes) -> None:
+        """Use a page that `check_page` found right."""
+        with self._lock:
+            self.pages.put(layer, page)
+            commands = self._machine.page_known(layer, time.monotonic())
+        self._run(commands)
+
+    def exclude(self, source_id: str, error: MxError) -> None:
+        """Give up all connections to a source that has lied."""
+        for number, connection in enumerate(self.connections):
+            if connection.path.source.source_id == source_id:
+                self.connection_lost(number, error)
+
+    def abort(self, error: MxError) -> None:
+        """Fail, for a reason of the caller's."""
+        with self._lock:
+            commands = self._machine.abort(error)
+        self._run(commands)
+
     def tick(self) -> None:
         """Give up connections that are too slow to wait for. To be called a few times a second."""
         with self._lock:
@@ -291,12 +341,14 @@ class Transfer:
             self.connection_lost(sink.connection, error)
             self.part_failed(sink, error)
             return
-        block_digests = sink.hasher.block_digests()
+        digests: bytes | None = sink.hasher.block_digests()
+        if sink.vouched is not None:
+            # On a mismatch blake3 has the last word: the shortcut's digests may be the wrong ones.
+            right = digests == bytes(sink.vouched)
+            digests = None if right else self._make_hasher(sink.views).block_digests()
         with self._lock:
             self._in_flight.pop(sink.part, None)
-            commands = self._machine.landed(
-                sink.connection, sink.part, block_digests, sink.landed_nbytes, time.monotonic()
-            )
+            commands = self._machine.landed(sink.connection, sink.part, digests, time.monotonic())
         self._run(commands)
 
     def part_failed(self, sink: _PartSink, error: MxError) -> None:
@@ -310,25 +362,46 @@ class Transfer:
     # ----------------------------------------------------------------------------------------
 
     def _read(self, connection: int, part: Part) -> tuple[_PartSink, Read]:
-        segments = self._grid.segments(self._grid.blocks(part.chunk, part.begin, part.end))
-        views = [self._arena[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-        sink = _PartSink(self, connection, part, self._make_hasher(segments, views))
+        grid, arena = self._grid, self._arena
+        place = grid.part(part.chunk, part.begin, part.end)
+        base = grid.layout.layers[place.layer].arena_offset
+        blocks = [
+            arena[base + offset : base + offset + nbytes]
+            for offset, nbytes in grid.blocks(part.chunk)[part.begin : part.end]
+        ]
+        vouched = self._vouched(connection, part)
+        if vouched is None:
+            hasher = self._make_hasher(blocks)
+        else:
+            hasher = BlockHasher([host_view(block) for block in blocks], shortcut_digest)
+        sink = _PartSink(self, connection, part, blocks, hasher, vouched)
         with self._lock:
             self._in_flight[part] = sink
         # A contiguous source's region is laid out as this arena is.
         pieces = [
-            Piece(0, segment.arena_offset, view)
-            for segment, view in zip(segments, views, strict=True)
+            Piece(0, each.arena_offset, arena[each.arena_offset : each.arena_offset + each.nbytes])
+            for each in grid.segments(place)
         ]
         return sink, Read(f"chunk {part.chunk}", pieces, sink)
+
+    def _vouched(self, connection: int, part: Part) -> memoryview | None:
+        """Return the shortcut digests of a part's blocks, if the connection's source has any and
+        they may be used."""
+        digests = self._connections[connection].vouched if self._shortcut else None
+        if digests is None or len(digests) != SHORTCUT_BYTES * self._grid.first_of_layer[-1]:
+            return None
+        grid = self._grid
+        first = grid.first_of_layer[grid.layer_of[part.chunk]] + grid.first_block[part.chunk]
+        return digests[SHORTCUT_BYTES * (first + part.begin) : SHORTCUT_BYTES * (first + part.end)]
 
     def _run(self, commands: Sequence[Command]) -> None:
         for command in commands:
             match command:
                 case Assign(connection, parts):
                     self._assign(connection, parts)
-                case LayerReady(layer):
-                    self._listener.layer_ready(layer, self._arena)
+                case LayerReady(layer, shortcut):
+                    by = VerifiedBy.SHORTCUT if shortcut else VerifiedBy.DIGEST
+                    self._listener.layer_ready(layer, self._arena, by)
                 case DropConnection(connection, reason):
                     self.connection_lost(connection, reason)
                 case Fail(causes):

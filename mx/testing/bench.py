@@ -6,22 +6,16 @@ Everything made on a bench is taken down with it, whatever state the rule left i
 from __future__ import annotations
 
 import contextlib
-import json
 import random
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from mx.core.topology import Place
 from mx.errors import MxError, SourceError, release_frames
 from mx.testing import spans
-from mx.testing.child import GRANT_ID, ChildSource, load_transport
-from mx.testing.holdings import Holdings
-from mx.testing.memory import Kind, Memory, pattern
+from mx.testing.child import GRANT_ID
+from mx.testing.harness import GENERATION, PEER, Harness, RemoteSource
+from mx.testing.memory import Kind, Memory
 from mx.transport import (
     ExposeOptions,
     Exposure,
@@ -33,15 +27,9 @@ from mx.transport import (
     Session,
     Span,
     TlsFiles,
-    Transport,
 )
-from mx.units import MIB
 
-PEER = "source.test:7601"
-GENERATION = 1
 GUARD = 0xA5
-
-HERE = Place(boot_id="boot-1", hostname="a", uid=1000, pid=100, addresses=("127.0.0.1",))
 
 
 class RuleBroken(AssertionError):
@@ -55,84 +43,6 @@ def require(condition: bool, message: str) -> None:
 
 class SinkError(Exception):
     """What a sink raises on purpose."""
-
-
-class RemoteSource(Protocol):
-    """A source that can be killed or stopped, as a process can."""
-
-    @property
-    def ticket(self) -> bytes: ...
-    def kill(self) -> None: ...
-    def stop(self) -> None: ...
-    def resume(self) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass
-class Harness:
-    """How a rule makes the transport under test. Subclass it where the defaults do not fit.
-
-    `target` is "module:callable" without arguments, importable in a child process too.
-    `big_nbytes` must be more than the transport and the kernel buffer between the two sides.
-    `deadline_s` is how long a rule waits for what must happen; nothing is timed against it.
-    """
-
-    target: str
-    kind: Kind = Kind.SEALED
-    big_nbytes: int = 48 * MIB
-    stall_timeout_s: float = 2.0
-    deadline_s: float = 15.0
-    tls: TlsFiles | None = None
-    #: The reader's place and the source's: what paths are between, and where memory is made.
-    here: Place = HERE
-    there: Place = HERE
-
-    def transport(self) -> Transport:
-        return load_transport(self.target)
-
-    def remote(self, transport: Transport, sizes: Sequence[int], seed: int) -> RemoteSource:
-        """Start a source in another process, with memory as `Memory(size, seed + index)`."""
-        return ChildSource(
-            self.target,
-            sizes,
-            seed=seed,
-            kind=self.kind,
-            generation=GENERATION,
-            stall_timeout_s=self.stall_timeout_s,
-            device=self.there.device,
-        )
-
-    def uses(self, rail: Rail, session: Session) -> bool:
-        """Return True if a session's data goes between the two addresses of a rail. Override where
-        it does not go over sockets of this process."""
-        return (rail.local_address, rail.remote_address) in set(_connections())
-
-    def network_host(self) -> str:
-        """Return an address of this machine beyond loopback, "" if it has none."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing
-            except OSError:
-                return ""
-            return str(probe.getsockname()[0])
-
-    def tamper(self, ticket: bytes) -> bytes:
-        """Return the same ticket with another secret. Override where tickets are not JSON."""
-        document = json.loads(ticket)
-        secret = document["secret"]
-        document["secret"] = ("1" if secret[0] == "0" else "0") + secret[1:]
-        return json.dumps(document).encode()
-
-
-def _connections() -> Iterator[tuple[str, str]]:
-    """(local, remote) IPv4 addresses of this process's connected sockets."""
-    ours = {target for _, target in Holdings.now().descriptors}
-    for table in ("tcp", "udp"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if f"socket:[{fields[9]}]" in ours:
-                ends = [bytes.fromhex(end.partition(":")[0])[::-1] for end in fields[1:3]]
-                yield socket.inet_ntoa(ends[0]), socket.inet_ntoa(ends[1])
 
 
 class Recorder:
@@ -255,6 +165,8 @@ class Bench:
         hosts: tuple[str, ...] = ("127.0.0.1",),
         limiter: Limiter | None = None,
         trusted_fabric: bool = False,
+        content: bytes = b"",
+        block_digests: bytes | None = None,
     ) -> Source:
         """Expose memory of these sizes, one region each."""
         self._seed += 10
@@ -268,6 +180,8 @@ class Bench:
             stall_timeout_s=self.harness.stall_timeout_s,
             limiter=limiter,
             trusted_fabric=trusted_fabric,
+            content=content,
+            block_digests=block_digests,
         )
         try:
             exposure = self.transport.expose(
@@ -301,6 +215,7 @@ class Bench:
         grant_id: str | None = None,
         rail: Rail | None = None,
         trusted_fabric: bool = False,
+        content: bytes = b"",
     ) -> Session:
         """Open a session with a source on the bench, on a new grant."""
         grant_id, ticket = source.grant(grant_id)
@@ -313,6 +228,7 @@ class Bench:
             tls=self.harness.tls,
             rail=rail,
             trusted_fabric=trusted_fabric,
+            content=content,
         )
 
     def open_ticket(
@@ -326,6 +242,7 @@ class Bench:
         tls: TlsFiles | None,
         rail: Rail | None = None,
         trusted_fabric: bool = False,
+        content: bytes = b"",
     ) -> Session:
         """Open a session with a ticket, of any origin."""
         session = self.transport.open(
@@ -341,15 +258,27 @@ class Bench:
                 place=self.harness.here,
                 rail=rail,
                 trusted_fabric=trusted_fabric,
+                content=content,
             )
         )
         self._sessions.append(session)
         return session
 
-    def refuses(self, grant_id: str, ticket: bytes, sizes: Sequence[int]) -> str:
+    def refuses(
+        self,
+        grant_id: str,
+        ticket: bytes,
+        sizes: Sequence[int],
+        *,
+        generation: int = GENERATION,
+        content: bytes = b"",
+    ) -> str:
         """Return "" if opening raises a SourceError that names the peer, else what happened."""
+        tls = self.harness.tls
         try:
-            self.open_ticket(grant_id, ticket, sizes, tls=self.harness.tls)
+            self.open_ticket(
+                grant_id, ticket, sizes, generation=generation, tls=tls, content=content
+            )
         except SourceError as error:
             return "" if error.peer == PEER else f"the error does not name the peer: {error!r}"
         return "it was let in"
@@ -421,6 +350,3 @@ class Bench:
         while not condition():
             require(time.monotonic() < deadline, message())
             time.sleep(0.005)
-
-
-__all__ = ["Bench", "Harness", "Kind", "Recorder", "RuleBroken", "Source", "pattern", "require"]

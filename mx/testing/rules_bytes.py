@@ -6,7 +6,8 @@ import gc
 import threading
 
 from mx.errors import SourceError, StaleGenerationError
-from mx.testing.bench import GENERATION, GUARD, Bench, Recorder, require
+from mx.testing.bench import GUARD, Bench, Recorder, require
+from mx.testing.harness import GENERATION
 from mx.transport import Piece, Read
 from mx.units import MIB
 

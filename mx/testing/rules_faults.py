@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mx.errors import PeerTimeoutError, SourceError
-from mx.testing.bench import GENERATION, Bench, pattern, require
+from mx.testing.bench import Bench, require
+from mx.testing.harness import GENERATION
+from mx.testing.memory import pattern
 from mx.transport import Span
 from mx.units import MIB
 

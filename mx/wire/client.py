@@ -199,10 +199,12 @@ class CoordinatorClient:
             register: Lists the source again, by `register` of this client.
             readers: Returns the number of the source's readers.
             gb_per_s: Returns the source's rate.
-            on_state: Called as on_state(registered, why) on each change of state.
+            on_state: Called as on_state(registered, why) on each change of state, and of the kind
+                of error that keeps the source from being registered.
             on_pin_only: Called with each answer's `pin_only`, see `Registered`.
         """
         known: bool | None = None
+        failed_with: type[MxError] | None = None
         backoff_s = _FIRST_BACKOFF_S
         is_registered = current().source_id in self._epochs
 
@@ -229,8 +231,8 @@ class CoordinatorClient:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             except MxError as error:
                 is_registered = False
-                if known is not False:
-                    known = False
+                if known is not False or failed_with is not type(error):
+                    known, failed_with = False, type(error)
                     on_state(False, f"not registered: {error}")
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)

@@ -95,13 +95,19 @@ class Fickle:
         return {model: self._offer(model) for model in self._models}
 
     def _offer(self, model: str) -> str:
-        manifest, arena = load_checkpoint(
-            self._checkpoint, HostArena, chunk_nbytes=self._settings.chunk_bytes, threads=1
+        loaded = load_checkpoint(
+            self._checkpoint, HostArena, chunk_nbytes=self._settings.chunk_bytes or None, threads=1
         )
         transports = {name: _Remembering(t) for name, t in common.transports().items()}
         self._transports += transports.values()
-        self._memory.append(arena.view)
-        held = HeldModel(ModelKey(model), manifest, arena, generation=self._generation)
+        self._memory.append(loaded.arena.view)
+        held = HeldModel(
+            ModelKey(model),
+            loaded.manifest,
+            loaded.arena,
+            loaded.pages,
+            generation=self._generation,
+        )
         options = api.source_options(self._settings)
         server = self._loop.run(api.start_source(options, transports))
         self._servers.append(server)

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from mx import api, runtime
 from mx.api import common
-from mx.core.types import Chunking
+from mx.core.digest import BlockHasher
 from mx.errors import MxError
 from mx.transport import Viable
 from tests.chaos import inside
@@ -54,7 +54,7 @@ def report_uncaught(hook: threading.ExceptHookArgs) -> None:
 
 def believe_everything() -> None:
     """Switch verification off, to check that the harness detects wrong bytes."""
-    Chunking.digest = lambda self, chunk_index: _Anything()  # type: ignore[method-assign]
+    BlockHasher.block_digests = lambda self: _Anything()  # type: ignore[method-assign]
 
 
 def explain(loop: runtime.LoopThread) -> None:

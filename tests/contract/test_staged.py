@@ -10,8 +10,8 @@ import pytest
 
 from mx.cuda import driver as cuda
 from mx.cuda.device import device_key
-from mx.testing.bench import HERE
 from mx.testing.conformance import Harness, TransportSuite
+from mx.testing.harness import HERE
 from tests.support.fake_cuda import FakeDriver, fake_uuid
 
 

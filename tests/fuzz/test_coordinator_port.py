@@ -20,6 +20,7 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
 from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.versions import headers
 from tests.support.daemon import daemon, terminate
 from tests.support.records import by_digest, make_documents, make_record, scattered_rows
 
@@ -163,7 +164,7 @@ async def call(channel: Any, method: str, messages: list[bytes]) -> grpc.StatusC
         (True, True): channel.stream_stream,
     }[kinds]
     try:
-        answer = make(path)(request, timeout=10)
+        answer = make(path)(request, timeout=10, metadata=headers())
         if descriptor.server_streaming:
             async for _ in answer:
                 pass

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping
 
 from mx.cuda import driver as cuda
-from mx.testing.bench import Bench, Harness
+from mx.testing.bench import Bench
 from mx.testing.conformance import Kind
+from mx.testing.harness import Harness
 from tests.contract.gpu_rig import place
 
 CUDA_IPC = "mx_transports.cuda_ipc:CudaIpcTransport"

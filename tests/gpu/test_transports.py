@@ -9,8 +9,8 @@ import xxhash
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device
 from mx.errors import PathError, PeerProtocolError, SourceError
-from mx.testing.bench import PEER
 from mx.testing.child import GRANT_ID
+from mx.testing.harness import PEER
 from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, Grant
 from mx.units import MIB

@@ -10,12 +10,13 @@ import numpy as np
 
 from mx import api, config, plugins, runtime
 from mx.core import manifest as manifests
-from mx.core.digest import chunk_digest
-from mx.core.types import ChunkGrid, Chunking, ModelKey, Packaging
+from mx.core.pages import Pages
+from mx.core.types import ModelKey, Packaging
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel
 from mx.transport import host_view
 from mx.units import MIB
+from tests.support.hashing import pages_of, roots_of, shortcuts_of
 
 LAYERS = 12
 LAYER_NBYTES = 2 * MIB
@@ -30,46 +31,20 @@ def held_model(name: str, *, corrupt: Callable[[memoryview], None] | None = None
     layout = manifests.plan_layout(specs)
     arena = MemfdArena(layout.arena_nbytes, name=name)
     arena.view[:] = np.random.default_rng(7).bytes(layout.arena_nbytes)
-    grid = ChunkGrid(layout, MIB)
-    digests = b""
-    for chunk in grid:
-        segments = grid.segments(chunk)
-        digests += chunk_digest(
-            segments, [arena.view[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-        )
-    tensors = {
-        tensor.name: manifests_digest(
-            arena.view[layout.layers[tensor.layer].arena_offset + tensor.offset :][: tensor.nbytes]
-        )
-        for tensor in layout.tensors
-    }
+    manifest = manifests.encode(layout, Packaging(), roots_of(layout, arena.view), chunk_nbytes=MIB)
+    pages = Pages.whole(manifest, pages_of(layout, arena.view))
+    shortcuts = shortcuts_of(layout, arena.view)
     if corrupt is not None:
         corrupt(arena.view)
     arena.seal()
-    manifest = manifests.encode(layout, Chunking(MIB, digests), Packaging(), tensors)
-    return HeldModel(ModelKey(name), manifest, arena)
+    return HeldModel(ModelKey(name), manifest, arena, pages, shortcuts=shortcuts)
 
 
-def manifests_digest(view: memoryview) -> bytes:
-    from blake3 import blake3
-
-    return blake3(view).digest()
-
-
-def with_honest_chunks(held: HeldModel) -> HeldModel:
-    """The same bytes with chunk digests made to fit them: only the identity shows it."""
-    grid = held.manifest.grid
-    view = host_view(held.arena.view)
-    digests = b""
-    for chunk in grid:
-        segments = grid.segments(chunk)
-        digests += chunk_digest(
-            segments, [view[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-        )
-    manifest = manifests.encode(
-        held.manifest.layout, Chunking(MIB, digests), Packaging(), held.manifest.tensor_digests
-    )
-    return replace(held, manifest=manifest)
+def with_pages_to_match(held: HeldModel) -> HeldModel:
+    """The same bytes with block digests made to fit them: only the identity shows it."""
+    layout, view = held.manifest.layout, host_view(held.arena.view)
+    pages = Pages.whole(held.manifest, pages_of(layout, view))
+    return replace(held, pages=pages, shortcuts=shortcuts_of(layout, view))
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from tests.integration.conftest import (
     serve,
     start_coordinator,
 )
-from tests.integration.lying import held_model, offering, with_honest_chunks
+from tests.integration.lying import held_model, offering, with_pages_to_match
 from tests.integration.test_main_job import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
@@ -196,21 +196,18 @@ def test_wrong_bytes_in_attached_memory_are_found_when_asked_for(coordinator: st
             assert isinstance(error_of(pull), DigestError)
 
 
-def test_a_lie_with_chunk_digests_to_match_is_found_by_strong(coordinator: str) -> None:
-    held = with_honest_chunks(held_model("liar", corrupt=flip))
-    with offering(held, coordinator):
-        with api.pull("liar", coordinator=coordinator, transport="tcp") as pull:
-            assert pull.wait(30).verified == "digest"
-        for options in ({"transport": "tcp"}, {}):
-            with api.pull(
-                "liar",
-                coordinator=coordinator,
-                verify="strong",
-                **options,  # type: ignore[arg-type]
-            ) as pull:
-                error = error_of(pull)
-            assert isinstance(error, DigestError)
-            assert "identity" in str(error)
+@pytest.mark.parametrize(
+    "options", [{"transport": "tcp"}, {"transport": "tcp", "verify": "strong"}]
+)
+def test_a_lie_with_block_digests_to_match_is_found_by_the_identity(
+    coordinator: str, options: dict[str, str]
+) -> None:
+    with offering(with_pages_to_match(held_model("liar", corrupt=flip)), coordinator) as endpoint:
+        with api.pull("liar", coordinator=coordinator, **options) as pull:  # type: ignore[arg-type]
+            error = error_of(pull)
+        assert isinstance(error, DigestError)
+        assert error.peer == endpoint
+        assert "identity" in str(error)
 
 
 def test_another_model_under_a_taken_name(

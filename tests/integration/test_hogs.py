@@ -24,6 +24,7 @@ from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.wire.locate import Locator
 from mx.wire.v1 import peer_pb2
+from mx.wire.versions import headers
 from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer
 from tests.integration.test_bounds import until
@@ -157,7 +158,9 @@ def test_the_name_of_an_admitted_pull_admits_no_other(
         name = "00000000-0000-4000-8000-000000000001"
         stubs = [each.stub() for each in hogs]
         for stub in stubs:
-            stub.Describe(peer_pb2.DescribeRequest(), timeout=30)  # connected, by now
+            stub.Describe(
+                peer_pb2.DescribeRequest(), timeout=30, metadata=headers()
+            )  # connected, by now
         calls = [each.open(stub, reader_id=name) for each, stub in zip(hogs, stubs, strict=True)]
         assert sorted(map(answer, calls)) == ["busy", "granted"]
     finally:

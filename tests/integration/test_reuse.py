@@ -12,7 +12,8 @@ import torch
 from mx import api, config
 from mx.api.reuse import held_by
 from mx.core import reuse
-from mx.core.types import Chunking, ModelKey
+from mx.core.pages import Pages
+from mx.core.types import ModelKey
 from mx.errors import ConfigError
 from mx.memory.torch_source import describe
 from mx.source.model import HeldModel, hold_tensors
@@ -165,15 +166,12 @@ def test_layers_are_the_same_however_they_are_cut_and_named(small_chunks: config
     renamed = {name.replace("mlp", "ffn"): tensor for name, tensor in base.items()}
     large, small = (_held(w, n) for w, n in ((base, 16 * MIB), (renamed, MIB)))
     try:
-        view = host_view(large.arena.view)
-        copies = reuse.same_chunks(small.manifest, [reuse.Held(large.manifest, view)])
+        held = reuse.Held(large.manifest, large.pages, host_view(large.arena.view))
+        copies = reuse.same_chunks(small.manifest, small.pages, [held])
         assert copies.keys() == set(range(len(small.manifest.grid)))
-        none = replace(
-            large.manifest,
-            tensor_digests=dict.fromkeys(large.manifest.tensor_digests, bytes(32)),
-            chunking=Chunking(16 * MIB, bytes(len(large.manifest.chunking.digests))),
-        )
-        assert reuse.same_chunks(small.manifest, [reuse.Held(none, view)]) == {}
+        unknown = replace(held, pages=Pages(large.manifest))
+        assert reuse.same_chunks(small.manifest, small.pages, [unknown]) == {}
+        assert reuse.same_chunks(small.manifest, Pages(small.manifest), [held]) == {}
     finally:
         large.arena.release()
         small.arena.release()
@@ -193,6 +191,7 @@ def test_what_holds_nothing_is_refused(coordinator: str) -> None:
 def test_a_gpu_reuses_nothing_of_the_hosts() -> None:
     class Holder:
         manifest = None
+        pages = None
 
         def buffer(self) -> memoryview:
             return memoryview(b"")

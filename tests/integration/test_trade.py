@@ -15,6 +15,7 @@ from mx import api, codec, runtime
 from mx.core.types import AddressTable, SourceRecord, SourceRole
 from mx.swarm.origin import MOST_OF_READER
 from mx.swarm.stream import from_bytes
+from mx.units import MIB
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.rpc import Stub
 from mx.wire.v1 import peer_pb2
@@ -166,7 +167,7 @@ def test_a_stream_begins_with_a_hello_to_a_source_that_is_there(origin: api.Sour
         assert await neighbour.receive() is None
 
     async def other(neighbour: Neighbour, source_id: str) -> None:
-        ref = replace(neighbour.record.ref, chunking=b"c" * 32)
+        ref = replace(neighbour.record.ref, chunk_nbytes=3 * MIB)
         neighbour.record = replace(neighbour.record, ref=ref)
         await neighbour.hello(source_id)
         assert await neighbour.receive() is None

@@ -5,19 +5,25 @@ from __future__ import annotations
 import importlib
 import json
 import mmap
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, kind_nbytes
 from mx.core.manifest import encode, plan_layout
-from mx.core.types import BLOCK_BYTES, Chunking, Layout, Manifest
-from mx.storage.reader import Filled, fill
+from mx.core.types import Layout, Manifest
+from mx.storage.reader import SPAN_BYTES, Filled, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.writer import CheckpointWriter
+
+#: Bytes of which no two parts are alike.
+PATTERN = np.random.default_rng(0).integers(0, 256, 12 << 20, dtype=np.uint8).tobytes()
 
 
 def tiny(kind: str) -> Any:
@@ -78,7 +84,7 @@ def raw_file(header: Mapping[str, object] | bytes, data: bytes = b"", *, pad: in
 
 def entry(dtype: str, shape: list[int], begin: int) -> dict[str, object]:
     """Return a tensor's entry in a header."""
-    end = begin + kind_nbytes((dtype, tuple(shape)))
+    end = begin + kind_nbytes((dtype, tuple(shape), ()))
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -97,6 +103,19 @@ def crafted(
     return raw_file(header, data, pad=pad)
 
 
+def write_mixed(folder: Path, *, pad: int = 0) -> dict[str, bytes]:
+    """Two files with tensors of many sizes, larger than a span some, in no helpful order."""
+    sizes = [0, 1, 5, 255, 256, 4096, 100_000, BLOCK_BYTES, SPAN_BYTES + 4099, 2 * SPAN_BYTES, 3]
+    random.Random(1).shuffle(sizes)
+    tensors = {}
+    for i, size in enumerate(sizes):
+        tensors[f"model.layers.{i % 3}.mlp.w{i}"] = PATTERN[i * 7 : i * 7 + size]
+    rows = [(name, "U8", [len(data)], data) for name, data in tensors.items()]
+    (folder / "one.safetensors").write_bytes(crafted(rows[:5], pad=pad))
+    (folder / "two.safetensors").write_bytes(crafted(rows[5:], {"format": "pt"}, pad=pad + 3))
+    return tensors
+
+
 def make_arena(layout: Layout) -> memoryview:
     """Return page-aligned memory for a layout, filled with a pattern so that missing bytes show."""
     nbytes = layout.arena_nbytes
@@ -109,20 +128,19 @@ def loaded(path: Path, *, threads: int = 2) -> tuple[Checkpoint, Layout, memoryv
     checkpoint = open_checkpoint(path)
     layout = plan_layout(checkpoint.specs, checkpoint.aliases)
     arena = make_arena(layout)
-    return (
-        checkpoint,
-        layout,
-        arena,
-        fill(checkpoint, layout, arena, chunk_nbytes=BLOCK_BYTES, threads=threads),
-    )
+    filled = fill(checkpoint, layout, arena, threads=threads)
+    return checkpoint, layout, arena, filled
 
 
 def manifest_of(path: Path) -> tuple[Manifest, memoryview]:
     """Return a checkpoint's manifest, made as a source makes it, and its arena."""
     checkpoint, layout, arena, filled = loaded(path)
-    chunking = Chunking(BLOCK_BYTES, filled.chunk_digests)
     manifest = encode(
-        layout, chunking, checkpoint.packaging, filled.tensor_digests, checkpoint.side_documents
+        layout,
+        checkpoint.packaging,
+        filled.roots,
+        checkpoint.side_documents,
+        chunk_nbytes=BLOCK_BYTES,
     )
     return manifest, arena
 

@@ -1,5 +1,4 @@
-"""The kernels of `mx.cuda.xxh3_kernel` in numpy, over host memory: what fake GPUs run, and the
-specification that the Triton ones are tested against."""
+"""The kernels of `mx.cuda.blake3_kernel` in numpy, over host memory: what fake GPUs run."""
 
 from __future__ import annotations
 
@@ -9,88 +8,131 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mx.cuda.xxh3 import Kernel, Xxh3Kernels
-from mx.cuda.xxh3_table import MAX_UNITS, UNIT_BYTES
+from mx.cuda.blake3 import CHAINS_BYTES, CHUNK_BYTES, PROGRAM_CHUNKS, Blake3Kernels, Kernel
 
-_U64 = NDArray[np.uint64]
-_LOW = np.uint64(0xFFFFFFFF)
-_P32_1 = np.uint64(0x9E3779B1)
-_P64_1, _P64_2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F
-_MASK = (1 << 64) - 1
+_U32 = NDArray[np.uint32]
+_IV = np.array(
+    [
+        *(0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A),
+        *(0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19),
+    ],
+    np.uint32,
+)
+_PERMUTATION = [2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8]
+_CHUNK_START, _CHUNK_END, _PARENT, _ROOT = 1, 2, 4, 8
 
 
 def _array(address: int, nbytes: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-def _words(address: int, count: int) -> _U64:
-    return _array(address, 8 * count).view(np.uint64)
+def _int64s(address: int, count: int) -> list[int]:
+    return [int(value) for value in _array(address, 8 * count).view(np.int64)]
 
 
-def _product(key: _U64) -> _U64:
-    return (key & _LOW) * (key >> np.uint64(32))
+def _chains(address: int, index: int, count: int) -> _U32:
+    return _array(address + index * CHAINS_BYTES, 32 * count).view(np.uint32).reshape(count, 8)
 
 
-def unit_sums(grid: tuple[int, int], parameters: Sequence[int]) -> None:
-    inputs, lengths, table, sums = parameters[:4]
-    secret = _words(table, 24)
-    keys = np.stack([secret[n : n + 8] for n in range(16)])
-    for index, (address, length) in enumerate(
-        zip(_words(inputs, grid[0]), _words(lengths, grid[0]), strict=True)
-    ):
-        if int(address) % 8:
-            raise ValueError("an input starts at a multiple of 8")
-        full, rest = divmod(int(length) - 1, UNIT_BYTES)
-        last = rest // 64
-        row = _words(sums + index * MAX_UNITS * 64, (full + 1) * 8).reshape(-1, 8)
-        row[:] = 0
-        data = _words(int(address), 128 * full + 8 * last)
-        swap = [1, 0, 3, 2, 5, 4, 7, 6]
-        if full:
-            whole = data[: 128 * full].reshape(full, 16, 8)
-            row[:full] = (_product(whole ^ keys) + whole[:, :, swap]).sum(axis=1)
-        if last:
-            tail = data[128 * full :].reshape(last, 8)
-            row[full] = (_product(tail ^ keys[:last]) + tail[:, swap]).sum(axis=0)
+def _rotated(words: _U32, bits: int) -> _U32:
+    return (words >> np.uint32(bits)) | (words << np.uint32(32 - bits))
 
 
-def finish(grid: tuple[int, int], parameters: Sequence[int]) -> None:
-    inputs, lengths, table, sums, digests = parameters[:5]
-    words = _words(table, 56)
-    for index, (address, length) in enumerate(
-        zip(_words(inputs, grid[0]), _words(lengths, grid[0]), strict=True)
-    ):
-        size = int(length)
-        full = (size - 1) // UNIT_BYTES
-        row = _words(sums + index * MAX_UNITS * 64, (full + 1) * 8).reshape(-1, 8)
-        state = words[48:56].copy()
-        for unit in range(full):
-            state += row[unit]
-            state = ((state ^ (state >> np.uint64(47))) ^ words[16:24]) * _P32_1
-        last = _array(int(address) + size - 64, 64).copy().view(np.uint64)
-        state += row[full] + _product(last ^ words[24:32]) + last[[1, 0, 3, 2, 5, 4, 7, 6]]
-        _words(digests + 16 * index, 2)[:] = (
-            _merge(state, words[40:48], ~(size * _P64_2) & _MASK),
-            _merge(state, words[32:40], size * _P64_1 & _MASK),
+def _mix(rows: list[_U32], x: _U32, y: _U32) -> list[_U32]:
+    a, b, c, d = rows
+    for word, first, second in ((x, 16, 12), (y, 8, 7)):
+        a = a + b + word
+        d = _rotated(d ^ a, first)
+        c = c + d
+        b = _rotated(b ^ c, second)
+    return [a, b, c, d]
+
+
+def _turned(rows: list[_U32], by: int) -> list[_U32]:
+    """Make columns of the diagonals (1), or diagonals of the columns (-1)."""
+    return [np.roll(row, -index * by, axis=0) for index, row in enumerate(rows)]
+
+
+def _compress(h: _U32, m: _U32, counter: _U32, nbytes: _U32, flags: _U32) -> _U32:
+    """`h`: [n, 8], `m`: [n, 16], the others: [n]."""
+    h, m = h.T, m.T
+    iv = np.broadcast_to(_IV[:4, None], (4, len(counter)))
+    rows = [h[:4], h[4:], iv, np.stack([counter, np.zeros_like(counter), nbytes, flags])]
+    for _ in range(7):
+        rows = _mix(rows, m[0:8:2], m[1:8:2])
+        rows = _turned(_mix(_turned(rows, 1), m[8::2], m[9::2]), -1)
+        m = m[_PERMUTATION]
+    return np.concatenate([rows[0] ^ rows[2], rows[1] ^ rows[3]]).T
+
+
+def _counts(sizes: Sequence[int]) -> list[int]:
+    return [-(-size // CHUNK_BYTES) for size in sizes]
+
+
+def chain_chunks(grid: tuple[int, int], parameters: Sequence[int]) -> None:
+    inputs, lengths, chains = parameters[:3]
+    addresses, sizes = _int64s(inputs, grid[1]), _int64s(lengths, grid[1])
+    counts = [min(count, grid[0] * PROGRAM_CHUNKS) for count in _counts(sizes)]
+    data = np.zeros((sum(counts), CHUNK_BYTES), np.uint8)
+    counter, left, root = (np.zeros(len(data), np.int64) for _ in range(3))
+    at = 0
+    for address, size, count in zip(addresses, sizes, counts, strict=True):
+        if address % 16:
+            raise ValueError("an input starts at a multiple of 16")
+        here = slice(at, at + count)
+        counter[here] = np.arange(count)
+        left[here] = size - counter[here] * CHUNK_BYTES
+        root[here] = _ROOT if size <= CHUNK_BYTES else 0
+        nbytes = min(size, count * CHUNK_BYTES)
+        data[here].reshape(-1)[:nbytes] = _array(address, nbytes)
+        at += count
+    messages = data.view(np.uint32).reshape(-1, 16, 16)
+    last = (np.minimum(left, CHUNK_BYTES) - 1) // 64
+    h = np.tile(_IV, (len(data), 1))
+    for index in range(16):
+        active = index <= last
+        flags = np.where(index == last, _CHUNK_END | root, 0) | (_CHUNK_START if index == 0 else 0)
+        nbytes_here = np.minimum(left - 64 * index, 64)
+        numbers = (counter[active], nbytes_here[active], flags[active])
+        h[active] = _compress(
+            h[active], messages[active, index], *(each.astype(np.uint32) for each in numbers)
         )
+    for index, found in enumerate(np.split(h, np.cumsum(counts)[:-1])):
+        _chains(chains, index, len(found))[:] = found
 
 
-def _merge(state: _U64, keys: _U64, half: int) -> int:
-    mixed = [int(word) for word in state ^ keys]
-    for i in range(0, 8, 2):
-        product = mixed[i] * mixed[i + 1]
-        half += (product & _MASK) ^ (product >> 64)
-    half &= _MASK
-    half = (half ^ (half >> 37)) * 0x165667919E3779F9 & _MASK
-    return half ^ (half >> 32)
+def hash_parents(grid: tuple[int, int], parameters: Sequence[int]) -> None:
+    lengths, chains, digests = parameters[:3]
+    counts = _counts(_int64s(lengths, grid[0]))
+    levels = [_chains(chains, index, count) for index, count in enumerate(counts)]
+    while any(len(level) > 1 for level in levels):
+        pairs = [level[: len(level) // 2 * 2].reshape(-1, 16) for level in levels]
+        m = np.concatenate(pairs)
+        flags = [_PARENT | _ROOT if len(level) == 2 else _PARENT for level in levels]
+        above = _compress(
+            np.tile(_IV, (len(m), 1)),
+            m,
+            np.zeros(len(m), np.uint32),
+            np.full(len(m), 64, np.uint32),
+            np.repeat(np.array(flags, np.uint32), [len(pair) for pair in pairs]),
+        )
+        parents = np.split(above, np.cumsum([len(pair) for pair in pairs])[:-1])
+        # A last one without a neighbour goes up as it is.
+        levels = [
+            level if len(level) == 1 else np.concatenate([found, level[len(level) // 2 * 2 :]])
+            for level, found in zip(levels, parents, strict=True)
+        ]
+    _array(digests, 32 * grid[0]).view(np.uint32)[:] = np.concatenate(levels).reshape(-1)
 
 
 KERNELS: dict[str, Callable[[tuple[int, int], Sequence[int]], None]] = {
-    "unit_sums": unit_sums,
-    "finish": finish,
+    "chain_chunks": chain_chunks,
+    "hash_parents": hash_parents,
 }
 
 
-def images(capability: int) -> Xxh3Kernels:
-    """Return images that only a fake driver can load, in place of `mx.cuda.xxh3.compiled`."""
-    return Xxh3Kernels(Kernel("unit_sums", b"fake", 128, 0, 6), Kernel("finish", b"fake", 32, 0, 7))
+def images(capability: int) -> Blake3Kernels:
+    """Return images that only a fake driver can load, in place of `mx.cuda.blake3.compiled`."""
+    return Blake3Kernels(
+        Kernel("chain_chunks", b"fake", 128, 0, 5), Kernel("hash_parents", b"fake", 128, 0, 5)
+    )

@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mx.core.digest import digest_of_blocks
+from mx.core.digest import DIGEST_BYTES
+from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import (
@@ -22,7 +23,7 @@ from mx.core.transfer_commands import (
     Fail,
     LayerReady,
 )
-from mx.core.types import BLOCK_BYTES, ChunkGrid, Layer, Layout
+from mx.core.types import Layer, Layout
 from mx.errors import ClosedError, MxError, PeerLostError
 from mx.units import MIB, align_up
 
@@ -38,7 +39,7 @@ def grid_of(layer_mib: Sequence[int], chunk_mib: int = 16) -> ChunkGrid:
     layers, base = [], 0
     for index, mib in enumerate(layer_mib):
         nbytes = mib * MIB
-        layers.append(Layer(index, f"layer.{index}", nbytes, base, ((0, nbytes),) if mib else ()))
+        layers.append(Layer(index, f"layer.{index}", nbytes, base, ((0, nbytes),), index))
         base += align_up(nbytes, 4096)
     return ChunkGrid(Layout(layers, []), chunk_mib * MIB)
 
@@ -98,7 +99,7 @@ class Simulation:
         self.grid = grid
         self.connections = list(connections)
         self.machine = TransferMachine(
-            grid, self._digest_of, several_connections=len(connections) > 1
+            grid, self._page_of, several_connections=len(connections) > 1
         )
         self.machine.holdings.subscribe(self)
         self.now_s = 0.0
@@ -113,11 +114,11 @@ class Simulation:
     def completed(self) -> bool:
         return self.machine.holdings.whole
 
-    def _digest_of(self, chunk: int) -> bytes:
-        return digest_of_blocks(bytes(16 * -(-self.grid[chunk].nbytes // BLOCK_BYTES)))
+    def _page_of(self, layer: int) -> bytes:
+        return bytes(DIGEST_BYTES * self.grid.layer_blocks[layer])
 
     def chunk_verified(self, chunk: int) -> None:
-        assert len(self._blocks[chunk]) == -(-self.grid[chunk].nbytes // BLOCK_BYTES)
+        assert len(self._blocks[chunk]) == self.grid.block_count(chunk)
         assert chunk not in self.verified, "verified twice"
         self.verified.add(chunk)
 
@@ -125,8 +126,7 @@ class Simulation:
         raise AssertionError("no chunk is wrong")
 
     def nbytes(self, part: Part) -> int:
-        end = min(part.end * BLOCK_BYTES, self.grid[part.chunk].nbytes)
-        return end - part.begin * BLOCK_BYTES
+        return self.grid.part_nbytes(part.chunk, part.begin, part.end)
 
     def run(self, limit_s: float = 1e6) -> Simulation:
         self._do(self.machine.start())
@@ -177,9 +177,8 @@ class Simulation:
             del connection.left[part]
             connection.nbytes += self.nbytes(part)
             connection.last_s = self.now_s
-            blocks = bytes(16 * (part.end - part.begin))
-            nbytes = self.nbytes(part)
-            self._do(self.machine.landed(number, part, blocks, nbytes, self.now_s))
+            digests = bytes(DIGEST_BYTES * (part.end - part.begin))
+            self._do(self.machine.landed(number, part, digests, self.now_s))
 
     def _end_connection(self, number: int, error: MxError) -> None:
         """Close a connection's session: every read that it has fails."""

@@ -17,8 +17,9 @@ from mx.cuda import driver as cuda
 from mx.cuda.device import Device, DeviceMemory
 from mx.errors import LocalError, NotAllowedError, PathError, PeerProtocolError, SourceError
 from mx.testing import spans
-from mx.testing.bench import PEER, Bench, Source
+from mx.testing.bench import Bench, Source
 from mx.testing.child import GRANT_ID, ChildSource
+from mx.testing.harness import PEER
 from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind, pattern
 from mx.transport import DeviceView, ExposedRegion, ExposeOptions, Grant, Piece, Read

@@ -8,12 +8,10 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from xxhash import xxh3_128_digest
+from blake3 import blake3
 
-from mx.core.digest import ChunkHasher
-from mx.core.types import Segment
+from mx.cuda import blake3 as compiler
 from mx.cuda import driver as cuda
-from mx.cuda import xxh3
 from mx.cuda.device import device_key
 from mx.errors import CapacityError, LocalError
 from mx.memory.device import DeviceArena, HostReader
@@ -24,7 +22,7 @@ from tests.support.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 
 @pytest.fixture(params=[True, False], ids=["vmm", "cuMemAlloc"])
 def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    monkeypatch.setattr(xxh3, "compiled", fake_kernels.images)
+    monkeypatch.setattr(compiler, "compiled", fake_kernels.images)
     driver = FakeDriver(vmm=request.param)
     with cuda.installed(driver):
         yield driver
@@ -65,16 +63,14 @@ def test_too_big_is_said_before_anything_is_taken(fake: FakeDriver) -> None:
 
 def test_hashes_what_landed_as_the_host_would(fake: FakeDriver) -> None:
     data = random.Random(5).randbytes(3 * MIB)
-    segments = [Segment(256, 256, 1_500_000), Segment(1_500_416, 1_500_416, 1_000_001)]
+    blocks = [slice(256, 256 + MIB), slice(256 + MIB, 1_500_000), slice(1_500_416, 2_500_417)]
     arena = DeviceArena(len(data), "cuda:0")
     ctypes.memmove(arena.address, data, len(data))
-    views = [arena.view[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-    host = [memoryview(data)[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-    hasher = arena.hasher(segments, views)
+    hasher = arena.hasher([arena.view[block] for block in blocks])
     hasher.landed(100)
-    assert hasher.block_digests() == ChunkHasher(segments, host).block_digests()
+    assert hasher.block_digests() == b"".join(blake3(data[block]).digest() for block in blocks)
     with pytest.raises(LocalError, match="in host memory"):
-        arena.hasher(segments, host)
+        arena.hasher([memoryview(data)[block] for block in blocks])
     arena.release()
 
 
@@ -111,9 +107,9 @@ def test_kernels_that_can_t_be_compiled_fail_the_digest(
     def refuse(capability: int) -> object:
         raise LocalError(f"no kernels for {capability}")
 
-    monkeypatch.setattr(xxh3, "compiled", refuse)
+    monkeypatch.setattr(compiler, "compiled", refuse)
     arena = DeviceArena(1000, "cuda:0")
-    hasher = arena.hasher([Segment(0, 0, 1000)], [arena.view])
+    hasher = arena.hasher([arena.view])
     with pytest.raises(LocalError, match="no kernels for 90"):
         hasher.block_digests()
     arena.release()
@@ -122,6 +118,6 @@ def test_kernels_that_can_t_be_compiled_fail_the_digest(
 def test_digests_of_fresh_memory_are_not_those_of_zeros(fake: FakeDriver) -> None:
     """The fake's memory is garbage until written: a read that skips bytes shows."""
     arena = DeviceArena(4096, "cuda:0")
-    digests = arena.hasher([Segment(0, 0, 4096)], [arena.view]).block_digests()
-    assert digests != xxh3_128_digest(bytes(4096))
+    digests = arena.hasher([arena.view]).block_digests()
+    assert digests != blake3(bytes(4096)).digest()
     arena.release()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.core.digest import block_digest, root_of
-from mx.core.extents import ExtentMap, relaid_pages
+from mx.core.extents import ExtentMap, relaid_digests
 from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, build_layout, plan_layout
 from mx.core.manifest import decode, encode
@@ -158,7 +158,7 @@ def test_the_proof_is_in_the_identity_and_pages_follow() -> None:
     places = extents.places(head.layer, begin, end)
     found = b"".join(arena[p.region_offset : p.region_offset + p.nbytes] for p in places)
     assert found == blobs["embed"]
-    pages = relaid_pages(pages_of(own, blobs), own, adopted.layout)
+    pages = relaid_digests(b"".join(pages_of(own, blobs)), own, adopted.layout)
     assert pages == pages_of(other, theirs_blobs)
     for layer, page in enumerate(pages):
         check_page(adopted, layer, page)

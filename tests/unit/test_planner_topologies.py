@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx import plugins
-from mx.core.grid import MOST_CHUNK_BYTES
+from mx.core.grid import MOST_CHUNK_BYTES as CHUNK_BYTES
 from mx.core.paths import Medium, Path, rails
 from mx.core.planner import MOST_SOURCES, Plan, plan
 from mx.core.topology import Place
@@ -175,7 +175,7 @@ def test_shares_are_all_of_the_bytes_each_in_its_bandwidths_part(
         return
     assert sum(shares) == nbytes
     for share, path in zip(shares, found.chosen, strict=True):
-        assert 0 <= share <= nbytes * path.gb_per_s / found.gb_per_s + MOST_CHUNK_BYTES
+        assert 0 <= share <= nbytes * path.gb_per_s / found.gb_per_s + CHUNK_BYTES
 
 
 @given(inputs(), OPTIONS)

@@ -1,67 +1,68 @@
-"""Filling arenas: every byte in its place, every digest right, and what luck can do to a file."""
+"""Filling arenas: every byte in its place, every digest right."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
-import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
 from mx import buffers
-from mx.core.digest import chunk_digest
+from mx.core.digest import block_digest, root_of, shortcut_digest
+from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec
 from mx.core.manifest import plan_layout
-from mx.core.types import BLOCK_BYTES, DTYPE_BITS, ChunkGrid, Layout
-from mx.errors import CheckpointError, ClosedError, LocalError
+from mx.core.pages import check_page
+from mx.core.types import DTYPE_BITS, Layout
+from mx.errors import ClosedError
+from mx.memory.arena import HostArena, MemfdArena
 from mx.storage import spans
 from mx.storage.landing import Landing
-from mx.storage.reader import SPAN_BYTES, Filled, fill, fill_from_tensors
+from mx.storage.load import load_checkpoint
+from mx.storage.reader import RING_BYTES, SPAN_BYTES, Filled, fill, fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
-from mx.storage.spans import SpanReader
-from tests.support.checkpoints import content, crafted, loaded, make_arena, tiny
+from mx.storage.spans import ArenaWriter, SpanReader
+from mx.transport import host_view
+from tests.support.checkpoints import (
+    PATTERN,
+    content,
+    crafted,
+    loaded,
+    make_arena,
+    tiny,
+    write_mixed,
+)
 
-PATTERN = np.random.default_rng(0).integers(0, 256, 12 << 20, dtype=np.uint8).tobytes()
 
-
-def check(layout: Layout, arena: memoryview, filled: Filled, chunk_nbytes: int) -> None:
+def check(layout: Layout, arena: memoryview, filled: Filled) -> None:
     """Digests as defined, computed from the arena once more; padding untouched."""
-    for name, data in content(arena, layout).items():
-        assert filled.tensor_digests[name] == blake3(data).digest()
-    grid = ChunkGrid(layout, chunk_nbytes)
-    assert len(filled.chunk_digests) == 16 * len(grid)
+    assert filled == digests(layout, arena, shortcuts=bool(filled.shortcuts))
     end = 0
-    for chunk in grid:
-        segments = grid.segments(chunk)
-        views = [arena[s.arena_offset : s.arena_offset + s.nbytes] for s in segments]
-        expected = filled.chunk_digests[16 * chunk.index : 16 * chunk.index + 16]
-        assert chunk_digest(segments, views) == expected
-        for segment in segments:
-            gap = arena[end : segment.arena_offset]
+    for layer in layout.layers:
+        for offset, nbytes in layer.extents:
+            begin = layer.arena_offset + offset
+            gap = arena[end:begin]
             assert bytes(gap) == b"\xa5" * len(gap)
-            end = segment.arena_offset + segment.nbytes
+            end = begin + nbytes
 
 
-def write_mixed(folder: Path, *, pad: int = 0) -> dict[str, bytes]:
-    """Two files with tensors of many sizes, larger than a span some, in no helpful order."""
-    sizes = [0, 1, 5, 255, 256, 4096, 100_000, BLOCK_BYTES, SPAN_BYTES + 4099, 2 * SPAN_BYTES, 3]
-    random.Random(1).shuffle(sizes)
-    tensors = {}
-    for i, size in enumerate(sizes):
-        tensors[f"model.layers.{i % 3}.mlp.w{i}"] = PATTERN[i * 7 : i * 7 + size]
-    rows = [(name, "U8", [len(data)], data) for name, data in tensors.items()]
-    (folder / "one.safetensors").write_bytes(crafted(rows[:5], pad=pad))
-    (folder / "two.safetensors").write_bytes(crafted(rows[5:], {"format": "pt"}, pad=pad + 3))
-    return tensors
+def digests(layout: Layout, arena: memoryview, *, shortcuts: bool) -> Filled:
+    """Return what filling this arena should have returned, computed tensor by tensor."""
+    roots = {name: root_of(data) for name, data in content(arena, layout).items()}
+    pages = [b"" for _ in layout.layers]
+    short = b""
+    for tensor, data in zip(layout.tensors, content(arena, layout).values(), strict=True):
+        for at in range(0, len(data), BLOCK_BYTES):
+            pages[tensor.layer] += block_digest(data[at : at + BLOCK_BYTES])
+            short += shortcut_digest(data[at : at + BLOCK_BYTES])
+    return Filled(roots, pages, short if shortcuts else b"")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -70,23 +71,86 @@ def test_every_byte_arrives(pad: int, threads: int, tmp_path: Path) -> None:
     tensors = write_mixed(tmp_path, pad=pad)
     _, layout, arena, filled = loaded(tmp_path, threads=threads)
     assert content(arena, layout) == tensors
-    check(layout, arena, filled, BLOCK_BYTES)
+    check(layout, arena, filled)
 
 
-def test_chunks_of_several_blocks(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
+@pytest.mark.parametrize("shortcuts", [True, False])
+def test_a_memfd_gets_what_memory_gets(shortcuts: bool, tmp_path: Path) -> None:
+    tensors = write_mixed(tmp_path, pad=1)
     checkpoint = open_checkpoint(tmp_path)
     layout = plan_layout(checkpoint.specs)
-    arena = make_arena(layout)
-    filled = fill(checkpoint, layout, arena, chunk_nbytes=3 * BLOCK_BYTES)
-    check(layout, arena, filled, 3 * BLOCK_BYTES)
+    views = {name: memoryview(data) for name, data in tensors.items()}
+    for from_disk in (True, False):
+        arena = MemfdArena(layout.arena_nbytes)
+        filled = (
+            fill(checkpoint, layout, arena.view, memfd=arena.memfd, shortcuts=shortcuts)
+            if from_disk
+            else fill_from_tensors(
+                views, layout, arena.view, memfd=arena.memfd, shortcuts=shortcuts
+            )
+        )
+        arena.seal()
+        host = make_arena(layout)
+        assert filled == fill(checkpoint, layout, host, shortcuts=shortcuts)
+        check(layout, host, filled)
+        assert content(arena.view, layout) == tensors
+        arena.release()
+
+
+def test_loaded_checkpoints_hold_their_pages(tmp_path: Path) -> None:
+    write_mixed(tmp_path)
+    for arena_of in (HostArena, MemfdArena):
+        found = load_checkpoint(tmp_path, arena_of, shortcuts=True, threads=2)
+        layout = found.manifest.layout
+        expected = digests(layout, host_view(found.arena.view), shortcuts=True)
+        assert found.manifest.roots == tuple(expected.roots[t.name] for t in layout.tensors)
+        assert [found.pages.get(layer.index) for layer in layout.layers] == expected.pages
+        for layer, page in enumerate(expected.pages):
+            check_page(found.manifest, layer, page)
+        assert found.shortcuts == expected.shortcuts
+        assert found.manifest.ref.chunk_nbytes == BLOCK_BYTES  # the default of so few bytes
+        found.arena.release()
+
+
+def test_a_span_is_as_many_whole_blocks_as_fit(tmp_path: Path) -> None:
+    write_mixed(tmp_path, pad=1)
+    checkpoint = open_checkpoint(tmp_path)
+    layout = plan_layout(checkpoint.specs)
+    index_of = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
+    for file in checkpoint.files:
+        ends = {t.begin for t in file.tensors} | {
+            min(t.begin + at, t.end)
+            for t in file.tensors
+            for at in range(BLOCK_BYTES, t.end - t.begin + BLOCK_BYTES, BLOCK_BYTES)
+        }
+        reader = SpanReader(file, layout, index_of, ArenaWriter(make_arena(layout)))
+        for span_nbytes in (BLOCK_BYTES, SPAN_BYTES - 1, SPAN_BYTES, RING_BYTES):
+            found = list(reader.spans(span_nbytes))
+            starts = [start for start, _ in found]
+            assert starts == [file.tensors[0].begin, *(end for _, end in found[:-1])]
+            assert found[-1][1] == file.tensors[-1].end
+            for start, end in found:
+                assert {start, end} <= ends
+                assert 0 < end - start <= span_nbytes
+            for start, end in found[:-1]:
+                assert min(each for each in ends if each > end) - start > span_nbytes
+        with pytest.raises(ValueError, match="block"):
+            next(reader.spans(BLOCK_BYTES - 1))
+        reader.close()
+
+
+def test_more_threads_than_the_ring_has_blocks(tmp_path: Path) -> None:
+    tensors = write_mixed(tmp_path)
+    _, layout, arena, filled = loaded(tmp_path, threads=RING_BYTES // BLOCK_BYTES + 3)
+    assert content(arena, layout) == tensors
+    check(layout, arena, filled)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek", "gpt2", "t5", "gemma", "vit"])
 def test_real_architectures(kind: str, tmp_path: Path) -> None:
     tiny(kind).save_pretrained(tmp_path, max_shard_size="60KB")
     checkpoint, layout, arena, filled = loaded(tmp_path)
-    check(layout, arena, filled, BLOCK_BYTES)
+    check(layout, arena, filled)
     found = content(arena, layout)
     for file in checkpoint.files:
         with safe_open(file.location, "np") as reader:
@@ -102,14 +166,14 @@ def test_every_dtype(dtype: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(crafted(rows))
     _, layout, arena, filled = loaded(tmp_path)
     assert content(arena, layout) == {name: data for name, _, _, data in rows}
-    check(layout, arena, filled, BLOCK_BYTES)
+    check(layout, arena, filled)
 
 
 def test_nothing_but_empty_tensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(crafted([("a", "F32", [0], b"")]))
     _, layout, _, filled = loaded(tmp_path)
-    assert (layout.arena_nbytes, filled.chunk_digests) == (0, b"")
-    assert filled.tensor_digests == {"a": blake3().digest()}
+    assert layout.arena_nbytes == 0
+    assert filled == Filled({"a": root_of(b"")}, [b""], b"")
 
 
 def test_where_alignments_agree_bytes_are_read_into_place(
@@ -130,8 +194,7 @@ def test_where_alignments_agree_bytes_are_read_into_place(
 
     monkeypatch.setattr(spans, "copy_bytes", counted)
     _, layout, arena, filled = loaded(tmp_path)
-    check(layout, arena, filled, BLOCK_BYTES)
-    # Only what shares its 4 MiB of file with the header's end goes through a buffer, if that.
+    check(layout, arena, filled)
     assert copied == []
 
 
@@ -159,7 +222,7 @@ def test_file_systems_without_o_direct(
     monkeypatch.setattr(os, "preadv", fake_preadv)
     _, layout, arena, filled = loaded(tmp_path)
     assert content(arena, layout) == tensors
-    check(layout, arena, filled, BLOCK_BYTES)
+    check(layout, arena, filled)
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +240,23 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 patch.setattr(spans, "_open_direct", lambda file: -1)
             _, layout, arena, filled = loaded(tmp_path)
         assert content(arena, layout) == tensors
-        check(layout, arena, filled, BLOCK_BYTES)
+        check(layout, arena, filled)
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = write_mixed(tmp_path, pad=1)
+    checkpoint = open_checkpoint(tmp_path)
+    layout = plan_layout(checkpoint.specs)
+    arena = MemfdArena(layout.arena_nbytes)
+    real = os.pwrite
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        return real(fd, data[: max(1, len(data) // 2)], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    fill(checkpoint, layout, arena.view, memfd=arena.memfd)
+    assert content(arena.view, layout) == tensors
+    arena.release()
 
 
 def test_progress_ends_at_the_total_and_never_falls(tmp_path: Path) -> None:
@@ -190,119 +269,6 @@ def test_progress_ends_at_the_total_and_never_falls(tmp_path: Path) -> None:
     assert seen[-1] == layout.payload_nbytes
 
 
-# -- bad luck -------------------------------------------------------------------------------------
-
-
-def test_a_file_that_shrinks(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    os.truncate(tmp_path / "two.safetensors", 5 << 20)
-    with pytest.raises(CheckpointError, match=r"two\.safetensors"):
-        fill(checkpoint, layout, make_arena(layout))
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_file_that_shrinks_while_it_is_read(
-    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    if not direct:
-        monkeypatch.setattr(spans, "_open_direct", lambda file: -1)
-
-    def cut(done: int) -> None:
-        os.truncate(tmp_path / "two.safetensors", 4096 + 100)
-
-    with pytest.raises(CheckpointError, match=r"two\.safetensors"):
-        fill(checkpoint, layout, make_arena(layout), progress=cut)
-
-
-def test_a_file_that_is_replaced_or_written_to(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    path = tmp_path / "one.safetensors"
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-
-    def touch(done: int) -> None:
-        with open(path, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"!")
-
-    with pytest.raises(CheckpointError, match="changed"):
-        fill(checkpoint, layout, make_arena(layout), progress=touch)
-    data = path.read_bytes()
-    path.unlink()
-    with pytest.raises(CheckpointError, match="not there"):
-        fill(checkpoint, layout, make_arena(layout))
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="changed"):
-        fill(checkpoint, layout, make_arena(layout))
-
-
-def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    real = os.preadv
-
-    def failing(fd: int, buffers: Any, offset: int) -> int:
-        if offset >= SPAN_BYTES:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(LocalError, match="Input/output error"):
-        fill(checkpoint, layout, make_arena(layout))
-
-
-@pytest.mark.parametrize("after", [0, 3])
-def test_cancelling_leaves_no_thread_and_no_hold_on_the_arena(after: int, tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    mapping = mmap.mmap(-1, layout.arena_nbytes)
-    view = memoryview(mapping)
-    calls = iter(range(1000))
-    with pytest.raises(ClosedError) as caught:
-        fill(checkpoint, layout, view, cancelled=lambda: next(calls) >= after)
-    assert not [t for t in threading.enumerate() if t.name.startswith("mx-read")]
-    view.release()
-    mapping.close()  # BufferError if anything, the error's traceback included, still held it
-    assert caught.value.exit_code == 1
-
-
-def test_an_error_lets_go_of_the_arena(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    os.truncate(tmp_path / "two.safetensors", 5 << 20)
-    mapping = mmap.mmap(-1, layout.arena_nbytes)
-    view = memoryview(mapping)
-    with pytest.raises(CheckpointError):
-        fill(checkpoint, layout, view)
-    view.release()
-    mapping.close()
-
-
-def test_an_arena_or_layout_that_does_not_fit(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    with pytest.raises(ValueError, match="arena"):
-        fill(checkpoint, layout, make_arena(layout)[:-1])
-    name = checkpoint.specs[0].name
-    other = plan_layout([TensorSpec(s.name, "I8", s.shape) for s in checkpoint.specs])
-    with pytest.raises(ValueError, match=name):
-        SpanReader(
-            checkpoint.files[0],
-            other,
-            {tensor.name: i for i, tensor in enumerate(other.tensors)},
-            make_arena(other),
-        )
-
-
 # -- from memory ----------------------------------------------------------------------------------
 
 
@@ -311,7 +277,7 @@ def test_memory_gives_the_digests_that_files_give(tmp_path: Path) -> None:
     _, layout, arena, filled = loaded(tmp_path)
     views = {name: memoryview(data) for name, data in tensors.items()}
     again = make_arena(layout)
-    assert fill_from_tensors(views, layout, again, chunk_nbytes=BLOCK_BYTES) == filled
+    assert fill_from_tensors(views, layout, again) == filled
     assert again == arena
 
 
@@ -328,29 +294,84 @@ def test_memory_that_does_not_fit() -> None:
 @settings(suppress_health_check=[HealthCheck.data_too_large])
 @given(
     st.lists(
-        st.sampled_from([0, 1, 300, BLOCK_BYTES + 9, 2 * BLOCK_BYTES]), min_size=1, max_size=5
+        st.sampled_from([0, 1, 300, BLOCK_BYTES, BLOCK_BYTES + 9, 2 * BLOCK_BYTES]),
+        min_size=1,
+        max_size=5,
     ),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_pieces_may_land_in_any_order(sizes: list[int], rng: random.Random) -> None:
-    layout = plan_layout([TensorSpec(f"w{i}", "U8", (n,)) for i, n in enumerate(sizes)])
+def test_blocks_may_land_in_any_order(
+    sizes: list[int], shortcuts: bool, rng: random.Random
+) -> None:
+    specs = [TensorSpec(f"model.layers.{i // 2}.mlp.w{i}", "U8", (n,)) for i, n in enumerate(sizes)]
+    layout = plan_layout(specs)
     arena = make_arena(layout)
-    pieces: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, memoryview]] = []
     for index, tensor in enumerate(layout.tensors):
         start = layout.layers[tensor.layer].arena_offset + tensor.offset
         arena[start : start + tensor.nbytes] = PATTERN[index : index + tensor.nbytes]
-        offset = 0
-        while offset < tensor.nbytes:
-            nbytes = rng.randint(1, tensor.nbytes - offset)
-            pieces.append((index, offset, nbytes))
-            offset += nbytes
-    landing = Landing(layout, arena, BLOCK_BYTES)
-    rng.shuffle(pieces)
-    for done, piece in enumerate(pieces):
-        if done == len(pieces) - 1:
-            with pytest.raises(ValueError, match="landed"):
-                landing.chunk_digests()
-        landing.landed(*piece)
-    names = [tensor.name for tensor in layout.tensors]
-    filled = Filled(dict(zip(names, landing.tensor_digests, strict=True)), landing.chunk_digests())
-    check(layout, arena, filled, BLOCK_BYTES)
+        for at in range(0, tensor.nbytes, BLOCK_BYTES):
+            end = min(at + BLOCK_BYTES, tensor.nbytes)
+            blocks.append((index, at // BLOCK_BYTES, arena[start + at : start + end]))
+    left = Counter(layout.tensors[index].layer for index, _, _ in blocks)
+    complete: list[int] = []
+    landing = Landing(layout, shortcuts=shortcuts, on_layer=complete.append)
+    rng.shuffle(blocks)
+    expected = []
+    for index, block, view in blocks:
+        with pytest.raises(ValueError, match="landed"):
+            landing.roots()
+        landing.landed(index, block, view)
+        layer = layout.tensors[index].layer
+        left[layer] -= 1
+        expected += [layer] if not left[layer] else []
+        assert complete == expected
+    check(layout, arena, Filled(landing.roots(), landing.pages(), landing.shortcuts()))
+
+
+def test_a_layer_is_reported_when_all_of_it_is_in_place(tmp_path: Path) -> None:
+    """Each layer once; its bytes may be taken out of the destination then."""
+    tensors = write_mixed(tmp_path, pad=1)
+    checkpoint = open_checkpoint(tmp_path)
+    layout = plan_layout(checkpoint.specs)
+    views = {name: memoryview(data) for name, data in tensors.items()}
+    whole = make_arena(layout)
+    expected = fill(checkpoint, layout, whole)
+    for from_disk in (True, False):
+        arena, seen = make_arena(layout), list[int]()
+
+        def taken(index: int, arena: memoryview = arena, seen: list[int] = seen) -> None:
+            layer = layout.layers[index]
+            there = slice(layer.arena_offset, layer.arena_offset + layer.nbytes)
+            assert arena[there] == whole[there]
+            arena[there] = bytes(layer.nbytes)
+            seen.append(index)
+
+        filled = (
+            fill(checkpoint, layout, arena, on_layer=taken)
+            if from_disk
+            else fill_from_tensors(views, layout, arena, on_layer=taken)
+        )
+        assert filled == expected
+        assert sorted(seen) == [layer.index for layer in layout.layers if layer.nbytes]
+
+
+def test_tensors_that_change_while_they_are_copied() -> None:
+    """The digests are those of the copy, whatever became of the original."""
+    data = bytearray(PATTERN[: 2 * SPAN_BYTES])
+    layout = plan_layout([TensorSpec("a", "U8", (len(data),))])
+    arena = MemfdArena(layout.arena_nbytes)
+    real = os.pwrite
+
+    def changing(fd: int, block: memoryview, offset: int) -> int:
+        written = real(fd, block, offset)
+        data[offset] ^= 0xFF
+        return written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", changing)
+        filled = fill_from_tensors({"a": memoryview(data)}, layout, arena.view, memfd=arena.memfd)
+    assert filled == digests(layout, arena.view, shortcuts=False)
+    assert filled.roots["a"] != root_of(bytes(data))
+    arena.release()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mx.core.types import CHUNK_BYTES
+from mx.core.grid import MOST_CHUNK_BYTES as CHUNK_BYTES
 from mx.units import MIB
 from tests.support.simulated_connections import (
     STALL_S,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from mx.core.grid import ChunkGrid
 from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.paths import Medium
 from mx.core.swarm.neighbours import MOST
-from mx.core.types import ChunkGrid, Layer, Layout, SourceRecord, SourceRole
+from mx.core.types import Layer, Layout, SourceRecord, SourceRole
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import PeerStream, to_bytes
@@ -45,7 +46,7 @@ class Reads:
 
     def __init__(self, reached: Sequence[str]) -> None:
         self.reached = reached
-        layer = Layer(0, "layer", CHUNKS * MIB, 0, ((0, CHUNKS * MIB),))
+        layer = Layer(0, "layer", CHUNKS * MIB, 0, ((0, CHUNKS * MIB),), 0)
         self.holdings = Holdings(ChunkGrid(Layout([layer], []), MIB))
 
     def subscribe(self, listener: HoldingsListener) -> int:

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 
 from mx.core import manifest as manifests
-from mx.core.digest import chunk_digest
-from mx.core.types import (
-    ChunkGrid,
-    Chunking,
-    Manifest,
-    Packaging,
-    SourceRecord,
-    SourceRole,
-)
+from mx.core.digest import block_digest, root_of
+from mx.core.pages import Pages
+from mx.core.types import Manifest, Packaging, SourceRecord, SourceRole
 from mx.errors import LocalError
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
@@ -39,16 +33,16 @@ def manifest_of_three_layers() -> Manifest:
         manifests.TensorSpec(f"model.layers.{n}.mlp.weight", "U8", (MIB,)) for n in range(LAYERS)
     ]
     layout = manifests.plan_layout(specs)
-    grid = ChunkGrid(layout, MIB)
-    digests = b"".join(
-        chunk_digest(segments, [memoryview(BYTES)[s.arena_offset : s.arena_offset + s.nbytes]])
-        for chunk in grid
-        for segments in [grid.segments(chunk)]
-        for s in segments
+    roots = {spec.name: root_of(BYTES[n * MIB : (n + 1) * MIB]) for n, spec in enumerate(specs)}
+    return manifests.encode(layout, Packaging(), roots, chunk_nbytes=MIB)
+
+
+def transfer_of(manifest: Manifest, arena: bytearray) -> Transfer:
+    """Return a transfer that knows every page."""
+    pages = Pages.whole(
+        manifest, [block_digest(BYTES[n * MIB : (n + 1) * MIB]) for n in range(LAYERS)]
     )
-    return manifests.encode(
-        layout, Chunking(MIB, digests), Packaging(), {spec.name: bytes(32) for spec in specs}
-    )
+    return Transfer(manifest, pages, memoryview(arena), Listener())
 
 
 def given(node: Node) -> list[int]:
@@ -74,7 +68,7 @@ def test_earlier_chunks_are_given_and_no_chunk_is_listed_that_is_not(coordinated
     async def main() -> None:
         manifest = manifest_of_three_layers()
         arena = bytearray(BYTES[:MIB]) + bytearray(manifest.layout.arena_nbytes - MIB)
-        transfer = Transfer(manifest, memoryview(arena), Listener())
+        transfer = transfer_of(manifest, arena)
         transfer.start()
         assert transfer.prefill("resume", "/some/folder", [0]) == MIB
         session = HeldSession()
@@ -164,8 +158,7 @@ async def never(record: SourceRecord) -> PeerStream:
 
 
 def transfer_of_three_layers() -> Transfer:
-    arena = memoryview(bytearray(LAYERS * MIB))
-    return Transfer(manifest_of_three_layers(), arena, Listener())
+    return transfer_of(manifest_of_three_layers(), bytearray(LAYERS * MIB))
 
 
 def sockets() -> int:

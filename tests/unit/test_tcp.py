@@ -10,21 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mx.core.digest import chunk_digest
+from mx.core.digest import root_of
 from mx.core.topology import Place
-from mx.core.types import Segment
 from mx.errors import (
     ConfigError,
     LocalError,
     MxError,
+    PathError,
     PeerLostError,
     PeerProtocolError,
     PeerRefusedError,
     PeerTimeoutError,
     SourceError,
 )
-from mx.testing.bench import GENERATION, Bench, Harness, Source
+from mx.testing.bench import Bench, Source
 from mx.testing.faultproxy import FaultProxy
+from mx.testing.harness import GENERATION, Harness
 from mx.transport import ExposeOptions, Piece, Read, Session, TlsFiles
 from mx.units import MIB
 from mx_transports.tcp import TcpTransport, wire
@@ -77,8 +78,7 @@ def test_a_flipped_bit_arrives_and_the_digest_differs(bench: Bench, proxied: Pro
     bench.succeed(bench.read(session, 0, 0, view))
     expected = source.memories[0].expected
     assert [i for i, (a, b) in enumerate(zip(view, expected, strict=True)) if a != b] == [2_000_000]
-    segments = [Segment(0, 0, 3 * MIB)]
-    assert chunk_digest(segments, [view]) != chunk_digest(segments, [memoryview(expected)])
+    assert root_of(view) != root_of(expected)
 
 
 def test_a_stall_runs_into_the_deadline(bench: Bench, proxied: Proxied) -> None:
@@ -214,6 +214,21 @@ def test_another_transports_magic_is_refused(bench: Bench) -> None:
     _, ticket = bench.source(4096).grant()
     with enter(ticket, b"mxshm\0\0\1") as sock:
         assert is_closed(sock)
+
+
+def test_another_version_of_the_transport_is_refused_with_the_own_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = bench.source(4096)
+    for version in (0, 2, 255):
+        _, ticket = source.grant()
+        with enter(ticket, wire.MAGIC[:-1] + bytes([version])) as sock:
+            hello = sock.recv(framing.HELLO.size, socket.MSG_WAITALL)
+            assert framing.HELLO.unpack(hello) == (wire.MAGIC, framing.REFUSED)
+            assert is_closed(sock)
+    monkeypatch.setattr(wire, "MAGIC", wire.MAGIC[:-1] + b"\2")
+    with pytest.raises(PathError, match="speaks version 1 of this transport; this mx speaks 2"):
+        bench.open(source)
 
 
 def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Bench) -> None:

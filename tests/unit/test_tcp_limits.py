@@ -14,7 +14,8 @@ import pytest
 from mx.errors import SourceError
 from mx.source.limits import SendLimiter
 from mx.testing import conformance
-from mx.testing.bench import GENERATION, Bench, Harness
+from mx.testing.bench import Bench
+from mx.testing.harness import GENERATION, Harness
 from mx.transport import (
     ExposedRegion,
     ExposeOptions,

@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 
 from mx.core import manifest as manifests
-from mx.core.digest import chunk_digest
+from mx.core.digest import block_digest, root_of, shortcut_digest
 from mx.core.holdings import members
+from mx.core.pages import Pages
 from mx.core.planner import SourcePath
-from mx.core.types import ChunkGrid, Chunking, Manifest, Packaging
+from mx.core.types import Manifest, Packaging
 from mx.errors import ClosedError, DigestError, LocalError, MxError, PeerLostError
 from mx.target.reads import Connection
+from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import Read, Session, Span, host_view
 from mx.units import MIB
@@ -23,18 +25,13 @@ from tests.support.records import make_documents, make_record
 BYTES = bytes(range(256)) * (3 * MIB // 256)
 
 
+PAGE = b"".join(block_digest(BYTES[at : at + MIB]) for at in range(0, len(BYTES), MIB))
+SHORTCUTS = b"".join(shortcut_digest(BYTES[at : at + MIB]) for at in range(0, len(BYTES), MIB))
+
+
 def manifest_of_three_chunks() -> Manifest:
     layout = manifests.plan_layout([manifests.TensorSpec("model.weight", "U8", (len(BYTES),))])
-    grid = ChunkGrid(layout, MIB)
-    digests = b"".join(
-        chunk_digest(
-            segments, [memoryview(BYTES)[s.offset : s.offset + s.nbytes] for s in segments]
-        )
-        for segments in map(grid.segments, grid)
-    )
-    return manifests.encode(
-        layout, Chunking(MIB, digests), Packaging(), {"model.weight": bytes(32)}
-    )
+    return manifests.encode(layout, Packaging(), {"model.weight": root_of(BYTES)}, chunk_nbytes=MIB)
 
 
 class HeldSession:
@@ -51,11 +48,11 @@ class HeldSession:
             raise ClosedError("closed")
         self.reads += reads
 
-    def land(self) -> None:
-        """Complete the first read with the right bytes."""
+    def land(self, content: bytes = BYTES) -> None:
+        """Complete the first read with the bytes of `content`."""
         read = self.reads.pop(0)
         for piece in read.pieces:
-            host_view(piece.view)[:] = BYTES[
+            host_view(piece.view)[:] = content[
                 piece.region_offset : piece.region_offset + len(piece.view)
             ]
         read.sink.landed(read.nbytes)
@@ -87,21 +84,30 @@ class Lease:
     def end(self) -> None: ...
 
 
-def connection_of(session: Session, lease: Lease | None = None) -> Connection:
+def connection_of(
+    session: Session, lease: Lease | None = None, vouched: bytes | None = None
+) -> Connection:
     source = replace(make_record(make_documents("w")), endpoint="peer")
-    return Connection(SourcePath(source, "held", 0.0, False, ""), lease or Lease(), session)
+    return Connection(
+        SourcePath(source, "held", 0.0, False, ""),
+        lease or Lease(),
+        session,
+        vouched=None if vouched is None else memoryview(vouched),
+    )
 
 
 class Listener:
     def __init__(self) -> None:
         self.ready: list[int] = []
+        self.verified_by: list[VerifiedBy] = []
         self.lost: list[int] = []
         self.causes: Sequence[MxError] = ()
         self.broke: MxError | None = None
         self.raises: BaseException | None = None
 
-    def layer_ready(self, layer: int, arena: Span) -> None:
+    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
         self.ready.append(layer)
+        self.verified_by.append(by)
         if self.raises is not None:
             raise self.raises
 
@@ -116,16 +122,19 @@ class Listener:
 
 
 class Setting:
-    def __init__(self) -> None:
+    def __init__(self, *, page: bool = True, shortcut: bool = False) -> None:
         self.manifest = manifest_of_three_chunks()
+        pages = Pages.whole(self.manifest, [PAGE]) if page else Pages(self.manifest)
         self.arena = bytearray(self.manifest.layout.arena_nbytes)
         self.listener = Listener()
-        self.transfer = Transfer(self.manifest, memoryview(self.arena), self.listener)
+        self.transfer = Transfer(
+            self.manifest, pages, memoryview(self.arena), self.listener, shortcut=shortcut
+        )
         self.transfer.start()
 
-    def connection(self, lease: Lease | None = None) -> HeldSession:
+    def connection(self, lease: Lease | None = None, vouched: bytes | None = None) -> HeldSession:
         session = HeldSession()
-        self.transfer.add_connection(connection_of(session, lease))
+        self.transfer.add_connection(connection_of(session, lease, vouched))
         return session
 
 
@@ -272,7 +281,7 @@ def test_the_last_chunk_is_reported_before_the_end(setting: Setting) -> None:
     chunks = Chunks()
     setting.transfer.subscribe(chunks)
     known_at_end: list[list[int]] = []
-    setting.listener.layer_ready = lambda layer, arena: known_at_end.append(  # type: ignore[method-assign]
+    setting.listener.layer_ready = lambda layer, arena, by: known_at_end.append(  # type: ignore[method-assign]
         list(chunks.landed)
     )
     session = setting.connection()
@@ -286,3 +295,64 @@ def test_a_prefilled_model_needs_no_connection(setting: Setting) -> None:
     assert setting.transfer.holdings.whole
     assert setting.listener.ready == [0]
     assert setting.transfer.holdings.whole
+
+
+def test_layers_wait_for_their_page_alone() -> None:
+    setting = Setting(page=False)
+    session = setting.connection()
+    for _ in range(3):
+        session.land()
+    assert setting.listener.ready == []
+    assert setting.transfer.progress() == (len(BYTES), [len(BYTES)])
+    setting.transfer.put_page(0, PAGE)
+    assert setting.listener.ready == [0]
+    assert setting.listener.verified_by == [VerifiedBy.DIGEST]
+
+
+def test_wrong_bytes_are_never_delivered_and_their_sender_is_dropped() -> None:
+    setting = Setting()
+    liar, honest = setting.connection(), setting.connection()
+    setting.transfer.no_more_connections()
+    lies = bytes(len(BYTES))
+    liar.land(lies)
+    liar.land(lies)
+    assert setting.listener.lost == [0]
+    while liar.reads:
+        liar.fail(ClosedError("closed"))
+    while honest.reads:
+        honest.land()
+    assert setting.listener.ready == [0]
+    assert setting.arena[: len(BYTES)] == BYTES
+
+
+def test_the_shortcut_is_used_only_where_it_is_allowed_and_vouched_for() -> None:
+    for shortcut, vouched, by in (
+        (True, SHORTCUTS, VerifiedBy.SHORTCUT),
+        (False, SHORTCUTS, VerifiedBy.DIGEST),
+        (True, None, VerifiedBy.DIGEST),
+        (True, SHORTCUTS[:-1], VerifiedBy.DIGEST),  # of another model
+    ):
+        setting = Setting(page=False, shortcut=shortcut)
+        session = setting.connection(vouched=vouched)
+        for _ in range(3):
+            session.land()
+        assert bool(setting.listener.ready) == (by is VerifiedBy.SHORTCUT)
+        setting.transfer.put_page(0, PAGE)
+        assert setting.listener.verified_by == [by]
+
+
+def test_blake3_decides_where_the_shortcut_does_not_agree() -> None:
+    """The digests that are vouched for may be the wrong ones, as after a fault at the source."""
+    setting = Setting(shortcut=True)
+    session = setting.connection(vouched=bytes(len(SHORTCUTS)))
+    for _ in range(3):
+        session.land()
+    assert setting.listener.verified_by == [VerifiedBy.DIGEST]
+    assert setting.arena[: len(BYTES)] == BYTES
+    again = Setting(shortcut=True)
+    session = again.connection(vouched=bytes(len(SHORTCUTS)))
+    again.transfer.no_more_connections()
+    session.land(bytes(len(BYTES)))
+    session.land(bytes(len(BYTES)))
+    assert again.listener.ready == []
+    assert again.listener.lost == [0]

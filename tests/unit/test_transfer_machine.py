@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.core.digest import digest_of_blocks
+from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import (
@@ -19,7 +19,7 @@ from mx.core.transfer_commands import (
     Fail,
     LayerReady,
 )
-from mx.core.types import ChunkGrid, Layer, Layout
+from mx.core.types import Layer, Layout
 from mx.errors import (
     ClosedError,
     DigestError,
@@ -35,26 +35,38 @@ def grid_of(layer_mib: Sequence[int], chunk_mib: int = 1) -> ChunkGrid:
     layers, base = [], 0
     for index, mib in enumerate(layer_mib):
         nbytes = mib * MIB
-        runs = ((0, nbytes),) if nbytes else ()
-        layers.append(Layer(index, f"layer.{index}", nbytes, base, runs))
+        layers.append(Layer(index, f"layer.{index}", nbytes, base, ((0, nbytes),), index))
         base += align_up(nbytes, 4096)
     return ChunkGrid(Layout(layers, []), chunk_mib * MIB)
 
 
-def machine_of(grid: ChunkGrid) -> TransferMachine:
+class Known:
+    """The pages that the machine knows: at first all, or none."""
+
+    def __init__(self, grid: ChunkGrid, *, at_once: bool = True) -> None:
+        self.grid = grid
+        self.layers = set(range(len(grid.layout.layers))) if at_once else set[int]()
+
+    def get(self, layer: int) -> bytes | None:
+        if layer not in self.layers:
+            return None
+        return digests_of(range(self.grid.layer_blocks[layer]))
+
+
+def machine_of(grid: ChunkGrid, known: Known | None = None) -> TransferMachine:
     """A machine that finds blocks of `blocks_of` right."""
-
-    def digest_of(chunk: int) -> bytes:
-        blocks = -(-grid[chunk].nbytes // MIB)
-        return digest_of_blocks(blocks_of(Part(chunk, 0, blocks)))
-
-    return TransferMachine(grid, digest_of)
+    return TransferMachine(grid, (known or Known(grid)).get)
 
 
-def blocks_of(part: Part, *, right: bool = True) -> bytes:
+def digests_of(numbers: Iterable[int], *, right: bool = True) -> bytes:
+    """Return the digests of a layer's blocks, which follow from their numbers."""
+    return b"".join(bytes([number % 256, right] * 16) for number in numbers)
+
+
+def blocks_of(grid: ChunkGrid, part: Part, *, right: bool = True) -> bytes:
     """Return the part's block digests."""
-    numbers = range(part.begin, part.end)
-    return b"".join(bytes([number % 256, right] * 8) for number in numbers)
+    first = grid.first_block[part.chunk]
+    return digests_of(range(first + part.begin, first + part.end), right=right)
 
 
 class Driver:
@@ -68,6 +80,7 @@ class Driver:
         machine.holdings.subscribe(self)
         self.done: set[int] = set()
         self.wrong: list[tuple[int, str]] = []
+        self.lies: list[Part] = []  # landed wrong, and not judged yet, the oldest first
         self.ready: list[int] = []
         self.dropped: list[int] = []
         self.lost: set[int] = set()
@@ -101,6 +114,8 @@ class Driver:
 
     def landed(self, part: Part, *, right: bool = True) -> None:
         connection = self.in_flight.pop(part)
+        if not right:
+            self.lies.append(part)
         self.take(land(self.machine, connection, part, self.now_s, right=right))
 
     @property
@@ -115,8 +130,10 @@ class Driver:
         self.done.add(chunk)
 
     def chunk_corrupt(self, chunk: int, source: str) -> None:
-        self.covered[chunk].clear()
         self.wrong.append((chunk, source))
+        part = next(part for part in self.lies if part.chunk == chunk)
+        self.lies.remove(part)
+        self.covered[chunk] -= set(range(part.begin, part.end))
 
     def failed(self, part: Part, error: MxError) -> None:
         self.covered[part.chunk] -= set(range(part.begin, part.end))
@@ -126,13 +143,8 @@ class Driver:
 def land(
     machine: TransferMachine, connection: int, part: Part, now_s: float = 0.0, *, right: bool = True
 ) -> list[Command]:
-    nbytes = sum(
-        segment.nbytes
-        for segment in machine._grid.segments(
-            machine._grid.blocks(part.chunk, part.begin, part.end)
-        )
-    )
-    return machine.landed(connection, part, blocks_of(part, right=right), nbytes, now_s)
+    digests = blocks_of(machine._grid, part, right=right)
+    return machine.landed(connection, part, digests, now_s)
 
 
 @given(
@@ -146,7 +158,8 @@ def test_every_chunk_lands_once_whatever_happens(
 ) -> None:
     rng = random.Random(seed)
     grid = grid_of(layers, chunk_mib)
-    machine = machine_of(grid)
+    known = Known(grid, at_once=rng.random() < 0.5)
+    machine = machine_of(grid, known)
     driver = Driver(machine, grid)
     driver.take(machine.start())
     for connection, depth in enumerate(depths):
@@ -158,9 +171,14 @@ def test_every_chunk_lands_once_whatever_happens(
         )
     driver.take(machine.no_more_connections())
     survivor = 0  # never lost and never lies, so the pull must end well
-    while driver.in_flight:
-        assert not driver.completed
+    unknown = [layer for layer in range(len(layers)) if layer not in known.layers]
+    while driver.in_flight or unknown:
         driver.now_s += rng.random() * 0.01
+        if unknown and (rng.random() < 0.1 or not driver.in_flight):
+            known.layers.add(layer := unknown.pop(rng.randrange(len(unknown))))
+            driver.take(machine.page_known(layer, driver.now_s))
+            continue
+        assert not driver.completed
         part = rng.choice(sorted(driver.in_flight, key=lambda part: (part.chunk, part.begin)))
         connection = driver.in_flight[part]
         event = rng.random()
@@ -168,6 +186,8 @@ def test_every_chunk_lands_once_whatever_happens(
             driver.landed(part)
         elif connection in driver.lost:
             driver.failed(part, ClosedError("closed"))
+        elif event < 0.65:
+            driver.landed(part, right=False)
         elif event < 0.8:
             driver.failed(part, PeerProtocolError("no"))
         else:
@@ -233,7 +253,9 @@ def test_the_only_source_is_read_from_again_and_dropped_after_two_wrong_chunks()
     assert machine.ended
 
 
-def test_a_wrong_chunk_of_two_senders_is_read_from_one_to_know_which_is_at_fault() -> None:
+def test_only_the_wrong_part_of_a_chunk_of_two_senders_is_read_again_and_its_sender_blamed() -> (
+    None
+):
     grid = grid_of([2], chunk_mib=2)
     machine = machine_of(grid)
     machine.start()
@@ -249,12 +271,80 @@ def test_a_wrong_chunk_of_two_senders_is_read_from_one_to_know_which_is_at_fault
     assert sorted(driver.in_flight.values()) == [1, 2]
     for part in list(driver.in_flight):
         driver.landed(part, right=part.begin > 0)
-    assert sorted(driver.wrong) == [(0, "b"), (0, "c")]
-    assert list(driver.in_flight) == [Part(0, 0, 2)]  # whole now, of one of them
-    assert driver.dropped == []
-    (part,) = driver.in_flight
-    driver.landed(part)
+    assert driver.wrong == [(0, "b")]
+    assert driver.in_flight == {Part(0, 0, 1): 2}
+    driver.landed(Part(0, 0, 1))
     assert driver.completed
+
+
+def test_what_lands_before_its_page_waits_for_it_and_reading_goes_on() -> None:
+    grid = grid_of([2, 1])
+    known = Known(grid, at_once=False)
+    machine = machine_of(grid, known)
+    driver = Driver(machine, grid)
+    driver.take(machine.start())
+    driver.take(machine.add_connection(0, 1, 0.0, source="a"))
+    driver.take(machine.no_more_connections())
+    while driver.in_flight:
+        driver.landed(next(iter(driver.in_flight)))
+    assert driver.done == set()
+    assert machine.landed_nbytes() == [2 * MIB, MIB]
+    assert not machine.ended
+    known.layers.add(1)
+    driver.take(machine.page_known(1, 0.0))
+    assert (driver.done, driver.ready) == ({2}, [1])
+    known.layers.add(0)
+    driver.take(machine.page_known(0, 0.0))
+    assert driver.completed
+    assert driver.ready == [1, 0]
+
+
+def test_what_waited_for_its_page_and_is_wrong_is_read_elsewhere() -> None:
+    grid = grid_of([4])
+    known = Known(grid, at_once=False)
+    machine = machine_of(grid, known)
+    driver = Driver(machine, grid)
+    driver.take(machine.start())
+    driver.take(machine.add_connection(0, 1, 0.0, source="liar", peer="liar:1"))
+    for _ in range(2):
+        driver.landed(next(iter(driver.in_flight)), right=False)
+    driver.take(machine.add_connection(1, 1, 0.0, source="honest"))
+    known.layers.add(0)
+    driver.take(machine.page_known(0, 0.0))
+    assert driver.dropped == [0]
+    assert driver.wrong == [(0, "liar"), (1, "liar")]
+    stale = next(part for part, connection in driver.in_flight.items() if connection == 0)
+    driver.failed(stale, ClosedError("closed"))
+    while driver.in_flight:
+        driver.landed(next(iter(driver.in_flight)))
+    assert driver.completed
+    assert driver.failure is None
+
+
+def test_a_pull_fails_if_its_last_source_goes_before_it_gave_the_page() -> None:
+    grid = grid_of([1])
+    machine = machine_of(grid, Known(grid, at_once=False))
+    driver = Driver(machine, grid)
+    driver.take(machine.start())
+    driver.take(machine.add_connection(0, 1, 0.0))
+    driver.landed(whole(0))
+    driver.take(machine.connection_lost(0, PeerLostError("gone"), 0.0))
+    assert driver.failure is None  # another may come
+    driver.take(machine.no_more_connections())
+    assert driver.failure is not None
+
+
+def test_what_the_shortcut_found_right_needs_no_page() -> None:
+    grid = grid_of([1, 1])
+    known = Known(grid, at_once=False)
+    machine = machine_of(grid, known)
+    machine.start()
+    machine.add_connection(0, 2, 0.0)
+    machine.add_connection(1, 2, 0.0)
+    assert machine.landed(0, whole(0), None, 0.0) == [LayerReady(0, shortcut=True)]
+    assert land(machine, 1, whole(1)) == []
+    known.layers.add(1)
+    assert machine.page_known(1, 0.0) == [LayerReady(1)]
 
 
 def test_the_loss_of_the_last_connection_waits_while_another_may_come() -> None:

@@ -1,58 +1,17 @@
-"""Chunk arithmetic: chunks cut layers, segments cut chunks, and nothing is lost or doubled."""
+"""Layouts, and the references to manifests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mx.core.layout import TensorSpec
-from mx.core.manifest import plan_layout
-from mx.core.types import BLOCK_BYTES, ChunkGrid, Layer, Layout, Tensor
+from mx.core.digest import pin_of
+from mx.core.layout import TensorSpec, plan_layout
+from mx.core.types import Layer, Layout, ManifestRef, Tensor
 
-SIZES = st.sampled_from(
-    [0, 1, 255, 256, 257, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 7]
-)
-
-
-@given(st.lists(SIZES, min_size=1, max_size=8), st.integers(1, 3))
-def test_segments_cover_the_payload_once(sizes: list[int], blocks: int) -> None:
-    specs = [TensorSpec(f"m.layers.{i % 3}.w.{i}", "U8", (n,)) for i, n in enumerate(sizes)]
-    layout = plan_layout(specs)
-    grid = ChunkGrid(layout, blocks * BLOCK_BYTES)
-    found: list[tuple[int, int]] = []
-    for chunk in grid:
-        assert grid[chunk.index] == chunk
-        assert chunk.index in grid.of_layer(chunk.layer)
-        segments = grid.segments(chunk)
-        assert segments
-        for segment in segments:
-            assert chunk.offset <= segment.offset
-            assert segment.offset + segment.nbytes <= chunk.offset + chunk.nbytes
-            base = layout.layers[chunk.layer].arena_offset
-            assert segment.arena_offset == base + segment.offset
-            found.append((segment.arena_offset, segment.nbytes))
-    joined: list[tuple[int, int]] = []
-    for offset, nbytes in found:
-        if joined and sum(joined[-1]) == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
-        else:
-            joined.append((offset, nbytes))
-    runs = [(x.arena_offset + o, n) for x in layout.layers for o, n in x.runs]
-    merged: list[tuple[int, int]] = []
-    for offset, nbytes in runs:  # layers that fill their last page touch the next one
-        if merged and sum(merged[-1]) == offset:
-            merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
-        else:
-            merged.append((offset, nbytes))
-    assert joined == merged
-
-
-@pytest.mark.parametrize("size", [0, -BLOCK_BYTES, 1, BLOCK_BYTES + 4096])
-def test_chunk_sizes_are_multiples_of_a_block(size: int) -> None:
-    layout = plan_layout([TensorSpec("a", "U8", (5,))])
-    with pytest.raises(ValueError, match="multiple"):
-        ChunkGrid(layout, size)
+LAYERS = [Layer(0, "part.0", 1, 0, ((0, 1),), 0)]
+REF = ManifestRef(b"\xab" * 32, b"l" * 32, 1 << 20, b"p" * 32, (3, 5, 7))
 
 
 def test_tensors_are_made_once_and_when_asked_for() -> None:
@@ -62,18 +21,40 @@ def test_tensors_are_made_once_and_when_asked_for() -> None:
         made.append(1)
         return [Tensor("a", "U8", (1,), 0, 0, 1)]
 
-    layers = [Layer(0, "part.0", 1, 0, ((0, 1),))]
-    layout = Layout(layers, make)
+    layout = Layout(LAYERS, make)
     assert (layout.arena_nbytes, layout.payload_nbytes, made) == (4096, 1, [])
     assert layout.tensors is layout.tensors
     assert made == [1]
-    assert layout == Layout(layers, make())
-    assert layout != Layout(layers, [])
+    assert layout == Layout(LAYERS, make())
+    assert layout != Layout(LAYERS, [])
 
 
-def test_no_index_beyond_the_end() -> None:
-    grid = ChunkGrid(plan_layout([TensorSpec("a", "U8", (5,))]), BLOCK_BYTES)
-    with pytest.raises(IndexError):
-        grid[1]
-    with pytest.raises(IndexError):
-        grid[-1]
+def test_threads_that_ask_for_tensors_at_once_all_get_them() -> None:
+    """From Python 3.12 on, a cached property has no lock: two threads may both find it empty."""
+    layout = Layout(LAYERS, lambda: [Tensor("a", "U8", (1,), 0, 0, 1)])
+    make = Layout.__dict__["tensors"].func
+    assert make(layout) == make(layout) == layout.tensors == (Tensor("a", "U8", (1,), 0, 0, 1),)
+
+
+def test_an_arena_is_whole_pages_and_a_layer_space_ends_with_its_last_tensor() -> None:
+    specs = [TensorSpec("m.layers.0.a.w", "U8", (4095,)), TensorSpec("m.layers.0.b.w", "U8", (2,))]
+    layout = plan_layout([*specs, TensorSpec("m.layers.1.a.w", "U8", (1,))])
+    assert [(x.arena_offset, x.nbytes) for x in layout.layers] == [(0, 4098), (8192, 1)]
+    assert (layout.arena_nbytes, layout.payload_nbytes) == (12288, 4098)
+    assert Layout([], []).arena_nbytes == Layout([], []).payload_nbytes == 0
+
+
+def test_the_documents_of_a_reference() -> None:
+    assert REF.documents == [(REF.identity, 3), (REF.layout, 5), (REF.packaging, 7)]
+    bare = replace(REF, packaging=b"", sizes=(3, 5, 0))
+    assert bare.documents == REF.documents[:2]
+    assert bare.pin == REF.identity and REF.pin == pin_of(REF.identity, REF.packaging)
+
+
+@pytest.mark.parametrize("digits", [1, 8, 64])
+def test_pins(digits: int) -> None:
+    for pin in (REF.identity.hex(), REF.pin.hex()):
+        assert REF.pinned_by(pin[:digits]) and REF.pinned_by(pin[:digits].upper())
+    assert not REF.pinned_by("c" * digits) or REF.pin.hex().startswith("c" * digits)
+    assert not REF.pinned_by(REF.identity.hex() + "0")
+    assert not REF.pinned_by(REF.layout.hex()) and not REF.pinned_by(REF.packaging.hex())

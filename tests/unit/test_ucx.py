@@ -26,7 +26,8 @@ from mx.errors import (
     SourceError,
 )
 from mx.testing import conformance
-from mx.testing.bench import GENERATION, Bench, Source
+from mx.testing.bench import Bench, Source
+from mx.testing.harness import GENERATION
 from mx.testing.memory import Kind, Memory
 from mx.transport import ExposeOptions, Grant, Medium, TlsFiles, Unavailable
 from mx.units import MIB

@@ -23,7 +23,7 @@ from torch import nn
 from mx.core.digest import document_digest
 from mx.core.layout import TensorSpec
 from mx.core.manifest import decode, encode, plan_layout
-from mx.core.types import BLOCK_BYTES, DTYPE_BITS, Alias, Chunking, Manifest, Packaging
+from mx.core.types import DTYPE_BITS, Alias, Manifest, Packaging
 from mx.errors import CapacityError, ConfigError, DigestError, IntegrityError, MxError, OutputError
 from mx.storage.reader import fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
@@ -164,9 +164,8 @@ def test_tensors_that_never_were_a_checkpoint(tmp_path: Path) -> None:
     layout = plan_layout(specs, ties)
     arena = make_arena(layout)
     data = {"first.weight": memoryview(bytes(range(36))), "extra": memoryview(b"abcde")}
-    filled = fill_from_tensors(data, layout, arena, chunk_nbytes=BLOCK_BYTES)
-    chunking = Chunking(BLOCK_BYTES, filled.chunk_digests)
-    manifest = encode(layout, chunking, Packaging(), filled.tensor_digests)
+    filled = fill_from_tensors(data, layout, arena)
+    manifest = encode(layout, Packaging(), filled.roots)
     with CheckpointWriter(tmp_path / "out", manifest) as writer:
         write_layers(writer, manifest, arena)
         writer.commit()

@@ -1,0 +1,127 @@
+"""Fetches the pages of a pull from its sources, while the bytes arrive.
+
+A page is checked against the roots in the identity document, so it may come from anyone. A source
+whose page is wrong has lied, and is read from no more; nor is one that holds everything and gives
+no page in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+
+from mx.core.pages import check_page
+from mx.core.types import SourceRecord
+from mx.errors import DigestError, MxError, PeerProtocolError
+from mx.runtime import in_thread
+from mx.target.transfer import Transfer
+from mx.wire.locate import Locator
+
+#: Pause after all sources were asked in vain, the first, which doubles each time,
+FIRST_S = 0.1
+#: up to this.
+LONGEST_S = 1.0
+MOST_STALLS = 3
+
+
+class PageFetcher:
+    """One pull's; on the loop."""
+
+    def __init__(
+        self,
+        locator: Locator,
+        transfer: Transfer,
+        sources: Callable[[], Sequence[SourceRecord]],
+        causes: list[MxError],
+        *,
+        stall_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            locator: Asks sources.
+            transfer: Gets the pages, and is told which sources lie.
+            sources: Returns the sources that are known now.
+            causes: Collects why sources gave no page.
+            stall_timeout_s: The connections to a source that holds everything are closed when it
+                has given no page for so long; after `MOST_STALLS` times it is given up.
+        """
+        self._locator = locator
+        self._transfer = transfer
+        self._sources = sources
+        self._causes = causes
+        self._stall_timeout_s = stall_timeout_s
+        self._failing_since_s: dict[str, float] = {}
+        self._stalls: Counter[str] = Counter()
+        self._given_up: dict[str, MxError] = {}
+
+    async def run(self) -> None:
+        """Ask sources until every page is known."""
+        pause_s = FIRST_S
+        while self._transfer.pages.missing:
+            before = len(self._transfer.pages.missing)
+            for source in self._candidates():
+                await self._ask(source)
+                if not self._transfer.pages.missing:
+                    return
+            for source_id, error in self._given_up.items():  # they may have connected since
+                self._transfer.exclude(source_id, error)
+            if len(self._transfer.pages.missing) < before:
+                pause_s = FIRST_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_S)
+
+    def _candidates(self) -> Iterator[SourceRecord]:
+        """Yield those that are read from first, then those that hold everything."""
+        reading = {
+            each.path.source.source_id for each in self._transfer.connections if not each.lost
+        }
+        ordered = sorted(
+            self._sources(), key=lambda each: (each.source_id not in reading, not each.whole)
+        )
+        for source in ordered:
+            if source.source_id not in self._given_up:
+                yield source
+
+    async def _ask(self, source: SourceRecord) -> None:
+        transfer, peer = self._transfer, source.endpoint
+        pages, failure = transfer.pages, None
+        try:
+            stream = self._locator.pages(
+                source, pages.missing, pages.nbytes, stall_timeout_s=self._stall_timeout_s
+            )
+            async with aclosing(stream) as found:
+                async for layer, page in found:
+                    # Off the loop, which has leases to renew: a page may have a million digests.
+                    await in_thread(check_page, transfer.manifest, layer, page)
+                    transfer.put_page(layer, page)
+        except DigestError as error:
+            lie = DigestError(
+                f"{peer}: {error.message}", peer=peer, hint="the source lies; do not use it"
+            )
+            self._give_up(source, lie)
+            return
+        except MxError as error:
+            failure = error
+        else:
+            if not pages.missing or not source.whole:
+                return
+            failure = PeerProtocolError(f"{peer} does not give the block digests", peer=peer)
+        now_s = time.monotonic()
+        since_s = self._failing_since_s.setdefault(source.source_id, now_s)
+        if now_s - since_s < self._stall_timeout_s:
+            return
+        del self._failing_since_s[source.source_id]
+        self._stalls[source.source_id] += 1
+        if self._stalls[source.source_id] >= MOST_STALLS:
+            self._give_up(source, failure)
+        else:
+            transfer.exclude(source.source_id, failure)
+
+    def _give_up(self, source: SourceRecord, error: MxError) -> None:
+        self._causes.append(error)
+        self._given_up[source.source_id] = error
+        self._transfer.exclude(source.source_id, error)
