@@ -66,21 +66,3 @@ def two_gigabyte_checkpoint(folder: Path) -> Path:
         write_checkpoint(partial, llama_shapes(24, 2048, 5632, 16000))
         partial.rename(path)
     return path
-
-
-def many_tensors_checkpoint(folder: Path, count: int) -> Path:
-    """Return a mixture-of-experts checkpoint of `count` tensors of 512 bytes each."""
-    path = folder / f"experts-{count}.safetensors"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (16, 16)}
-        experts = 256
-        for index in range(count - 2):
-            layer, expert = divmod(index // 3, experts)
-            name = ("gate_proj", "up_proj", "down_proj")[index % 3]
-            shapes[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = (16, 16)
-        shapes["lm_head.weight"] = (16, 16)
-        partial = path.with_suffix(".partial")
-        write_checkpoint(partial, shapes)
-        partial.rename(path)
-    return path

@@ -25,6 +25,7 @@ from mx.core.digest import document_digest
 from mx.core.topology import Nic, NumaNode, Place
 from mx.core.types import AddressTable, ManifestRef, ModelKey, Region, SourceRecord, SourceState
 from mx.errors import MxError
+from mx.units import MIB
 from mx.wire.channel import Remote, Role, cut, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.rpc import Stub
@@ -54,8 +55,8 @@ class Found:
 
 
 def documents_of(model: int) -> dict[bytes, bytes]:
-    """Return four documents by digest, in a manifest's order; all models share the layout."""
-    texts = [f"identity {model}", "layout", f"chunking {model}", "packaging"]
+    """Return three documents by digest, in a manifest's order; all models share the layout."""
+    texts = [f"identity {model}", "layout", "packaging"]
     made = [text.encode().ljust(16 << 10, b".") for text in texts]
     return {document_digest(data): data for data in made}
 
@@ -64,7 +65,7 @@ def record_of(number: int) -> SourceRecord:
     """Return the record of a source as a server with two interfaces registers it."""
     model = number % MODELS
     documents = documents_of(model)
-    one, two, three, four = documents
+    one, two, three = documents
     sizes = [len(data) for data in documents.values()]
     nics = tuple(
         Nic(f"eth{i}", "up", (f"10.{i}.{number >> 8 & 255}.{number & 255}/16",), 100_000, 9000, 0)
@@ -83,7 +84,7 @@ def record_of(number: int) -> SourceRecord:
     return SourceRecord(
         source_id=str(uuid.uuid4()),
         model=ModelKey(f"model-{model}"),
-        ref=ManifestRef(one, two, three, four, (sizes[0], sizes[1], sizes[2], sizes[3])),
+        ref=ManifestRef(one, two, MIB, three, (sizes[0], sizes[1], sizes[2])),
         endpoint=f"10.0.{number >> 8 & 255}.{number & 255}:7601",
         place=place,
         generation=1,

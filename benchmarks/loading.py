@@ -14,7 +14,6 @@ from pathlib import Path
 
 from mx.memory.arena import MemfdArena
 from mx.storage.load import load_checkpoint
-from mx.units import MIB
 
 from . import harness
 from .references import disk

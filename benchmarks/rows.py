@@ -14,13 +14,13 @@ from mx.target.report import PullReport
 from mx.transport import Unavailable
 from mx.units import MIB
 
-from . import coordinator, harness, links, loading, tls
-from .checkpoints import many_tensors_checkpoint, two_gigabyte_checkpoint
+from . import control, coordinator, harness, links, loading, tls
+from .checkpoints import two_gigabyte_checkpoint
 from .memory import source_overhead_nbytes, target_overhead_nbytes
 from .processes import Cluster
 from .references import memcpy
 from .references.sockets import RawSockets
-from .sparse import sparse_source
+from .sparse import shapes_of, sparse_source
 
 MODEL = "bench"
 
@@ -45,7 +45,7 @@ def attach_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
     rows = []
     small = [_pull(cluster).seconds for _ in range(rounds + 1)][1:]
     rows.append(_milliseconds("attach, 2.6 GB: ready", small, 60))
-    with sparse_source(100 * 10**9, cluster.coordinator, "bench-sparse"):
+    with sparse_source(shapes_of(723, 100 * 10**9), cluster.coordinator, "bench-sparse"):
         large = []
         for _ in range(rounds + 1):
             with api.pull("bench-sparse", coordinator=cluster.coordinator) as pull:
@@ -180,17 +180,6 @@ def first_layer_row(cluster: Cluster, rounds: int) -> harness.Row:
     )
 
 
-def control_rows(cluster: Cluster, folder: Path, rounds: int) -> list[harness.Row]:
-    """Measure the time from the call to the first read, by number of tensors."""
-    rows = []
-    for count, bar_ms in ((723, 50), (50_000, 300)):
-        model = f"bench-{count}"
-        cluster.serve(many_tensors_checkpoint(folder, count), model)
-        times = [_pull(cluster, model, transport="tcp").control_s for _ in range(rounds + 1)][1:]
-        rows.append(_milliseconds(f"control work, {count:,} tensors", times, bar_ms))
-    return rows
-
-
 def read_cost_row(rounds: int) -> harness.Row:
     from .read_cost import microseconds_per_read
 
@@ -270,7 +259,7 @@ def run(
             "links": lambda: links.rows(folder, rounds, say),
             "cpu": lambda: links.cpu_rows(folder, rounds, say),
             "first": lambda: [first_layer_row(cluster, rounds)],
-            "control": lambda: control_rows(cluster, folder, rounds),
+            "control": lambda: control.rows(rounds, say),
             "read": lambda: [read_cost_row(rounds)],
             "memory": lambda: memory_rows(cluster, checkpoint),
             "coordinator": coordinator.rows,

@@ -1,4 +1,4 @@
-"""Serves a huge model in a sealed sparse memfd, to measure attaching at that size.
+"""Serves a huge model in a sealed sparse memfd, to measure attaching and control work at that size.
 
 Everything is real: manifest, block digests, coordinator, leases, transports; all bytes are zero.
 """
@@ -6,7 +6,7 @@ Everything is real: manifest, block digests, coordinator, leases, transports; al
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from mx import api, config, plugins, runtime
@@ -35,11 +35,21 @@ def _digests(nbytes: int) -> bytes:
     return block_digest(bytes(BLOCK_BYTES)) * whole + last
 
 
-def _held(nbytes: int, name: str) -> HeldModel:
-    layers = 80
-    hidden = 8192
-    intermediate = int((nbytes / 2 / layers - 4 * hidden * hidden) / (3 * hidden))
-    shapes = llama_shapes(layers, hidden, intermediate, 1024)
+def shapes_of(count: int, nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a model of so many tensors and about so many bytes in bfloat16: a
+    Llama of 80 layers, or for more tensors a mixture of experts."""
+    if count <= 723:
+        hidden, layers = 8192, 80
+        intermediate = int((nbytes / 2 / layers - 4 * hidden * hidden) / (3 * hidden))
+        return llama_shapes(layers, hidden, intermediate, 1024)
+    shape = (nbytes // 2 // count // 1024, 1024)
+    return {
+        f"model.layers.{index // 768}.mlp.experts.{index // 3 % 256}.w{index % 3}.weight": shape
+        for index in range(count)
+    }
+
+
+def _held(shapes: Mapping[str, tuple[int, ...]], name: str) -> HeldModel:
     layout = manifests.plan_layout(
         [manifests.TensorSpec(tensor, "BF16", shape) for tensor, shape in shapes.items()]
     )
@@ -47,20 +57,24 @@ def _held(nbytes: int, name: str) -> HeldModel:
     arena.seal()
     roots = {each.name: tensor_root(each.nbytes, _digests(each.nbytes)) for each in layout.tensors}
     manifest = manifests.encode(layout, Packaging(), roots)
-    pages = [
-        b"".join([_digests(nbytes) for _, nbytes in layer.extents]) for layer in layout.layers
-    ]
+    pages = [b"".join([_digests(nbytes) for _, nbytes in layer.extents]) for layer in layout.layers]
     return HeldModel(ModelKey(name), manifest, arena, Pages.whole(manifest, pages))
 
 
 @contextmanager
-def sparse_source(nbytes: int, coordinator: str, name: str) -> Iterator[None]:
+def sparse_source(
+    shapes: Mapping[str, tuple[int, ...]],
+    coordinator: str,
+    name: str,
+    settings: config.Settings | None = None,
+) -> Iterator[None]:
+    """Serve a model of these tensors, all zero, while the block runs."""
     loop = runtime.acquire()
     try:
-        options = api.source_options(config.load())
+        options = api.source_options(settings or config.load())
         server = loop.run(api.start_source(options, plugins.transports()))
         try:
-            loop.run(api.offer(server, _held(nbytes, name), coordinator))
+            loop.run(api.offer(server, _held(shapes, name), coordinator))
             yield
         finally:
             loop.run(server.close())

@@ -42,6 +42,8 @@ MAX_QUANTITY = 1e9
 #: Enough for a source with the most named layers that holds every other one.
 MAX_RANGES = 2048
 MAX_ROWS = 2_000_000
+#: The most layouts that a source disputes; then it keeps its own.
+MAX_DISPUTES = 256
 # Eight GPUs with all their peers and eight interfaces take 11,300 characters; a registered place,
 # with at most one GPU, takes 2,500 to 3,700.
 _MAX_PLACE_CHARS = 16_384
@@ -170,6 +172,13 @@ def ref_from_wire(message: pb.ManifestRef) -> ManifestRef:
     )
 
 
+def disputes_from_wire(message: Sequence[bytes]) -> list[bytes]:
+    """Return the digests of the layout documents that a registrant disputes."""
+    if len(message) > MAX_DISPUTES:
+        raise _refuse(f"disputes: more than {MAX_DISPUTES}")
+    return [digest_from_wire(digest, "disputes") for digest in message]
+
+
 def ranges_to_wire(ranges: Iterable[tuple[int, int]]) -> list[pb.Range]:
     """Return the messages of half-open ranges."""
     return [pb.Range(begin=begin, end=end) for begin, end in ranges]
@@ -294,14 +303,20 @@ def source_to_wire(
     row_count: int | None = None,
     binding_secret: bytes = b"",
     replaces_revision: bool = False,
+    keeps_pin: bool = False,
+    keeps_layout: bool = False,
+    disputes: Sequence[bytes] = (),
 ) -> cpb.Source:
     """Return the message of a record without its table's rows.
 
     Args:
         record: The source.
         row_count: The number of rows if the record's table does not carry them.
-        binding_secret: For registrations only.
-        replaces_revision: For registrations only.
+        binding_secret: For registrations only, as the following ones.
+        replaces_revision: See `mx.core.registry.Registry.register`, as for the following ones.
+        keeps_pin: See there.
+        keeps_layout: See there.
+        disputes: See there.
     """
     return cpb.Source(
         model=key_to_wire(record.model),
@@ -316,6 +331,10 @@ def source_to_wire(
         source_id=record.source_id,
         binding_secret=binding_secret,
         replaces_revision=replaces_revision,
+        keeps_pin=keeps_pin,
+        keeps_layout=keeps_layout,
+        disputes=disputes,
+        pin_only=record.pin_only,
     )
 
 
@@ -387,4 +406,5 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         transports=transports_from_wire(message.transports),
         role=_role_from_wire(message.role),
         state=state_from_wire(message.state),
+        pin_only=message.pin_only,
     )

@@ -106,6 +106,10 @@ class CoordinatorError(MxError):
     exit_code = EXIT_NO_SOURCE
 
 
+class CoordinatorVersionError(CoordinatorError):
+    """The coordinator speaks other versions than this process; the message names both."""
+
+
 class UnknownModelError(CoordinatorError):
     """No such model, revision or variant is registered."""
 
@@ -159,6 +163,10 @@ class PathError(SourceError):
 
 class PeerProtocolError(SourceError):
     """The peer sent something that the protocol does not allow."""
+
+
+class PeerVersionError(SourceError):
+    """The peer speaks other versions than this process; the message names both."""
 
 
 class PeerRefusedError(SourceError):

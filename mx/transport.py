@@ -28,6 +28,8 @@ from mx.core.topology import Place
 from mx.errors import LocalError, MxError, release_frames
 
 __all__ = [
+    "BLOCK_DIGEST_BYTES",
+    "MAX_CONTENT_BYTES",
     "DeviceView",
     "ExposeOptions",
     "ExposedRegion",
@@ -48,9 +50,16 @@ __all__ = [
     "Transport",
     "Unavailable",
     "Viable",
+    "Vouching",
     "Witness",
     "host_view",
 ]
+
+
+#: The longest `ExposeOptions.content`.
+MAX_CONTENT_BYTES = 64
+#: The size of a digest of `ExposeOptions.block_digests`: xxh3_128.
+BLOCK_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,17 @@ class ExposeOptions:
         ports: The ports to choose from; empty for any.
         at_peer: Readers reach the data endpoints at the host that they dial for control, whatever
             the addresses are here (address translation, containers).
+        content: Which weights, in which layout, the regions hold, as an opaque label of at most
+            MAX_CONTENT_BYTES; empty for none. See `Grant.content`. Memory that does not hold all of
+            them yet must have no label: readers may attach to what has one.
+        block_digests: The xxh3_128 of each of the weights' blocks in their order, which this
+            process computed or checked itself; None or empty for none. See `Vouching`.
+
+    Label and digests are of the first generation that the exposure is given. Once it is given
+    another, no reader gets them any more.
+
+    Raises:
+        ValueError: The label is too long, or the digests are not whole or not contiguous.
     """
 
     hosts: tuple[str, ...] = ("127.0.0.1",)
@@ -168,6 +188,15 @@ class ExposeOptions:
     limiter: Limiter | None = None
     ports: range = range(0)
     at_peer: bool = False
+    content: bytes = b""
+    block_digests: bytes | memoryview | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.content) > MAX_CONTENT_BYTES:
+            raise ValueError(f"a content label has {MAX_CONTENT_BYTES} bytes at most")
+        digests = memoryview(self.block_digests or b"")
+        if not digests.c_contiguous or digests.nbytes % BLOCK_DIGEST_BYTES:
+            raise ValueError(f"block digests are {BLOCK_DIGEST_BYTES} contiguous bytes each")
 
 
 @runtime_checkable
@@ -185,7 +214,10 @@ class Exposure(Protocol):
         """Withdraw a ticket: running reads fail, new ones are refused. Unknown ids are ignored."""
 
     def set_generation(self, generation: int) -> None:
-        """Refuse reads that name another generation from now on; those that run fail."""
+        """Refuse reads that name another generation from now on; those that run fail.
+
+        The options' label and digests are withdrawn if another generation was set before.
+        """
 
     def active_readers(self) -> int:
         """Return the number of grants that have a read running right now (for draining)."""
@@ -247,6 +279,14 @@ class Grant:
             reads from nothing beyond loopback without it.
         peer_addresses: Those of the source's control endpoint: data connections go there, and
             elsewhere only where the source proves that it listens.
+        content: The label (`ExposeOptions.content`) of the weights that the reader wants; empty for
+            any. Where the kernel names the process that holds the memory, and it is of the reader's
+            user, that process itself must state this label for this generation: the ticket may have
+            come from another process, which lies about whose it is. Transports whose bytes are
+            always verified ignore the label.
+
+    Raises:
+        ValueError: The label is too long.
     """
 
     grant_id: str
@@ -261,6 +301,11 @@ class Grant:
     place: Place = field(default_factory=Place)
     trusted_fabric: bool = False
     peer_addresses: tuple[str, ...] = ("127.0.0.1", "::1")
+    content: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.content) > MAX_CONTENT_BYTES:
+            raise ValueError(f"a content label has {MAX_CONTENT_BYTES} bytes at most")
 
 
 class ReportedErrors:
@@ -399,13 +444,32 @@ class Session(Protocol):
         """Abort: outstanding reads fail with ClosedError. Idempotent, does not block."""
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left: no thread, descriptor or mapping but what was attached.
+        """Wait until nothing is left: no thread, descriptor or mapping but what was attached, and
+        what `Vouching` returned.
 
         Args:
             timeout_s: How long to wait at most, None for ever.
 
         Returns:
             False if the time passed first. Never True while something is still to go.
+        """
+
+
+@runtime_checkable
+class Vouching(Protocol):
+    """A session with a process of this user that the kernel has named, and that states the digests
+    of what it holds. They guard against accidents, not against who wants to deceive: they are worth
+    as much as the process that states them."""
+
+    def vouched_digests(self) -> memoryview | None:
+        """Return `ExposeOptions.block_digests` as the process that holds the memory states them.
+
+        Thread-safe.
+
+        Returns:
+            A read-only view of bytes, 16 for each block, which nobody can change. It lives as long
+            as references to it do, beyond the session's end. None where the source states none,
+            where the grant has no `content` (they could be any weights'), and after `close`.
         """
 
 
@@ -438,7 +502,8 @@ class Transport(Protocol):
         """Connect to an exposure, and check the ticket. Blocks, up to the stall timeout.
 
         Raises:
-            SourceError: That fails; the error names the peer.
+            SourceError: That fails, or the source offers other weights than `Grant.content`, where
+                the path attaches or the session vouches; the error names the peer.
             NotAllowedError: What the grant lacks `trusted_fabric` for.
             ConfigError: A TLS file can't be used.
         """

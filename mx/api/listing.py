@@ -46,7 +46,7 @@ def list_sources(
     """
     wanted = parse_reference(model)
     found = _ask(lambda client: client.list_sources(wanted.name), coordinator, settings)
-    return [each for each in found if wanted.fits(each.record.model, each.record.ref.identity)]
+    return [each for each in found if wanted.fits(each.record.model, each.record.ref)]
 
 
 def _ask(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mx import config, runtime
 from mx.api.closing import Closable, Step
@@ -78,15 +78,12 @@ class Observer(Closable):
     @staticmethod
     async def _look(client: CoordinatorClient, model: str) -> Overview:
         wanted = parse_reference(model)
-        any_pin = replace(wanted, pin="")  # pulls do not report their identity
         pulls, sources = await asyncio.gather(
             client.list_pulls(wanted.name), client.list_sources(wanted.name)
         )
         return Overview(
-            tuple(each for each in pulls if any_pin.fits(each.model, b"")),
-            tuple(
-                each for each in sources if wanted.fits(each.record.model, each.record.ref.identity)
-            ),
+            tuple(each for each in pulls if wanted.fits_key(each.model)),  # without their pins
+            tuple(each for each in sources if wanted.fits(each.record.model, each.record.ref)),
         )
 
     def _closing_steps(self) -> list[Step]:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from mx import config, runtime
 from mx.api.common import transports
 from mx.api.options import pull_options
-from mx.core import manifest as manifests
 from mx.core.planner import Plan
 from mx.core.topology import Place
 from mx.core.types import ManifestRef, ModelKey
-from mx.runtime import in_thread
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
+from mx.target.resolver import describe
 from mx.transport import Transport
 from mx.units import count, format_bytes
 from mx.wire.locate import Locator
@@ -55,9 +54,7 @@ async def plan_pull(
     SourceError."""
     locator = Locator(options)
     try:
-        located = await locator.locate()
-        documents = await locator.documents(located)
-        manifest = await in_thread(manifests.decode, located.ref, documents)
+        located, manifest = await describe(locator)
     finally:
         await locator.close()
     return PlannedPull(
@@ -87,7 +84,7 @@ def plan(
     and why it would not use the others.
 
     Args:
-        model: NAME, NAME:REVISION or NAME@IDENTITY.
+        model: NAME, NAME:REVISION or NAME@PIN.
         peer: HOST:PORT of the one source to consider, without a coordinator.
         revision: The revision, where `model` names none.
         variant: The variant; "checkpoint" if empty.

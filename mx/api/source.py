@@ -15,9 +15,9 @@ from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
 from mx.core.limits import Bounds
 from mx.core.pages import Pages
-from mx.core.reference import parse_reference
+from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
-from mx.errors import ClosedError, ConfigError, CoordinatorError
+from mx.errors import ClosedError, ConfigError, CoordinatorError, CoordinatorVersionError
 from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
@@ -86,13 +86,17 @@ class Source(Closable):
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the weights."""
-        return self._held.manifest
+        """The manifest of the weights as they are in memory.
+
+        The source may be registered with another layout or chunk size, those in which the same
+        weights were listed before.
+        """
+        return self._held.laid_out.manifest
 
     @property
     def pages(self) -> Pages:
         """The digests of the model's blocks."""
-        return self._held.pages
+        return self._held.laid_out.pages
 
     def buffer(self) -> memoryview:
         """Return the weights as the manifest's arena lays them out.
@@ -109,6 +113,11 @@ class Source(Closable):
     def identity_hex(self) -> str:
         """The identity of the weights, in hexadecimal."""
         return self._held.manifest.ref.identity.hex()
+
+    @property
+    def pinned(self) -> str:
+        """NAME@PIN with all digits: these weights, and their files if there are any."""
+        return pinned_name(self.model, self.manifest.ref)
 
     @property
     def embedded(self) -> bool:
@@ -273,6 +282,7 @@ def hold(
                 key,
                 device=device,
                 chunk_nbytes=settings.chunk_bytes or None,
+                shortcuts=device == "cpu",
                 threads=2,
                 progress=on_progress,
                 cancelled=cancelled,
@@ -282,7 +292,11 @@ def hold(
     from mx.memory.torch_source import describe
 
     return hold_tensors(
-        *describe(what), key, device=device, chunk_nbytes=settings.chunk_bytes or None
+        *describe(what),
+        key,
+        device=device,
+        chunk_nbytes=settings.chunk_bytes or None,
+        shortcuts=device == "cpu",
     )
 
 
@@ -311,6 +325,8 @@ async def _join_or_embed(
         await _until_it_answers(client, wait_s if must_be_there else 0.0, cancelled)
         return None
     except CoordinatorError as error:
+        if isinstance(error, CoordinatorVersionError):
+            raise  # there is a coordinator, so that none can be embedded here
         if named_by and embed:
             error.hint += f"; none is embedded here, since {named_by} names one"
         if must_be_there:

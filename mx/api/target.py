@@ -436,7 +436,7 @@ def pull(
     `fallback` (at most one of them) says otherwise.
 
     Args:
-        model: NAME, NAME:REVISION, or NAME@IDENTITY to pin the weights. NAME alone is its newest
+        model: NAME, NAME:REVISION, or NAME@PIN to pin the weights. NAME alone is its newest
             revision; a pin accepts its weights in any revision.
         peer: HOST:PORT of the one source to read from, without a coordinator.
         path: A checkpoint on disk to read, instead of sources.

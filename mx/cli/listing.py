@@ -25,7 +25,11 @@ def models(
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """List the models that can be pulled.
+    """List the models that can be pulled, and the pin of each.
+
+    NAME@PIN gets exactly these weights, whatever the coordinator says, and exactly these files
+    where the pin covers files. A model whose name stands for other weights by now is found by its
+    pin only.
 
     **Example**
 
@@ -42,6 +46,10 @@ def models(
                 "revision": entry.model.revision,
                 "variant": entry.model.variant,
                 "manifest": entry.ref.identity.hex(),
+                "identity": entry.ref.identity.hex(),
+                "pin": entry.ref.pin.hex(),
+                "pin_covers_files": bool(entry.ref.packaging),
+                "pin_only": entry.pin_only,
                 "bytes": entry.nbytes,
                 "layers": entry.layers,
                 "sources": entry.sources,
@@ -53,21 +61,26 @@ def models(
     if not found:
         outcome.say(f"the coordinator at {settings.coordinator} knows no models")
         return
-    table = Table("model", "revision", "variant", "identity", box=None, pad_edge=False)
+    table = Table("model", "revision", "variant", box=None, pad_edge=False)
     for name in ("size", "layers", "sources"):
         table.add_column(name, justify="right")
+    table.add_column("found by")
     for entry in found:
         table.add_row(
             entry.model.name,
             entry.model.revision,
             entry.model.variant,
-            entry.ref.identity.hex()[:16],
             # Without a source that holds all of it nothing is known of its size.
             format_bytes(entry.nbytes) if entry.layers else "-",
             str(entry.layers) if entry.layers else "-",
             str(entry.sources),
+            "its pin only" if entry.pin_only else "name or pin",
         )
     outcome.show(table)
+    # Not in the table, which a terminal would wrap: these are to be copied.
+    outcome.write("\npins:")
+    for entry in found:
+        outcome.write(f"{entry.pinned}  {outcome.pin_covers(entry.ref.packaging)}")
 
 
 def sources(
@@ -115,7 +128,7 @@ def sources(
             record.endpoint,
             record.place.hostname,
             record.role.value,
-            record.state.value,
+            record.state.value + (", by pin only" if record.pin_only else ""),
             str(sum(end - begin for begin, end in record.table.held)),
             str(status.readers),
             format_seconds(status.lease_left_s),
@@ -132,6 +145,8 @@ def source_object(status: SourceStatus) -> dict[str, object]:
         "revision": record.model.revision,
         "variant": record.model.variant,
         "manifest": record.ref.identity.hex(),
+        "pin": record.ref.pin.hex(),
+        "pin_only": record.pin_only,
         "source_id": record.source_id,
         "endpoint": record.endpoint,
         "host": record.place.hostname,

@@ -91,6 +91,11 @@ def write(text: str) -> None:
     print(plain_lines(text), flush=True)
 
 
+def pin_covers(files: object) -> str:
+    """Return what a pin covers, in words; `files` is true if it covers files."""
+    return "(weights and files)" if files else "(weights only: there are no files)"
+
+
 def show(table: Table) -> None:
     """Write a table to standard output: to a terminal in its width, to a pipe in full."""
     console = Console(highlight=False)

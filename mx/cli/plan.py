@@ -22,7 +22,7 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="NAME, NAME:REVISION, or NAME@IDENTITY to insist on those weights.",
+            help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights.",
             metavar="MODEL",
         ),
     ],

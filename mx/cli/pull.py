@@ -22,7 +22,7 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            help="NAME, NAME:REVISION, or NAME@IDENTITY to insist on those weights.",
+            help="NAME, NAME:REVISION, or NAME@PIN to insist on those weights (mx models).",
             metavar="MODEL",
         ),
     ],
@@ -179,6 +179,8 @@ def _closing(pull: Pull) -> Iterator[Pull]:
 
 
 def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
+    from mx.core.reference import with_pin
+
     # Nothing is copied to attach: a rate of it would say nothing.
     attached = all(path.attached for path in report.paths)
     moved = sum(path.bytes for path in report.paths if path.transport != "resume")
@@ -203,6 +205,8 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
         lines.append(f"  no source could be used; taken from {report.fallback}")
     if out is not None:
         lines.append(f"  written to {out}")
+    name = with_pin(report.model, report.pin)
+    lines.append(f"  pin {name} {outcome.pin_covers(report.pin_covers_files)}")
     if not kept:
         lines.append("  nothing was kept: --out DIR writes it, --hold passes it on")
     return "\n".join(lines)

@@ -131,7 +131,7 @@ def serve(
 
 
 def _announce(source: Source, *, as_json: bool) -> None:
-    layout = source.manifest.layout
+    layout, ref = source.manifest.layout, source.manifest.ref
     if as_json:
         outcome.emit(
             {
@@ -139,6 +139,9 @@ def _announce(source: Source, *, as_json: bool) -> None:
                 "revision": source.model.revision,
                 "variant": source.model.variant,
                 "manifest": source.identity_hex,
+                "pin": ref.pin.hex(),
+                "pin_covers_files": bool(ref.packaging),
+                "pin_only": source.stats().pin_only,
                 "bytes": layout.payload_nbytes,
                 "layers": len(layout.layers),
                 "endpoint": source.endpoint,
@@ -149,8 +152,9 @@ def _announce(source: Source, *, as_json: bool) -> None:
     where = "itself, at" if source.embedded else "the one at"
     outcome.say(
         f"serving {source.model}: {format_bytes(layout.payload_nbytes)} in "
-        f"{count(len(layout.layers), 'layer')}, identity {source.identity_hex[:16]}\n"
+        f"{count(len(layout.layers), 'layer')}\n"
         f"  at {source.endpoint}, coordinator: {where} {source.coordinator_address}\n"
+        f"  pin {source.pinned} {outcome.pin_covers(ref.packaging)}\n"
         f"  stop with Ctrl-C"
     )
 

@@ -23,8 +23,14 @@ def log_changes(changes: Sequence[Change]) -> None:
             "role": record.role.value,
         }
         if change.kind is ChangeKind.UP:
-            event(log, "source.registered", **who, identity=record.ref.identity.hex()[:16])
+            who["identity"] = record.ref.identity.hex()[:16]
+            if record.pin_only:
+                event(log, "source.pin_only", level=logging.WARNING, **who)
+            else:
+                event(log, "source.registered", **who)
         elif change.kind is ChangeKind.GONE:
             event(log, "source.gone", **who, reason=change.reason)
+        elif before is not None and before.pin_only and not record.pin_only:
+            event(log, "source.named", **who, identity=record.ref.identity.hex()[:16])
         elif before is not None and before.state is not record.state:
             event(log, f"source.{record.state.value}", **who)

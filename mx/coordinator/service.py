@@ -14,6 +14,7 @@ from mx.coordinator.progress import PullsServicer
 from mx.coordinator.state import StateStore
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, Watcher, WatchLog
+from mx.core.answers import Listed, in_order
 from mx.core.registry import Change, ChangeKind
 from mx.errors import ClosedError, PeerProtocolError
 from mx.wire.documents import pages
@@ -90,19 +91,25 @@ class CoordinatorServicer(PullsServicer):
                     case _:
                         raise PeerProtocolError("Register: pages and rows follow the source")
             rows.finish()
-        record = await self._state.register(
+        answer = await self._state.register(
             record,
             upload.documents,
             secret,
             replaces_revision=source.replaces_revision,
+            keeps_pin=source.keeps_pin,
+            keeps_layout=source.keeps_layout,
+            disputes=codec.disputes_from_wire(source.disputes),
             row_count=source.table.rows,
             address=address,
         )
+        listed = answer.record or record
         return pb.RegisterResponse(
-            source_id=record.source_id,
+            source_id=listed.source_id,
             lease_s=self._state.lease_s,
             coordinator_epoch=self._state.epoch,
-            model=codec.key_to_wire(record.model),
+            model=codec.key_to_wire(listed.model),
+            adopt=None if answer.adopt is None else codec.ref_to_wire(answer.adopt),
+            pin_only=listed.pin_only,
         )
 
     async def Missing(self, request: pb.MissingRequest, context: Any) -> pb.MissingResponse:
@@ -117,7 +124,7 @@ class CoordinatorServicer(PullsServicer):
     ) -> AsyncIterator[pb.HeartbeatResponse]:
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
-                await self._state.heartbeat(
+                record = await self._state.heartbeat(
                     codec.source_id_from_wire(request.source_id),
                     codec.secret_from_wire(request.binding_secret),
                     codec.state_from_wire(request.state),
@@ -125,7 +132,9 @@ class CoordinatorServicer(PullsServicer):
                     codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
                 )
                 yield pb.HeartbeatResponse(
-                    lease_s=self._state.lease_s, coordinator_epoch=self._state.epoch
+                    lease_s=self._state.lease_s,
+                    coordinator_epoch=self._state.epoch,
+                    pin_only=record.pin_only,
                 )
 
     async def _until_stopped(self, requests: AsyncIterator[_T]) -> AsyncIterator[_T]:
@@ -182,15 +191,16 @@ class CoordinatorServicer(PullsServicer):
         response = pb.ResolveResponse(
             model=codec.key_to_wire(found.model), manifest=codec.ref_to_wire(found.ref)
         )
-        nbytes = 0
+        nbytes, taken = 0, list[Listed]()
         for listed in found.sources[:_MAX_RESOLVED]:
-            source = self._messages.source(listed.record, listed.row_count)
-            nbytes += source.ByteSize()
-            if nbytes > ANSWER_BYTES and response.sources:
+            nbytes += self._messages.source(listed.record, listed.row_count).ByteSize()
+            if nbytes > ANSWER_BYTES and taken:
                 break
-            response.sources.append(source)
+            taken.append(listed)
+        for listed in in_order(taken):
+            response.sources.append(self._messages.source(listed.record, listed.row_count))
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:
-            for digest in dict.fromkeys([d for d, _ in found.ref.documents]):
+            for digest, _ in found.ref.documents:
                 data = self._state.document(digest)
                 if data is not None:
                     response.documents.extend(pages(digest, data))
@@ -207,6 +217,7 @@ class CoordinatorServicer(PullsServicer):
                 nbytes=model.nbytes,
                 layers=model.layers,
                 sources=model.sources,
+                pin_only=model.pin_only,
             )
             for model in await self._state.models()
         ]

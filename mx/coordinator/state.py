@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from mx.core.answers import Listed, ModelSummary, Resolved
 from mx.core.documents import DocumentStore
-from mx.core.registry import (
-    Change,
-    ChangeKind,
-    Limits,
-    Listed,
-    ModelSummary,
-    Registry,
-    Resolved,
-)
+from mx.core.registry import Change, ChangeKind, Limits, Registration, Registry
 from mx.core.types import SourceRecord, SourceState
-from mx.errors import ConfigError, MxError, PeerProtocolError
+from mx.errors import ConfigError, PeerProtocolError
 from mx.units import MIB
 
 #: The number of leases for which a source stays listed before its first heartbeat: if a thousand
@@ -67,10 +60,13 @@ class StateStore(Protocol):
         documents: Mapping[bytes, bytes],
         secret: bytes,
         *,
-        replaces_revision: bool,
-        row_count: int,
+        replaces_revision: bool = False,
+        keeps_pin: bool = False,
+        keeps_layout: bool = False,
+        disputes: Collection[bytes] = (),
+        row_count: int = 0,
         address: str = "",
-    ) -> SourceRecord:
+    ) -> Registration:
         """List a source, as `Registry.register`, and store the documents of its manifest.
 
         Raises:
@@ -81,7 +77,7 @@ class StateStore(Protocol):
 
     async def heartbeat(
         self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
-    ) -> None: ...
+    ) -> SourceRecord: ...
 
     async def advertise(
         self, source_id: str, secret: bytes, generation: int, held: Sequence[tuple[int, int]]
@@ -152,10 +148,13 @@ class MemoryState:
         documents: Mapping[bytes, bytes],
         secret: bytes,
         *,
-        replaces_revision: bool,
-        row_count: int,
+        replaces_revision: bool = False,
+        keeps_pin: bool = False,
+        keeps_layout: bool = False,
+        disputes: Collection[bytes] = (),
+        row_count: int = 0,
         address: str = "",
-    ) -> SourceRecord:
+    ) -> Registration:
         now = self.now()
         for digest, nbytes in record.ref.documents:
             data = documents.get(digest) or self._store.get(digest)
@@ -167,28 +166,32 @@ class MemoryState:
             if len(data) != nbytes:
                 raise PeerProtocolError(f"document {digest[:8].hex()} has {len(data)} bytes")
         fresh = [d for d in documents if self._store.get(d) is None]
+        listed: Registration | None = None
         try:
             for digest in fresh:
                 self._store.put(now, digest, documents[digest])
-            return self._registry.register(
+            listed = self._registry.register(
                 now,
                 record,
                 secret,
                 replaces_revision=replaces_revision,
+                keeps_pin=keeps_pin,
+                keeps_layout=keeps_layout,
+                disputes=disputes,
                 row_count=row_count,
                 address=address,
             )
-        except MxError:
-            self._store.discard(fresh)
-            raise
+            return listed
         finally:
             self._publish()
+            if listed is None or listed.record is None:
+                self._store.discard(fresh)
 
     async def heartbeat(
         self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
-    ) -> None:
+    ) -> SourceRecord:
         try:
-            self._registry.heartbeat(
+            return self._registry.heartbeat(
                 self.now(), source_id, secret, state, readers=readers, gb_per_s=gb_per_s
             )
         finally:
@@ -234,17 +237,24 @@ class MemoryState:
         self._listeners.clear()
 
     def _publish(self) -> None:
-        changes = self._registry.take_changes()
-        if not changes:
-            return
-        now = self.now()
+        """Report the changes. Documents are held for what is bound, and for each listed source,
+        whose files may differ."""
+        changes, now = self._registry.take_changes(), self.now()
+        refs = self._registry.take_refs()
         for change in changes:
             if change.kind is not ChangeKind.GONE:
-                self._store.hold([d for d, _ in change.record.ref.documents])
+                refs.append((change.record.ref, True))
             if change.before is not None:
-                self._store.release(now, [d for d, _ in change.before.ref.documents])
-        for listener in self._listeners:
-            listener(changes)
+                refs.append((change.before.ref, False))
+        for ref, held in sorted(refs, key=lambda each: not each[1]):  # no document goes and comes
+            digests = [digest for digest, _ in ref.documents]
+            if held:
+                self._store.hold(digests)
+            else:
+                self._store.release(now, digests)
+        if changes:
+            for listener in self._listeners:
+                listener(changes)
 
 
 def open_state(spec: str, *, lease_s: float = 5.0) -> StateStore:

@@ -22,11 +22,10 @@ class Upload:
             CapacityError: The manifest is too large.
         """
         self._state = state
-        self._digests = [d for d, _ in record.ref.documents]
+        self._digests = [digest for digest, _ in record.ref.documents]
         self._held: set[bytes] = set()
         self._reserved = 0
-        refs = list(record.ref.documents)
-        self._assembler = Assembler(refs, who=record.endpoint)
+        self._assembler = Assembler(record.ref.documents, who=record.endpoint)
 
     @property
     def documents(self) -> dict[bytes, bytes]:

@@ -1,13 +1,24 @@
-"""The binding of names to weights: (name, revision, variant) -> identity, and its owner.
+"""The binding of names to weights: (name, revision, variant) -> identity and files, and its owner.
 
 A *bundle* is the variants of one (name, revision); its owner registered it first. Each variant
-is bound to one identity and one layout. A bound (name, revision) never changes its meaning: an
-owner's update becomes a new revision (REVISION.2, REVISION.3 …). "main", which is the default
-revision, and its updates form one family: only the owner of the family's bound revisions can
-bind another one of them, and NAME means the newest.
+is bound to one identity. A bound (name, revision) never changes its meaning: an owner's update
+becomes a new revision (REVISION.2, REVISION.3 …). "main", which is the default revision, and its
+updates form one family: only the owner of the family's bound revisions can bind another one of
+them, and NAME means the newest.
 
-A relay owns no binding: a variant that only relays hold (after a coordinator's restart) belongs to
-the first origin that registers the same weights.
+The first origin with files binds them too; another source of the weights may have other files, or
+none. A relay owns no binding, and its files give way to an origin's: a variant that only relays
+hold (after a coordinator's restart) belongs to the first origin that registers the same weights.
+
+*Layout and chunk size* do not belong to the weights, but sources that differ in them cannot trade
+chunks. So `admit` names those of the oldest group of the same weights, and the source adopts them.
+A stranger may have registered them first, and a layout document that does not describe the weights
+too: a source that finds this disputes it, and is asked to adopt the next, or else makes a group of
+its own. Readers go through the groups in the same order, and so find the same one.
+
+*Contested*: after a coordinator's restart other weights may have taken the name. A source that was
+listed before is listed all the same, and readers find it by its pin. When the binding ends, the
+name goes to the oldest of those that contest it.
 
 A bundle stays bound while it has a source or a later revision of it is bound, and for `grace_s`
 after that, so that a crash does not free the name. It ends at once when the variant's owner
@@ -18,45 +29,14 @@ from __future__ import annotations
 
 import hmac
 import math
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
+from mx.core.groups import Binding, Contests, Group, by_age
+from mx.core.quota import Quota
+from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
-from mx.errors import BindingError, CapacityError, ConfigError, UnknownModelError
-
-MIN_PIN_DIGITS = 8
-MAIN = "main"
-
-_UPDATE_OF_MAIN = re.compile(r"main\.[1-9][0-9]{0,8}", re.ASCII)
-
-
-def is_main(revision: str) -> bool:
-    """Return True if a name without a revision may mean this one: "main" or an update of it."""
-    return revision == MAIN or _UPDATE_OF_MAIN.fullmatch(revision) is not None
-
-
-def update_number(revision: str, root: str = MAIN) -> int:
-    """Return N for the revision ROOT.N, and 0 for `root` itself and for other revisions."""
-    number = revision.removeprefix(f"{root}.")
-    return int(number) if number != revision and number.isascii() and number.isdigit() else 0
-
-
-@dataclass(slots=True)
-class Binding:
-    """The binding of one variant.
-
-    `owner` is the digest of its first origin's secret, b"" before an origin has registered.
-    `address` is where the variant was first registered from. `sources` are the ids of its listed
-    sources, in order of registration (the values mean nothing).
-    """
-
-    key: ModelKey
-    ref: ManifestRef
-    owner: bytes = field(repr=False)
-    address: str = ""
-    sources: dict[str, None] = field(default_factory=dict)
+from mx.errors import BindingError
 
 
 @dataclass(slots=True)
@@ -67,30 +47,75 @@ class _Bundle:
     lapses_at_s: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What `admit` decides: the key, and whether the key stands for these weights then. If `adopt`
+    is not None the source is not admitted as it is: it should take over that layout and chunk size.
+    """
+
+    key: ModelKey
+    bound: bool = True
+    adopt: ManifestRef | None = None
+
+
 class Bindings:
     """All bindings of one coordinator. Not thread-safe.
 
     `now` never goes back. `due_s` is the earliest time at which `lapse` has something to do.
     """
 
-    def __init__(self, *, grace_s: float, limit: int, limit_per_address: int) -> None:
+    def __init__(self, *, grace_s: float, quota: Quota) -> None:
+        """
+        Args:
+            grace_s: How long a binding outlives its last source.
+            quota: Bounds the groups of sources.
+        """
         self.grace_s = grace_s
-        self.limit = limit
-        self.limit_per_address = limit_per_address
-        self._from: Counter[str] = Counter()  # variants by address
         self.due_s = math.inf
-        self._count = 0
+        self._quota = quota
+        self._number = 0  # of the last group that was made
         self._names: dict[str, dict[str, _Bundle]] = {}
+        self._contests = Contests()
+        self._of: dict[str, tuple[Binding, Group]] = {}  # by source
+        self._named: list[str] = []
+        self._refs: list[tuple[ManifestRef, bool]] = []
 
     def __iter__(self) -> Iterator[Binding]:
         for revisions in self._names.values():
             for bundle in revisions.values():
                 yield from bundle.variants.values()
+        yield from self._contests
+
+    def of_name(self, name: str) -> list[Binding]:
+        """Return the bindings of one name, those that contest another one last."""
+        bundles = self._names.get(name, {}).values()
+        bound = [binding for bundle in bundles for binding in bundle.variants.values()]
+        return [*bound, *self._contests.of(name)]
+
+    @property
+    def names(self) -> list[str]:
+        """The bound names, sorted."""
+        return sorted(self._names)
 
     def get(self, key: ModelKey) -> Binding | None:
         """Return the binding of `key`, or None if it is not bound."""
         bundle = self._names.get(key.name, {}).get(key.revision)
         return bundle.variants.get(key.variant) if bundle else None
+
+    def of_source(self, source_id: str) -> tuple[Binding, Group]:
+        """Return the binding and the group of a source that `bind` has added."""
+        return self._of[source_id]
+
+    def take_named(self) -> list[str]:
+        """Return the sources that contested a name and have got it since the last call."""
+        named, self._named = self._named, []
+        return named
+
+    def take_refs(self) -> list[tuple[ManifestRef, bool]]:
+        """Return the manifests of groups, with True for each that came since the last call and
+        False for each that went, in order. Readers get their documents from the coordinator."""
+        refs, self._refs = self._refs, []
+        return refs
 
     def admit(
         self,
@@ -98,9 +123,12 @@ class Bindings:
         ref: ManifestRef,
         owner: bytes,
         *,
-        replaces_revision: bool,
+        replaces_revision: bool = False,
+        keeps_pin: bool = False,
+        keeps_layout: bool = False,
+        disputes: Collection[bytes] = (),
         address: str = "",
-    ) -> ModelKey:
+    ) -> Admission:
         """Return the key that `ref` may be bound to. Changes nothing.
 
         Args:
@@ -108,91 +136,109 @@ class Bindings:
             ref: The source's manifest.
             owner: The digest of the source's secret; b"" for a relay.
             replaces_revision: If `key` is bound to another identity, register an update.
+            keeps_pin: If the name stands for other weights, let readers find these by their pin.
+            keeps_layout: The source can't adopt another layout or chunk size.
+            disputes: Layouts that do not describe the weights, as the source has found.
             address: Where the source registers from.
 
         Returns:
-            `key`, or for an update the key with the update's revision.
+            The decision. An update has another revision in its key.
 
         Raises:
-            BindingError: The key is bound to another identity, layout or owner.
+            BindingError: The key is bound to another identity or owner.
             CapacityError: The coordinator, or this address, has reached its limit of models.
         """
         binding = self.get(key)
+        refusal: BindingError | None = None
         if binding is None:
-            self._check_family(key, owner)
-        elif binding.ref.identity != ref.identity:
-            if not replaces_revision or not hmac.compare_digest(binding.owner, owner):
-                why = "; only its owner may replace it" if replaces_revision else ""
-                raise BindingError(
-                    f"{key} is bound to {binding.ref.identity.hex()[:16]}, "
-                    f"not {ref.identity.hex()[:16]}{why}",
-                    hint="register other weights under another name or `revision`",
-                )
-            key = self._next_revision(key, ref)
-            binding = self.get(key)
-        if binding is None:
-            if self._count >= self.limit:
-                raise CapacityError(f"the coordinator knows {self._count} models, its limit")
-            if self._from[address] >= self.limit_per_address:
-                raise CapacityError(
-                    f"the coordinator knows {self._from[address]} models from {address}, its "
-                    "limit for one address"
-                )
-        elif binding.ref.layout != ref.layout:
-            raise BindingError(
-                f"{key} has these weights in another layout", hint="name another variant"
-            )
-        return key
+            refusal = self._family_refusal(key, owner)
+        elif binding.identity != ref.identity:
+            if replaces_revision and owner and hmac.compare_digest(binding.owner, owner):
+                key = self._next_revision(key, ref)
+                binding = self.get(key)
+            else:
+                refusal = _bound_to_others(binding, ref, replaces_revision=replaces_revision)
+        if refusal is not None:
+            binding = self._contests.find(key, ref.identity)
+            if binding is None and not keeps_pin:
+                raise refusal
+        if not keeps_layout:
+            for oldest, group in by_age(self._alike(key, ref.identity)):
+                if group.ref.same_chunks(ref):
+                    break
+                if group.ref.layout not in disputes:
+                    return Admission(key, refusal is None, oldest.ref_of(group))
+        if binding is None or binding.group_of(ref) is None:
+            self._quota.check(address)
+        return Admission(key, refusal is None)
 
     def bind(
         self,
-        key: ModelKey,
+        now: float,
+        admission: Admission,
         ref: ManifestRef,
         owner: bytes,
         source_id: str,
         *,
-        base: str,
+        base: str = "",
         address: str = "",
-    ) -> None:
-        """Add a source to the binding of a key, and create the binding if it is new.
+    ) -> Binding:
+        """Add a source to a binding, and make the binding or the group if they are new.
 
         Args:
-            key: What `admit` returned.
+            now: The time.
+            admission: What `admit` returned.
             ref: The source's manifest.
             owner: The digest of the source's secret; b"" for a relay.
-            source_id: The source.
+            source_id: The source. It leaves the group that it was in.
             base: The revision that the source requested.
             address: Where the source registers from.
-        """
-        revisions = self._names.setdefault(key.name, {})
-        bundle = revisions.get(key.revision)
-        if bundle is None:
-            root = self._root(key.name, base) if base != key.revision else ""
-            bundle = revisions[key.revision] = _Bundle(owner, root)
-        bundle.owner = bundle.owner or owner
-        if key.variant not in bundle.variants:
-            bundle.variants[key.variant] = Binding(key, ref, owner, address)
-            self._count += 1
-            self._from[address] += 1
-        binding = bundle.variants[key.variant]
-        binding.owner = binding.owner or owner
-        binding.sources[source_id] = None
-        bundle.lapses_at_s = math.inf
-        if bundle.base in revisions:
-            revisions[bundle.base].lapses_at_s = math.inf
 
-    def leave(self, now: float, key: ModelKey, source_id: str, *, by: bytes = b"") -> None:
+        Returns:
+            The binding.
+        """
+        key = admission.key
+        if admission.bound:
+            binding = self._bound(key, ref, owner, base or key.revision)
+        else:
+            found = self._contests.find(key, ref.identity)
+            binding = found or Binding(key, ref, owner, bound=False)
+            if found is None:
+                self._contests.add(binding)
+        binding.owner = binding.owner or owner
+        group = binding.group_of(ref) or self._begin_group(binding, ref, address)
+        before = [binding.ref_of(each) for each in binding.groups]
+        if binding.join(group, source_id, ref, origin=bool(owner)):
+            self._refs += [(binding.ref_of(each), True) for each in binding.groups]
+            self._refs += [(each, False) for each in before]
+        left = self._of.get(source_id)
+        self._of[source_id] = binding, group
+        if left is not None and left[1] is not group:
+            self._leave(now, *left, source_id, owner)
+        return binding
+
+    def leave(self, now: float, source_id: str, *, by: bytes = b"") -> None:
         """Remove a source that is gone from its binding.
 
         Args:
             now: The time.
-            key: What the source was listed under.
             source_id: The source.
             by: The digest of its secret if it left by itself; b"" if its lease expired.
         """
+        binding, group = self._of.pop(source_id)
+        self._leave(now, binding, group, source_id, by)
+
+    def _leave(self, now: float, binding: Binding, group: Group, source_id: str, by: bytes) -> None:
+        binding.leave(group, source_id)
+        if not group.sources and binding.in_use:
+            self._end_group(binding, group)
+        if not binding.bound:
+            if not binding.in_use:
+                self._contests.remove(binding)
+                self._end(binding)
+            return
+        key = binding.key
         bundle = self._names[key.name][key.revision]
-        binding = bundle.variants[key.variant]
-        binding.sources.pop(source_id, None)
         if self._in_use(key.name, key.revision):
             return
         own = by and hmac.compare_digest(binding.owner, by)
@@ -218,70 +264,71 @@ class Bindings:
             default=math.inf,
         )
 
-    def find(self, name: str, revision: str = "", variant: str = "") -> list[Binding]:
-        """Return the bindings that NAME or NAME@PIN means.
+    # -- inside -----------------------------------------------------------------------------------
 
-        Args:
-            name: NAME or NAME@PIN.
-            revision: "" for any revision if there is a pin, else for "main" and its updates.
-            variant: "" for "checkpoint".
+    def _alike(self, key: ModelKey, identity: bytes) -> Iterator[Binding]:
+        """Yield the bindings of all revisions of this variant with these weights."""
+        for binding in self.of_name(key.name):
+            if binding.key.variant == key.variant and binding.identity == identity:
+                yield binding
 
-        Returns:
-            At least one binding. With a revision or a pin they all have one identity; without
-            either they are "main" and its updates, the newest first.
+    def _bound(self, key: ModelKey, ref: ManifestRef, owner: bytes, base: str) -> Binding:
+        """Return the binding of a key, which is made if it is not bound."""
+        revisions = self._names.setdefault(key.name, {})
+        bundle = revisions.get(key.revision)
+        if bundle is None:
+            root = self._root(key.name, base) if base != key.revision else ""
+            bundle = revisions[key.revision] = _Bundle(owner, root)
+        bundle.owner = bundle.owner or owner
+        bundle.lapses_at_s = math.inf
+        if bundle.base in revisions:
+            revisions[bundle.base].lapses_at_s = math.inf
+        binding = bundle.variants.get(key.variant)
+        if binding is None:
+            # The owner of the family may bind what another source contests.
+            binding = self._contests.find(key, ref.identity)
+            if binding is None:
+                binding = Binding(key, ref, owner, bound=True)
+            else:
+                self._contests.remove(binding)
+                binding.owner, binding.bound = owner, True
+                self._named += binding.sources
+            bundle.variants[key.variant] = binding
+        return binding
 
-        Raises:
-            UnknownModelError: No binding fits.
-            ConfigError: The pin is malformed, or fits several identities.
-        """
-        name, at, pin = name.partition("@")
-        pin = pin.lower()
-        if at and (not MIN_PIN_DIGITS <= len(pin) <= 64 or pin.strip("0123456789abcdef")):
-            raise ConfigError(
-                f"@{pin[:80]} is not a pin", hint=f"write {MIN_PIN_DIGITS} to 64 hex digits"
-            )
-        variant = variant or "checkpoint"
-        named = [b for v in self._names.get(name, {}).values() for b in v.variants.values()]
-        fits = [b for b in named if revision in ("", b.key.revision) and b.key.variant == variant]
-        if not revision and not at:
-            fits = [b for b in fits if is_main(b.key.revision)]
-            fits.sort(key=lambda b: update_number(b.key.revision), reverse=True)
-        pinned = [b for b in fits if b.ref.identity.hex().startswith(pin)]
-        if not pinned:
-            raise self._unknown(ModelKey(name, revision or MAIN, variant), named, fits, pin)
-        if at and len({binding.ref.identity for binding in pinned}) > 1:
-            raise ConfigError(f"{name}@{pin} fits several identities", hint="give more digits")
-        return pinned
+    def _begin_group(self, binding: Binding, ref: ManifestRef, address: str) -> Group:
+        for group in list(binding.groups):
+            if not group.sources:
+                self._end_group(binding, group)
+        self._number += 1
+        group = Group(ref, self._number, address)
+        binding.groups.append(group)
+        self._quota.add(address)
+        self._refs.append((binding.ref_of(group), True))
+        return group
 
-    def _unknown(
-        self, key: ModelKey, named: Sequence[Binding], fits: Sequence[Binding], pin: str
-    ) -> UnknownModelError:
-        if fits:
-            held = ", ".join(binding.ref.identity.hex()[:16] for binding in fits[:5])
-            return UnknownModelError(
-                f"{key.name} is not {pin} here, but {held}",
-                hint="check the pin, or ask a coordinator that has those weights",
-            )
-        if named:
-            others = ", ".join(str(binding.key) for binding in named[:5])
-            return UnknownModelError(f"no {key} here", hint=f"there is {others}")
-        names = sorted(self._names)
-        there = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
-        hint = f"there is {there}" if names else "nothing is registered here yet"
-        return UnknownModelError(f"no model {key.name!r} here", hint=hint)
+    def _end(self, binding: Binding) -> None:
+        for group in list(binding.groups):
+            self._end_group(binding, group)
 
-    def _check_family(self, key: ModelKey, owner: bytes) -> None:
-        """Raise BindingError if `owner` may not be the first to bind the key's revision."""
+    def _end_group(self, binding: Binding, group: Group) -> None:
+        binding.groups.remove(group)
+        self._quota.remove(group.address)
+        self._refs.append((binding.ref_of(group), False))
+
+    def _family_refusal(self, key: ModelKey, owner: bytes) -> BindingError | None:
+        """Return why `owner` may not be the first to bind the key's revision; None if it may."""
         revisions = self._names.get(key.name, {})
         if key.revision in revisions or not is_main(key.revision):
-            return
+            return None
         for revision, bundle in revisions.items():
             if is_main(revision) and bundle.owner and not hmac.compare_digest(bundle.owner, owner):
-                raise BindingError(
+                return BindingError(
                     f"{replace(key, revision=revision)} belongs to another source, and "
                     f"{key.revision} would count as an update of it",
                     hint="register these weights under another name or `revision`",
                 )
+        return None
 
     def _root(self, name: str, revision: str) -> str:
         """Return the revision that this one is an update of, or `revision` if it is no update."""
@@ -301,7 +348,7 @@ class Bindings:
             if self._root(key.name, revision) == root and key.variant in bundle.variants
         }
         newest = max(family)
-        if family[newest].ref.identity == ref.identity:
+        if family[newest].identity == ref.identity:
             return family[newest].key
         number = max(newest + 1, 2)
         while (revision := f"{root}.{number}") in revisions and (
@@ -319,7 +366,7 @@ class Bindings:
     def _in_use(self, name: str, revision: str) -> bool:
         """Return True if the revision has a source, or an update of it is bound."""
         revisions = self._names[name]
-        if any(binding.sources for binding in revisions[revision].variants.values()):
+        if any(binding.in_use for binding in revisions[revision].variants.values()):
             return True
         return any(bundle.base == revision for bundle in revisions.values())
 
@@ -338,13 +385,29 @@ class Bindings:
     def _remove(self, now: float, name: str, revision: str) -> None:
         revisions = self._names[name]
         bundle = revisions.pop(revision)
-        self._count -= len(bundle.variants)
         for binding in bundle.variants.values():
-            self._from[binding.address] -= 1
-            if not self._from[binding.address]:
-                del self._from[binding.address]
+            self._end(binding)
         base = revisions.get(bundle.base) if bundle.base else None
         if base is not None and not self._in_use(name, bundle.base):
             self._let_lapse(now, base)
         if not revisions:
             del self._names[name]
+        self._settle_contests(name)
+
+    def _settle_contests(self, name: str) -> None:
+        """Bind what contested keys that are free now, the oldest first."""
+        for binding in self._contests.of(name):
+            key = binding.key
+            if self.get(key) is None and self._family_refusal(key, binding.owner) is None:
+                self._bound(key, binding.ref, binding.owner, key.revision)
+
+
+def _bound_to_others(
+    binding: Binding, ref: ManifestRef, *, replaces_revision: bool
+) -> BindingError:
+    why = "; only its owner may replace it" if replaces_revision else ""
+    return BindingError(
+        f"{binding.key} is bound to {binding.identity.hex()[:16]}, "
+        f"not {ref.identity.hex()[:16]}{why}",
+        hint="register other weights under another name or `revision`",
+    )

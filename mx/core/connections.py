@@ -27,6 +27,7 @@ from mx.errors import (
     PeerBusyError,
     PeerLostError,
     PeerProtocolError,
+    PeerVersionError,
     StaleGenerationError,
 )
 
@@ -228,6 +229,8 @@ class Connections:
             self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
         else:
             self._lay_to_rest(entry, Rest.FAILED)
+            if isinstance(error, PeerVersionError):  # whatever the path
+                self._give_up(entry.source_id)
 
     def lost(self, entry: Entry, error: MxError, now_s: float, *, lease_runs: bool) -> None:
         """Record that the entry's connection was given up. `lease_runs`: its lease still holds, so

@@ -1,4 +1,4 @@
-"""Documents by content digest, reference-counted by the sources that name them."""
+"""Documents by content digest, reference-counted by the bindings and sources that name them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mx.units import MIB, format_bytes
 class DocumentStore:
     """The documents of one coordinator. Not thread-safe; `now` is in seconds.
 
-    A document is dropped `grace_s` after the last source that names it is gone. `limit_bytes`
-    bounds the documents and the reservations together.
+    A document is dropped `grace_s` after the last binding or source that names it is gone.
+    `limit_bytes` bounds the documents and the reservations together.
     """
 
     def __init__(self, *, limit_bytes: int = 512 * MIB, grace_s: float = 60.0) -> None:
@@ -71,19 +71,19 @@ class DocumentStore:
             self._schedule(now, digest)
 
     def discard(self, digests: Iterable[bytes]) -> None:
-        """Drop those of these documents at once that no source names."""
+        """Drop those of these documents at once that nothing names."""
         for digest in digests:
             if self._drop_at.pop(digest, None) is not None:
                 self.used_bytes -= len(self._documents.pop(digest))
 
     def hold(self, digests: Iterable[bytes]) -> None:
-        """Count one more source that names these documents."""
+        """Count one more binding or source that names these documents."""
         for digest in set(digests):
             self._holders[digest] = self._holders.get(digest, 0) + 1
             self._drop_at.pop(digest, None)
 
     def release(self, now: float, digests: Iterable[bytes]) -> None:
-        """Count one source less that names these documents."""
+        """Count one binding or source less that names these documents."""
         for digest in set(digests):
             self._holders[digest] -= 1
             if not self._holders[digest]:

@@ -138,7 +138,8 @@ def plan(
         transports: The names of this process's transports.
         reach: Returns the path of a transport to a place, or why there is none.
         forced: The only transport to use.
-        attach: False: a path that could attach is used to copy.
+        attach: False: a path that could attach is used to copy. So it is where the source's memory
+            is not what the target's would be.
     """
     paths: list[SourcePath] = []
     rejected: list[Rejected] = []
@@ -151,7 +152,7 @@ def plan(
             if isinstance(answer, str):
                 rejected.append(Rejected(source, name, answer))
             else:
-                paths += _paths(here, source, answer, attach)
+                paths += _paths(here, source, answer, attach and not source.table.scattered)
     paths.sort(key=_rank)
     chosen: list[SourcePath] = []
     spare: list[Spare] = []

@@ -4,8 +4,8 @@ is an argument.
 Every event first lets time pass (`tick`). Changes for watchers are kept until `take_changes`, even
 if the event itself is refused. `mx.core.bindings` binds names; a source is listed while its lease
 lasts. A source id belongs to the secret that registered it, and its generation never decreases;
-both hold for `binding_grace_s` after the source is gone. Other weights under the same source id
-need a higher generation.
+both hold for `binding_grace_s` after the source is gone. Other weights, or another layout of them,
+under the same source id need a higher generation.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from __future__ import annotations
 import enum
 import hmac
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from mx.core.bindings import Binding, Bindings
-from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole, SourceState
-from mx.errors import CapacityError, NotAllowedError, StaleGenerationError, UnknownSourceError
+from mx.core.answers import Listed, ModelSummary, Resolved, in_turn
+from mx.core.bindings import Bindings
+from mx.core.groups import Binding, Group, by_age
+from mx.core.meanings import meaning
+from mx.core.quota import Quota
+from mx.core.types import ManifestRef, SourceRecord, SourceRole, SourceState
+from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
 
 
 class ChangeKind(enum.Enum):
@@ -60,38 +64,13 @@ class Limits:
     sources_per_address: int = 4096
 
 
-@dataclass(slots=True)
-class Listed:
-    """A listed source. Callers only read it; it changes with the registry's next event."""
-
-    record: SourceRecord
-    secret_digest: bytes = field(repr=False)
-    lease_until_s: float
-    row_count: int = 0
-    address: str = ""
-    readers: int = 0
-    gb_per_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """The answer to `resolve`: the manifest to pull and the sources that serve it, origins
-    first."""
+class Registration:
+    """The answer to `register`: the record as listed, or the manifest whose layout and chunk size
+    the source should adopt, and then nothing has changed."""
 
-    model: ModelKey
-    ref: ManifestRef
-    sources: tuple[Listed, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSummary:
-    """One bound variant. `nbytes` and `layers` come from the origins' tables; 0 without origins."""
-
-    model: ModelKey
-    ref: ManifestRef
-    nbytes: int
-    layers: int
-    sources: int
+    record: SourceRecord | None
+    adopt: ManifestRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +105,33 @@ class Registry:
         self.limits = limits or Limits()
         self._now = -math.inf
         self._sources: dict[str, Listed] = {}
-        self._from: Counter[str] = Counter()  # sources by address
+        self._quota = Quota(
+            "lists {} sources",
+            limit=self.limits.sources,
+            per_address=self.limits.sources_per_address,
+        )
         # Source ids in the order in which their leases end, those that have not sent a heartbeat
         # yet apart from the others; and sources that are gone, in the order they are forgotten.
         self._first_leases: OrderedDict[str, None] = OrderedDict()
         self._leases: OrderedDict[str, None] = OrderedDict()
         self._tombstones: OrderedDict[str, _Tombstone] = OrderedDict()
-        self._bindings = Bindings(
-            grace_s=binding_grace_s,
+        models = Quota(
+            "knows {} models",
             limit=self.limits.models,
-            limit_per_address=self.limits.models_per_address,
+            per_address=self.limits.models_per_address,
         )
+        self._bindings = Bindings(grace_s=binding_grace_s, quota=models)
         self._changes: list[Change] = []
 
     def take_changes(self) -> list[Change]:
         """Return the changes since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
+
+    def take_refs(self) -> list[tuple[ManifestRef, bool]]:
+        """Return the manifests that have come to be answered since the last call, with True, and
+        those that no longer are, with False, in order."""
+        return self._bindings.take_refs()
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -153,9 +142,12 @@ class Registry:
         secret: bytes,
         *,
         replaces_revision: bool = False,
+        keeps_pin: bool = False,
+        keeps_layout: bool = False,
+        disputes: Collection[bytes] = (),
         row_count: int = 0,
         address: str = "",
-    ) -> SourceRecord:
+    ) -> Registration:
         """List a source, or renew a listed one.
 
         Args:
@@ -163,49 +155,54 @@ class Registry:
             record: The source.
             secret: The source's secret, which later calls about it need.
             replaces_revision: If the name is bound to other weights, register an update.
+            keeps_pin: If the name is bound to other weights, list it for readers that give its pin.
+            keeps_layout: It can't adopt another layout or chunk size.
+            disputes: Layouts that do not describe its weights, as it has found.
             row_count: The number of rows of its table.
             address: Where it registers from.
 
         Returns:
-            The record as listed; an update has a new revision.
+            The record as listed, or what to adopt. An update has a new revision.
 
         Raises:
             BindingError: The name is bound to other weights, or belongs to another source.
             NotAllowedError: The source id belongs to another secret.
-            StaleGenerationError: The generation is past, or not higher though the weights differ.
+            StaleGenerationError: The generation is past, or not higher though weights or layout
+                differ.
             CapacityError: A limit is reached.
         """
         self.tick(now)
         digest = _digest(secret)
         known = self._sources.get(record.source_id)
         self._check_owner(record, digest, known)
-        if known is None and len(self._sources) >= self.limits.sources:
-            raise CapacityError(f"the coordinator lists {len(self._sources)} sources, its limit")
-        if known is None and self._from[address] >= self.limits.sources_per_address:
-            raise CapacityError(
-                f"the coordinator lists {self._from[address]} sources from {address}, its limit "
-                "for one address"
-            )
+        if known is None:
+            self._quota.check(address)
         owner = b"" if record.role is SourceRole.RELAY else digest
-        key = self._bindings.admit(
+        admission = self._bindings.admit(
             record.model,
             record.ref,
             owner,
             replaces_revision=replaces_revision,
+            keeps_pin=keeps_pin,
+            keeps_layout=keeps_layout,
+            disputes=disputes,
             address=address,
         )
+        if admission.adopt is not None:
+            return Registration(None, admission.adopt)
         # From here on nothing fails.
         base = record.model.revision
-        record = replace(record, model=key)
-        self._bindings.bind(key, record.ref, owner, record.source_id, base=base, address=address)
+        self._bindings.bind(
+            self._now, admission, record.ref, owner, record.source_id, base=base, address=address
+        )
+        binding, group = self._bindings.of_source(record.source_id)
+        record = replace(record, model=admission.key, pin_only=not binding.bound)
         before = known.record if known else None
-        if before is not None and before.model != key:
-            self._bindings.leave(self._now, before.model, record.source_id, by=digest)
-        listed = Listed(record, digest, self._now, row_count, address)
+        listed = Listed(record, digest, self._now, row_count, address, group=group.number)
         if known is not None:
             listed.readers, listed.gb_per_s = known.readers, known.gb_per_s
-            self._left(known.address)
-        self._from[address] += 1
+            self._quota.remove(known.address)
+        self._quota.add(address)
         self._sources[record.source_id] = listed
         self._renew(listed, first=True)
         self._tombstones.pop(record.source_id, None)
@@ -214,7 +211,8 @@ class Registry:
         elif before != record:
             change = Change(ChangeKind.CHANGED, record, before, row_count=row_count)
             self._changes.append(change)
-        return record
+        self._name()
+        return Registration(record)
 
     def heartbeat(
         self,
@@ -225,8 +223,11 @@ class Registry:
         *,
         readers: int = 0,
         gb_per_s: float = 0.0,
-    ) -> None:
+    ) -> SourceRecord:
         """Renew a source's lease, and record its state, its readers and its rate.
+
+        Returns:
+            Its record.
 
         Raises:
             UnknownSourceError: The source is not listed.
@@ -237,6 +238,7 @@ class Registry:
         self._renew(listed)
         listed.readers, listed.gb_per_s = readers, gb_per_s
         self._update(listed, replace(listed.record, state=state))
+        return listed.record
 
     def advertise(
         self,
@@ -286,6 +288,7 @@ class Registry:
                 break
             del self._tombstones[source_id]
         self._bindings.lapse(now)
+        self._name()
 
     # -- questions (call `tick` first) ------------------------------------------------------------
 
@@ -305,18 +308,19 @@ class Registry:
         return [s for s in self._sources.values() if name in ("", s.record.model.name)]
 
     def models(self) -> list[ModelSummary]:
-        """Return every bound variant, with or without sources."""
+        """Return every variant that is bound or contested, with or without sources."""
         found = []
         for binding in self._bindings:
-            listed = self._listed(binding)
+            listed = [self._sources[source_id] for source_id in binding.sources]
             origins = [s.record for s in listed if s.record.role is SourceRole.ORIGIN]
             found.append(
                 ModelSummary(
                     binding.key,
-                    _served_ref(binding, listed),
+                    binding.ref,
                     max((sum(r.nbytes for r in o.table.regions) for o in origins), default=0),
                     max((o.table.held[-1][1] for o in origins if o.table.held), default=0),
                     len(listed),
+                    pin_only=not binding.bound,
                 )
             )
         return found
@@ -333,24 +337,31 @@ class Registry:
             The answer; it may have no sources, since draining ones are left out.
 
         Raises:
-            UnknownModelError: No bound variant fits.
+            UnknownModelError: No binding fits.
             ConfigError: The pin is malformed or ambiguous.
         """
-        # Either the newest revision first, or several revisions of the same weights: prefer one
-        # that is served.
-        answers = [self._answer(b) for b in self._bindings.find(name, revision, variant)]
+        meant = meaning(self._bindings, name, revision, variant)
+        if meant.pinned:
+            return self._answer(meant.bindings, meant.files)
+        answers = [self._answer([binding]) for binding in meant.bindings]
         return max(answers, key=lambda answer: bool(answer.sources))
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _answer(self, binding: Binding) -> Resolved:
-        listed = self._listed(binding)
-        serving = [s for s in listed if s.record.state is SourceState.SERVING]
-        serving.sort(key=lambda s: s.record.role is not SourceRole.ORIGIN)
-        return Resolved(binding.key, _served_ref(binding, serving or listed), tuple(serving))
+    def _answer(self, bindings: Sequence[Binding], files: ManifestRef | None = None) -> Resolved:
+        """Answer with the oldest group that is served. Sources that adopt a layout do so in the
+        same order."""
+        groups = by_age(bindings)
+        serving = {group.number: self._serving(group) for _, group in groups}
+        binding, first = max(groups, key=lambda each: bool(serving[each[1].number]))
+        ref = binding.ref_of(first)
+        if files is not None:
+            ref = ref.with_files_of(files)
+        return Resolved(binding.key, ref, tuple(in_turn(serving.values())))
 
-    def _listed(self, binding: Binding) -> list[Listed]:
-        return [self._sources[source_id] for source_id in binding.sources]
+    def _serving(self, group: Group) -> list[Listed]:
+        listed = [self._sources[source_id] for source_id in group.sources]
+        return [s for s in listed if s.record.state is SourceState.SERVING]
 
     def _check_owner(self, record: SourceRecord, digest: bytes, known: Listed | None) -> None:
         if known is not None:
@@ -365,11 +376,12 @@ class Registry:
                 f"source id {record.source_id} belongs to another source", hint="choose a new UUID"
             )
         self._check_generation(record.generation, generation)
-        changed = known is not None and known.record.ref.identity != record.ref.identity
+        changed = known is not None and not known.record.ref.same_chunks(record.ref)
         if changed and record.generation == generation:
             raise StaleGenerationError(
-                f"source {record.source_id} has other weights under the same generation",
-                hint="raise the generation whenever memory changes",
+                f"source {record.source_id} has other weights, or another layout of them, under "
+                "the same generation",
+                hint="raise the generation whenever memory or layout changes",
             )
 
     @staticmethod
@@ -399,32 +411,27 @@ class Registry:
         self._leases.pop(source_id, None)
         (self._first_leases if first else self._leases)[source_id] = None
 
-    def _left(self, address: str) -> None:
-        self._from[address] -= 1
-        if not self._from[address]:
-            del self._from[address]
+    def _name(self) -> None:
+        """Record that names mean the sources that contested them until now."""
+        for source_id in self._bindings.take_named():
+            listed = self._sources[source_id]
+            self._update(listed, replace(listed.record, pin_only=False))
 
     def _drop(self, source_id: str, reason: str) -> None:
         listed = self._sources.pop(source_id)
         self._first_leases.pop(source_id, None)
         self._leases.pop(source_id, None)
-        self._left(listed.address)
+        self._quota.remove(listed.address)
         record = listed.record
         by = listed.secret_digest if reason == "deregistered" else b""
-        self._bindings.leave(self._now, record.model, source_id, by=by)
+        self._bindings.leave(self._now, source_id, by=by)
         while len(self._tombstones) >= self.limits.sources:
             self._tombstones.popitem(last=False)
         until_s = self._now + self.binding_grace_s
         self._tombstones[source_id] = _Tombstone(listed.secret_digest, record.generation, until_s)
         self._changes.append(Change(ChangeKind.GONE, record, record, reason))
+        self._name()
 
 
 def _digest(secret: bytes) -> bytes:
     return blake3(secret).digest()
-
-
-def _served_ref(binding: Binding, listed: Sequence[Listed]) -> ManifestRef:
-    """Return the bound manifest while a source has it, else that of the oldest source: only the
-    documents of listed sources are kept."""
-    refs = [s.record.ref for s in listed]
-    return binding.ref if not refs or binding.ref in refs else refs[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mx.core.digest import pin_of
@@ -234,6 +234,11 @@ class ManifestRef:
         """The pin of the weights together with their files."""
         return pin_of(self.identity, self.packaging)
 
+    def with_files_of(self, other: ManifestRef) -> ManifestRef:
+        """Return this manifest with the files of another one of the same weights."""
+        sizes = (self.sizes[0], self.sizes[1], other.sizes[2])
+        return replace(self, packaging=other.packaging, sizes=sizes)
+
     def pinned_by(self, pin: str) -> bool:
         """Return True if `pin`, hexadecimal digits, begins the identity or the pin with files."""
         pin = pin.lower()
@@ -299,6 +304,12 @@ class AddressTable:
     rows: tuple[TableRow, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def scattered(self) -> bool:
+        """True if rows say where layers are. Readers get them from the source itself (Peer.Table),
+        and never attach to its memory."""
+        return any(region.layers is None for region in self.regions)
+
 
 class SourceRole(enum.Enum):
     """An origin holds every layer; a relay holds the layers that it has received so far."""
@@ -317,7 +328,8 @@ class SourceRecord:
     """One registered source: everything about it that is public.
 
     `endpoint` is the HOST:PORT of its Peer service, `transports` the names of the transports that
-    expose it. `source_id` is a UUID that the registrant chose.
+    expose it. `source_id` is a UUID that the registrant chose. `pin_only` is the coordinator's: the
+    name stands for other weights, and readers find this source by its pin.
     """
 
     source_id: str
@@ -330,6 +342,7 @@ class SourceRecord:
     transports: tuple[str, ...]
     role: SourceRole = SourceRole.ORIGIN
     state: SourceState = SourceState.SERVING
+    pin_only: bool = False
 
     @property
     def whole(self) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mx.core import manifest as manifests
+from mx.core.extents import ExtentMap
 from mx.core.pages import Pages
 from mx.core.topology import Place
 from mx.core.types import (
@@ -28,12 +29,14 @@ from mx.storage.reader import fill_from_tensors
 from mx.transport import DeviceView, ExposedRegion
 
 
-@dataclass
+@dataclass(eq=False)
 class HeldModel:
     """A model that a source serves.
 
     The arena is sealed. The server releases it when no exposure is left, unless it is `borrowed`:
-    then its owner does.
+    then its owner does. `extents` says where the manifest's bytes are in it; None: where the
+    manifest's layout says. A source that has adopted another layout (`mx.source.adoption`) has
+    extents; `own` is what it was before.
     """
 
     key: ModelKey
@@ -51,6 +54,18 @@ class HeldModel:
     layers: Sequence[tuple[int, int]] | None = None
     #: True while the arena is being filled. Readers may not attach to it then.
     growing: bool = False
+    extents: ExtentMap | None = None
+    own: HeldModel | None = None
+
+    @property
+    def laid_out(self) -> HeldModel:
+        """The model with the manifest by which its arena is laid out."""
+        return self.own or self
+
+    def become(self, other: HeldModel) -> None:
+        """Take over the fields of another description of the same memory."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
     @property
     def device(self) -> str:
@@ -59,11 +74,14 @@ class HeldModel:
         return view.device if isinstance(view, DeviceView) else "cpu"
 
     def regions(self) -> list[ExposedRegion]:
-        """Return the memory to expose, read-only; with its memfd if readers may attach to it."""
+        """Return the memory to expose, read-only; with its memfd if readers may attach to it.
+
+        They may not if the memory is not what a reader's own arena would be.
+        """
         arena, view = self.arena, self.arena.view
         if isinstance(view, memoryview):
             view = view.toreadonly()
-        memfd = None if self.growing else arena.memfd
+        memfd = None if self.growing or self.extents is not None else arena.memfd
         return [ExposedRegion(0, view, arena.address, self.device, memfd)]
 
     def record(
@@ -78,6 +96,8 @@ class HeldModel:
             state: The source's state.
         """
         layers = len(self.manifest.layout.layers)
+        nbytes, extents = len(self.arena.view), self.extents
+        contiguous = (0, layers) if extents is None else None
         return SourceRecord(
             source_id=self.source_id,
             model=self.key,
@@ -87,9 +107,8 @@ class HeldModel:
             generation=self.generation,
             table=AddressTable(
                 layout_digest=self.manifest.ref.layout,
-                regions=(
-                    Region(0, self.device, self.arena.address, len(self.arena.view), (0, layers)),
-                ),
+                regions=(Region(0, self.device, self.arena.address, nbytes, contiguous),),
+                rows=() if extents is None else extents.rows,
                 held=((0, layers),) if self.layers is None else tuple(self.layers),
             ),
             transports=tuple(transports),

@@ -10,6 +10,7 @@ from mx.core.types import SourceRecord
 from mx.source.model import HeldModel
 from mx.swarm.stream import PeerStream
 from mx.transport import Exposure, Sending, Witness
+from mx.wire.v1 import common_pb2
 
 
 class Participant(Protocol):
@@ -59,6 +60,10 @@ class Served:
     newer: int = 0
     #: True when running reads have been cut off too.
     cut: bool = False
+    #: True while its name stands for other weights at the coordinator.
+    pin_only: bool = False
+    #: The rows of its table as they are sent, once a reader has asked for them.
+    row_pages: list[common_pb2.TableRows] | None = None
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ from mx.core.grants import Principal
 from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.topology import Place
-from mx.core.types import ModelKey, SourceRecord, SourceState
+from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.runtime import in_thread, uncut
@@ -21,6 +20,7 @@ from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposures import expose, withdraw
 from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
+from mx.source.registrar import Registrar
 from mx.source.served import Participant, Served
 from mx.source.service import PeerServicer
 from mx.swarm.origin import Origin
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 #: The grace for calls that are about to end: gRPC's client logs an error for each that is cut.
 _LAST_WORDS_S = 0.2
+#: How long readers of a layout that was given up for another one have to finish.
+_ADOPTING_GRACE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """The state of a source. `readers` counts its running leases."""
+    """The state of a source. `readers` counts its running leases. With `pin_only` its name stands
+    for other weights at the coordinator, and readers find it by its pin."""
 
     readers: int
     registered: bool
     state: SourceState
+    pin_only: bool = False
 
 
 class SourceServer:
@@ -80,15 +84,12 @@ class SourceServer:
             self._record, lease_s=options.reader_lease_s, limits=self._limits
         )
         self._listening: Listening | None = None
-        self._client: CoordinatorClient | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._keeping: dict[str, asyncio.Task[None]] = {}  # source id -> its keep-alive task
+        self._registrar: Registrar | None = None
+        self._tasks: list[asyncio.Task[object]] = []
         # Found by `start`: this takes a millisecond, and most pulls' servers never start.
         self._place: Place  # that readers see
         self._expose_place: Place
         self._host = ""  # the host that others dial
-        self._binding_secret = secrets.token_bytes(32)
-        self.registered = False
 
     @property
     def endpoint(self) -> str:
@@ -100,7 +101,13 @@ class SourceServer:
 
     def stats(self) -> SourceStats:
         """Return the number of readers, and the state."""
-        return SourceStats(len(self._servicer.leases), self.registered, self._servicer.state)
+        registrar, servicer = self._registrar, self._servicer
+        return SourceStats(
+            len(servicer.leases),
+            registrar is not None and registrar.registered,
+            servicer.state,
+            any(served.pin_only for served in servicer.models.values()),
+        )
 
     async def start(self) -> None:
         """Listen.
@@ -179,48 +186,62 @@ class SourceServer:
             CoordinatorError: The first registration failed.
         """
         await in_thread(require_dialable, self.endpoint, coordinator)
-        self._client = CoordinatorClient(
+        if self._registrar is None:  # else the last attempt has failed
+            self._registrar = self._new_registrar(coordinator)
+        registrar = self._registrar
+        for served in list(self._servicer.models.values()):
+            await registrar.list(served.held)
+            registrar.keep_listed(served.held)
+        registrar.registered = True
+
+    def _new_registrar(self, coordinator: str) -> Registrar:
+        client = CoordinatorClient(
             coordinator,
             tls=self.options.tls,
             insecure=self.options.insecure,
             timeout_s=self.options.connect_timeout_s,
         )
-        for served in self._servicer.models.values():
-            await self._list(self._client, served)
-            self._keep_listed(self._client, served)
-        self.registered = True
-
-    async def _list(
-        self, client: CoordinatorClient, served: Served, *, replaces_revision: bool = False
-    ) -> ModelKey:
-        with trace.span("serve.register", model=str(served.held.key)):
-            listed = await client.register(
-                self._record(served),
-                served.held.manifest.documents,
-                binding_secret=self._binding_secret,
-                replaces_revision=replaces_revision,
-            )
-        event(
-            log,
-            "source.registered",
-            model=str(listed.model),
-            source=served.held.source_id,
-            endpoint=self.endpoint,
-            coordinator=client.remote.address,
+        models, limits, leases = self._servicer.models, self._limits, self._servicer.leases
+        return Registrar(
+            client,
+            models,
+            self._record,
+            self._switch,
+            lambda source_id: len(leases.of_source(source_id)),
+            lambda source_id: limits.gb_per_s(source_id, models[source_id].sent_bytes()),
         )
-        return listed.model
 
-    def _keep_listed(self, client: CoordinatorClient, served: Served) -> None:
-        source_id = served.held.source_id
-        keeping = client.keep_alive(
-            lambda: self._record(served),
-            served.held.manifest.documents,
-            binding_secret=self._binding_secret,
-            readers=lambda: len(self._servicer.leases.of_source(source_id)),
-            gb_per_s=lambda: self._limits.gb_per_s(source_id, served.sent_bytes()),
-            on_state=self._on_registered,
-        )
-        self._keeping[source_id] = asyncio.create_task(keeping, name="mx-keep-alive")
+    async def _switch(self, held: HeldModel, other: HeldModel) -> None:
+        """Serve a model's memory in another layout or chunk size, as another source.
+
+        Readers of the source that it was may finish.
+
+        Args:
+            held: The model. It becomes what `other` is.
+            other: The same memory under another source id.
+
+        Raises:
+            LocalError: No transport can offer it. Then nothing has changed.
+        """
+        before = self._servicer.models[held.source_id]
+        was = before.held = replace(held)
+        idle = not self._servicer.leases.of_source(was.source_id)
+        if idle:  # at once, since the ports for data may be few
+            self._servicer.supersede(was.source_id, other.generation, 0.0)
+            self._servicer.remove(was.source_id)
+            await self._withdraw(before)
+        held.become(other)
+        try:
+            await self.offer(held)
+        except MxError:
+            held.become(was)
+            before.held = held
+            if idle:
+                await self.offer(held)
+            raise
+        if not idle:
+            retiring = self.retire(was.source_id, _ADOPTING_GRACE_S)
+            self._tasks.append(asyncio.create_task(retiring, name="mx-retire"))
 
     # -- new weights ----------------------------------------------------------------------------
 
@@ -241,21 +262,20 @@ class SourceServer:
 
             After an error `held` is released, and nothing else has changed.
         """
-        client, old = self._client, self._servicer.models.get(source_id)
+        registrar, old = self._registrar, self._servicer.models.get(source_id)
         try:
-            if client is None or old is None:
+            if registrar is None or old is None:
                 raise ConfigError("only a registered source can be updated")
             held.key, held.generation = old.held.key, old.held.generation + 1
             await self.offer(held)
             # Register the old one again: only the owner of a name may update it, and a coordinator
             # that has restarted does not know the owner yet.
-            await self._list(client, old)
-            new = self._servicer.models[held.source_id]
-            held.key = await self._list(client, new, replaces_revision=True)
+            await registrar.list(old.held, again=True, keeps_layout=True)
+            held.key = await registrar.list(held, replaces_revision=True)
         except BaseException:
             await uncut(self._take_back(held))
             raise
-        self._keep_listed(client, new)
+        registrar.keep_listed(held)
 
     async def _take_back(self, held: HeldModel) -> None:
         if held.source_id in self._servicer.models:
@@ -283,12 +303,8 @@ class SourceServer:
             return True
         self._servicer.supersede(source_id, served.held.generation + 1, grace_s)
         event(log, "source.retiring", model=str(served.held.key), source=source_id, grace_s=grace_s)
-        keeping = self._keeping.pop(source_id, None)
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-        if self._client is not None:
-            await self._unlist(self._client, source_id)
+        if self._registrar is not None:
+            await self._registrar.unlist(served.held)
         leases = self._servicer.leases
         await self._until(lambda: not leases.of_source(source_id) or hurry(), grace_s)
         finished = not leases.of_source(source_id)
@@ -300,19 +316,19 @@ class SourceServer:
             await self._free(served)
         return finished
 
-    @staticmethod
-    async def _unlist(client: CoordinatorClient, source_id: str) -> None:
-        try:
-            await client.deregister(source_id)
-        except MxError as error:
-            log.debug("could not deregister; the lease will end by itself: %s", error)
-
     async def _free(self, served: Served) -> None:
+        await self._withdraw(served)
+        # The same memory may be served in another layout, too.
+        shared = any(
+            each.held.arena is served.held.arena for each in self._servicer.models.values()
+        )
+        if not served.held.borrowed and not shared:
+            served.held.arena.release()
+
+    async def _withdraw(self, served: Served) -> None:
         served.participant.end()
         timeout_s = 2 * self.options.stall_timeout_s
         await in_thread(withdraw, served.all_exposures(), timeout_s)
-        if not served.held.borrowed:
-            served.held.arena.release()
 
     # -------------------------------------------------------------------------------------------
 
@@ -323,11 +339,8 @@ class SourceServer:
             CoordinatorError: The coordinator does not answer.
             UnknownSourceError: It does not list the source.
         """
-        if self._client is None:
-            return
-        for served in self._servicer.models.values():
-            record = self._record(served)
-            await self._client.advertise(record.source_id, record.generation, record.table.held)
+        if self._registrar is not None:
+            await self._registrar.advertise()
 
     async def settle(self, source_id: str) -> None:
         """Expose a model again that is complete and sealed now, so that new readers may attach.
@@ -343,13 +356,6 @@ class SourceServer:
     def record(self, source_id: str) -> SourceRecord:
         """Return the record of an offered model."""
         return self._record(self._servicer.models[source_id])
-
-    def _on_registered(self, registered: bool, why: str) -> None:
-        if registered != self.registered:
-            name = "source.reregistered" if registered else "source.unregistered"
-            level = logging.INFO if registered else logging.WARNING
-            event(log, name, level=level, endpoint=self.endpoint, text=why)
-        self.registered = registered
 
     def _record(self, served: Served) -> SourceRecord:
         return served.held.record(
@@ -383,18 +389,13 @@ class SourceServer:
 
     async def close(self) -> None:
         """Deregister, stop listening, revoke every ticket, release the arenas. Idempotent."""
-        tasks = [*self._tasks, *self._keeping.values()]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        self._keeping.clear()
-        if self._client is not None:
-            client, self._client = self._client, None
-            for source_id in list(self._servicer.models):
-                await self._unlist(client, source_id)
-            await client.close()
-        self.registered = False
+        if self._registrar is not None:
+            registrar, self._registrar = self._registrar, None
+            await registrar.close()
         for served in self._servicer.models.values():
             served.participant.end()
         if self._listening is not None:

@@ -105,7 +105,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     ) -> AsyncIterator[common_pb2.TableRows]:
         if request.source_id not in self.models:
             raise PeerRefusedError("this process serves no such source")
-        for page in rows_to_wire(self._record_of(self.models[request.source_id]).table.rows):
+        for page in self._pages_of(self.models[request.source_id]):
             yield page
 
     async def Open(
@@ -255,6 +255,11 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         finally:
             self.streams -= 1
             self.limits.trades(principal, -1)
+
+    def _pages_of(self, served: Served) -> list[common_pb2.TableRows]:
+        if served.row_pages is None:  # made once: 50,000 rows take a while
+            served.row_pages = list(rows_to_wire(self._record_of(served).table.rows))
+        return served.row_pages
 
     # -- the source's side ----------------------------------------------------------------------
 

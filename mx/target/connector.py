@@ -12,8 +12,10 @@ from dataclasses import replace
 import grpc.aio
 
 from mx import trace
+from mx.core.extents import ExtentMap
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
+from mx.core.types import Layout, SourceRecord
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.staged import StagedSession
@@ -21,11 +23,12 @@ from mx.errors import PeerProtocolError, SourceError
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
-from mx.transport import Grant, Session, Span, Transport
+from mx.transport import Grant, Session, Span, Transport, Vouching
 from mx.wire.address import resolve
-from mx.wire.channel import dial
+from mx.wire.channel import Remote, Role, dial
 from mx.wire.lease import Granted, Lease
 from mx.wire.pacing import PacedSession
+from mx.wire.rows import fetch_table
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,7 @@ class Connector:
         self._lock = threading.Lock()
         self._device: Device | None = None
         self._users: Counter[ReadLease] = Counter()  # sessions, open or being opened
+        self._extents: dict[str, ExtentMap] = {}  # source id -> where it has the bytes
         self._begun: dict[SourcePath, asyncio.Task[tuple[Connection, int]]] = {}
 
     def begin(self, paths: Sequence[SourcePath]) -> None:
@@ -71,12 +75,12 @@ class Connector:
                 continue
             self._begun[path] = asyncio.create_task(self._traced(path), name="mx-connect")
 
-    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+    async def open(self, path: SourcePath, layout: Layout) -> Connection:
         """Get a grant from the path's source, and open a session on it.
 
         Args:
             path: The path.
-            need_nbytes: The least bytes that the source's region must hold.
+            layout: The model's, which the source's memory must have room for.
 
         Raises:
             SourceError: The source refuses, or does not answer.
@@ -88,14 +92,35 @@ class Connector:
             # It was begun long ago, and the source has ended a lease that was not used.
             await self.give_back(connection)
             connection, offered_nbytes = await self._traced(path)
-        if offered_nbytes < need_nbytes:
-            peer = connection.peer
+        try:
+            if path.source.table.scattered:
+                connection.extents = await self._extents_of(path.source, layout)
+            elif offered_nbytes < layout.arena_nbytes:
+                peer = connection.peer
+                raise PeerProtocolError(
+                    f"{peer} offers {offered_nbytes} bytes for a model that takes "
+                    f"{layout.arena_nbytes}",
+                    peer=peer,
+                )
+        except BaseException:
             await self.give_back(connection)
-            raise PeerProtocolError(
-                f"{peer} offers {offered_nbytes} bytes for a model that takes {need_nbytes}",
-                peer=peer,
-            )
+            raise
         return connection
+
+    async def _extents_of(self, source: SourceRecord, layout: Layout) -> ExtentMap:
+        """Ask a source whose memory is laid out otherwise where it has the bytes."""
+        found = self._extents.get(source.source_id)
+        if found is None:
+            table = await fetch_table(
+                self._channel(source.endpoint),
+                source,
+                # Several tensors may share a row, and a row holds whole tensors.
+                most_rows=sum(len(layer.extents) for layer in layout.layers),
+                who=Remote(Role.SOURCE, source.endpoint),
+            )
+            found = await in_thread(ExtentMap.of_table, layout, table)
+            self._extents[source.source_id] = found
+        return found
 
     async def _traced(self, path: SourcePath) -> tuple[Connection, int]:
         with trace.span("pull.connect", source=path.source.endpoint, transport=path.label):

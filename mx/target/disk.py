@@ -42,5 +42,6 @@ def load(
     ref, pin = loaded.manifest.ref, options.name.partition("@")[2]
     if options.fall_back_to_disk and not ref.pinned_by(pin):
         loaded.arena.release()
-        raise CheckpointError(f"{options.disk} holds {ref.identity.hex()}, not {pin} as requested")
+        held = f"{ref.identity.hex()} ({ref.pin.hex()} with its files)"
+        raise CheckpointError(f"{options.disk} holds {held}, not {pin} as requested")
     return loaded

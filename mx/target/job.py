@@ -359,7 +359,7 @@ class Job:
         connections.begin(entry)
         connection: Connection | None = None
         try:
-            connection = await connector.open(entry.path, nbytes)
+            connection = await connector.open(entry.path, manifest.layout)
             return connection, await connector.attach(connection, nbytes)
         except NotAllowedError as error:
             failure: MxError = error
@@ -444,6 +444,7 @@ class Job:
         return PullReport(
             model=str(self.key),
             manifest=manifest.ref.identity.hex(),
+            pin=manifest.ref.pin.hex(),
             bytes=manifest.layout.payload_nbytes,
             seconds=log.last_layer_s(),
             first_layer_s=log.first_layer_s(),

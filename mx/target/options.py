@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mx.core.bindings import MAIN
 from mx.core.reuse import Held
+from mx.core.revisions import MAIN
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
 from mx.memory.arena import Arena, BorrowedArena, HostArena, MemfdArena
@@ -19,7 +19,7 @@ from mx.transport import TlsFiles
 class PullOptions:
     """Made by the API from its arguments and the settings.
 
-    `name` may be NAME@IDENTITY; without a `revision` it means "main", or the newest update of it.
+    `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it.
     One of `coordinator`, `peer` and `disk` says where to look; `disk` beside another one is the
     fallback, if `fall_back_to_disk`. `device` is "cpu" or "cuda:UUID", `into` the caller's memory,
     `reuse` the weights that this process holds (the pull empties the list). `host` lets others read

@@ -81,10 +81,15 @@ class LeftSource:
 
 @dataclass
 class PullReport:
-    """How a pull went; `to_json` is what `mx pull --json` prints."""
+    """How a pull went; `to_json` is what `mx pull --json` prints.
+
+    `manifest` is the identity of the weights. `pin` covers their files too, if there are any, else
+    it is the identity; both in hexadecimal digits.
+    """
 
     model: str
     manifest: str
+    pin: str
     bytes: int
     seconds: float
     first_layer_s: float
@@ -97,6 +102,11 @@ class PullReport:
     control_s: float = 0.0
 
     @property
+    def pin_covers_files(self) -> bool:
+        """True if the pin covers files, False if there are none."""
+        return self.pin != self.manifest
+
+    @property
     def gb_per_s(self) -> float:
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
@@ -104,6 +114,8 @@ class PullReport:
         return {
             "model": self.model,
             "manifest": self.manifest,
+            "pin": self.pin,
+            "pin_covers_files": self.pin_covers_files,
             "bytes": self.bytes,
             "seconds": round(self.seconds, 6),
             "gb_per_s": round(self.gb_per_s, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,9 @@ from mx.core.connections import Connections
 from mx.core.planner import Plan
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
+    ConfigError,
     CoordinatorError,
+    LocalError,
     MxError,
     NoSourceError,
     PeerLostError,
@@ -25,6 +28,8 @@ from mx.runtime import in_thread
 from mx.target.events import EventLog, Outcome
 from mx.units import format_seconds
 from mx.wire.locate import Located, Locator
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -57,36 +62,79 @@ async def find(
 ) -> Found:
     """Look the model up once, and fetch its manifest.
 
+    The sources of the weights may be listed in several layouts, of which strangers may have made
+    some up: the first counts that describes these weights, and that a source in reach holds.
+
     Args:
         locator: Looks it up at the coordinator, or at the peer that the user named.
         plan: Finds the paths to sources.
-        begin: Called with the paths before the manifest is fetched.
+        begin: Called with the paths before the manifest is fetched; again for another layout.
         relays_do: True if sources that hold only parts are enough.
         side_files: Fetch the side files too, into memory.
 
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
+
+    async def attempt(located: Located) -> Found:
+        paths = plan([source for source in located.sources if source.whole])
+        begin(located, paths)
+        manifest = await _manifest(locator, located)
+        in_parts = [source for source in located.sources if not source.whole]
+        if not paths.paths and not (relays_do and plan(in_parts).paths):
+            raise NoSourceError(
+                f"no source of {located.key} can be reached from here: "
+                + (paths.why_none() or "none is registered"),
+                hint="start one with mx serve, or name one with `peer=HOST:PORT`",
+            )
+        return Found(located, manifest, paths)
+
+    found = await _first(locator, attempt)
+    if side_files:  # later readers of this pull may write them
+        sides = await locator.side_files(found.manifest, found.located)
+        manifest = replace(found.manifest, documents=found.manifest.documents | sides)
+        found = replace(found, manifest=manifest)
+    return found
+
+
+async def describe(locator: Locator) -> tuple[Located, Manifest]:
+    """Look the model up once, and fetch its manifest, as `find`, whoever can be reached.
+
+    Raises:
+        UnknownModelError, CoordinatorError, SourceError, ManifestError.
+    """
+
+    async def attempt(located: Located) -> tuple[Located, Manifest]:
+        return located, await _manifest(locator, located)
+
+    return await _first(locator, attempt)
+
+
+async def _first(locator: Locator, attempt: Callable[[Located], Awaitable[T]]) -> T:
+    """Return the first result of `attempt` for the coordinator's answer and its alternatives.
+    Raises the error for the answer if there is none."""
     with trace.span("pull.locate", model=locator.name) as span:
         located = await locator.locate()
         span.set(sources=len(located.sources))
-    paths = plan([source for source in located.sources if source.whole])
-    begin(located, paths)
+    try:
+        return await attempt(located)
+    except (LocalError, ConfigError):
+        raise
+    except MxError as error:
+        failure = error
+    for other in locator.alternatives(located):
+        try:
+            return await attempt(other)
+        except MxError as error:
+            log.info("%s in layout %s: %s", other.key, other.ref.layout.hex()[:16], str(error))
+    raise failure
+
+
+async def _manifest(locator: Locator, located: Located) -> Manifest:
     with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
         documents = await locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
-        manifest = await in_thread(manifests.decode, located.ref, documents)
-    parts = relays_do and plan([source for source in located.sources if not source.whole]).paths
-    if not paths.paths and not parts:
-        raise NoSourceError(
-            f"no source of {located.key} can be reached from here: "
-            + (paths.why_none() or "none is registered"),
-            hint="start one with mx serve, or name one with `peer=HOST:PORT`",
-        )
-    if side_files:  # later readers of this pull may write them
-        sides = await locator.side_files(manifest, located)
-        manifest = replace(manifest, documents=manifest.documents | sides)
-    return Found(located, manifest, paths)
+        return await in_thread(manifests.decode, located.ref, documents)
 
 
 async def retry_until_found(

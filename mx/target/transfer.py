@@ -377,11 +377,17 @@ class Transfer:
         sink = _PartSink(self, connection, part, blocks, hasher, vouched)
         with self._lock:
             self._in_flight[part] = sink
-        # A contiguous source's region is laid out as this arena is.
-        pieces = [
-            Piece(0, each.arena_offset, arena[each.arena_offset : each.arena_offset + each.nbytes])
-            for each in grid.segments(place)
-        ]
+        extents = self._connections[connection].extents
+        pieces = []
+        for each in grid.segments(place):
+            if extents is None:  # the source's region is laid out as this arena is
+                view = arena[each.arena_offset : each.arena_offset + each.nbytes]
+                pieces.append(Piece(0, each.arena_offset, view))
+                continue
+            for there in extents.places(place.layer, each.offset, each.offset + each.nbytes):
+                at = base + there.offset
+                view = arena[at : at + there.nbytes]
+                pieces.append(Piece(there.region, there.region_offset, view))
         return sink, Read(f"chunk {part.chunk}", pieces, sink)
 
     def _vouched(self, connection: int, part: Part) -> memoryview | None:

@@ -165,6 +165,8 @@ class Bench:
         hosts: tuple[str, ...] = ("127.0.0.1",),
         limiter: Limiter | None = None,
         trusted_fabric: bool = False,
+        content: bytes = b"",
+        block_digests: bytes | None = None,
     ) -> Source:
         """Expose memory of these sizes, one region each."""
         self._seed += 10
@@ -178,6 +180,8 @@ class Bench:
             stall_timeout_s=self.harness.stall_timeout_s,
             limiter=limiter,
             trusted_fabric=trusted_fabric,
+            content=content,
+            block_digests=block_digests,
         )
         try:
             exposure = self.transport.expose(
@@ -211,6 +215,7 @@ class Bench:
         grant_id: str | None = None,
         rail: Rail | None = None,
         trusted_fabric: bool = False,
+        content: bytes = b"",
     ) -> Session:
         """Open a session with a source on the bench, on a new grant."""
         grant_id, ticket = source.grant(grant_id)
@@ -223,6 +228,7 @@ class Bench:
             tls=self.harness.tls,
             rail=rail,
             trusted_fabric=trusted_fabric,
+            content=content,
         )
 
     def open_ticket(
@@ -236,6 +242,7 @@ class Bench:
         tls: TlsFiles | None,
         rail: Rail | None = None,
         trusted_fabric: bool = False,
+        content: bytes = b"",
     ) -> Session:
         """Open a session with a ticket, of any origin."""
         session = self.transport.open(
@@ -251,15 +258,27 @@ class Bench:
                 place=self.harness.here,
                 rail=rail,
                 trusted_fabric=trusted_fabric,
+                content=content,
             )
         )
         self._sessions.append(session)
         return session
 
-    def refuses(self, grant_id: str, ticket: bytes, sizes: Sequence[int]) -> str:
+    def refuses(
+        self,
+        grant_id: str,
+        ticket: bytes,
+        sizes: Sequence[int],
+        *,
+        generation: int = GENERATION,
+        content: bytes = b"",
+    ) -> str:
         """Return "" if opening raises a SourceError that names the peer, else what happened."""
+        tls = self.harness.tls
         try:
-            self.open_ticket(grant_id, ticket, sizes, tls=self.harness.tls)
+            self.open_ticket(
+                grant_id, ticket, sizes, generation=generation, tls=tls, content=content
+            )
         except SourceError as error:
             return "" if error.peer == PEER else f"the error does not name the peer: {error!r}"
         return "it was let in"

@@ -50,6 +50,8 @@ class ChildSource:
         generation: int = 1,
         stall_timeout_s: float = 5.0,
         device: str = "cpu",
+        content: bytes = b"",
+        block_digests: bytes = b"",
     ) -> None:
         arguments = {
             "target": target,
@@ -59,6 +61,8 @@ class ChildSource:
             "generation": generation,
             "stall_timeout_s": stall_timeout_s,
             "device": device,
+            "content": content.hex(),
+            "block_digests": block_digests.hex(),
         }
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), json.dumps(arguments)],
@@ -106,7 +110,11 @@ def main() -> None:
     ]
     exposure = transport.expose(
         [memory.region(index) for index, memory in enumerate(memories)],
-        ExposeOptions(stall_timeout_s=arguments["stall_timeout_s"]),
+        ExposeOptions(
+            stall_timeout_s=arguments["stall_timeout_s"],
+            content=bytes.fromhex(arguments["content"]),
+            block_digests=bytes.fromhex(arguments["block_digests"]),
+        ),
     )
     exposure.set_generation(arguments["generation"])
     print(json.dumps({"ticket": exposure.grant(GRANT_ID).hex()}), flush=True)

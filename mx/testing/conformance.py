@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mx.testing import rules_bytes, rules_faults, rules_life, rules_paths
+from mx.testing import rules_bytes, rules_content, rules_faults, rules_life, rules_paths
 from mx.testing.bench import Bench, RuleBroken
 from mx.testing.harness import Harness, RemoteSource
 from mx.testing.memory import Kind
@@ -48,6 +48,8 @@ RULES: dict[str, Callable[[Bench], None]] = {
         rules_faults.clogged_reader,
         rules_faults.revoked,
         rules_faults.wrong_tickets,
+        rules_content.refuses_other_weights,
+        rules_content.vouches,
         rules_life.probes,
         rules_life.reaches_both_ways,
         rules_life.close_cancels,

@@ -64,6 +64,9 @@ class FakeExposure:
         self.transport = transport
         self.hosts = options.hosts
         self.limiter = options.limiter
+        self.content = options.content
+        self.block_digests = bytes(options.block_digests or b"")
+        self.has_generation = False
         self.sent: Counter[str] = Counter()
         self.sent_nbytes = 0
         self.stops = 0
@@ -90,7 +93,13 @@ class FakeExposure:
             self.sent.pop(grant_id, None)
 
     def set_generation(self, generation: int) -> None:
-        self.generation = generation
+        with self.lock:
+            if self.has_generation and generation != self.generation:
+                self.withdraw_content()
+            self.generation, self.has_generation = generation, True
+
+    def withdraw_content(self) -> None:
+        self.content = self.block_digests = b""
 
     def active_readers(self) -> int:
         with self.lock:
@@ -147,6 +156,8 @@ class FakeSession:
         self.exposure = exposure
         self.grant_id = grant_id
         self.secret = secret
+        # What was stated when the session was opened.
+        self.block_digests = exposure.block_digests if grant.content else b""
         self.depth = 2 * grant.streams
         self.wake = threading.Condition()
         self.queue: deque[Read] = deque()
@@ -173,6 +184,9 @@ class FakeSession:
         if found is None or found.memfd is None or not _sealed(found.memfd):
             raise NotAllowedError(f"{self.grant.peer}: region {region} is not sealed")
         return memoryview(bytearray(host_view(found.view)))
+
+    def vouched_digests(self) -> memoryview | None:
+        return memoryview(self.block_digests) if self.block_digests and not self.closed else None
 
     def close(self) -> None:
         with self.wake:
@@ -322,12 +336,19 @@ class FakeTransport:
             raise PeerProtocolError(f"{grant.peer} does not listen there", peer=grant.peer)
         if grant.rail is not None:
             self.rails.append(grant.rail)
+        if grant.content and not self.holds(exposure, grant):
+            message = f"{grant.peer} offers other weights than those that were asked for"
+            raise PeerProtocolError(message, peer=grant.peer)
         return self.session_type(grant, exposure, grant_id, expected)
 
     def check_trust(self, hosts: Sequence[str], trusted: bool) -> None:
         """Raise NotAllowedError for a host beyond loopback that is not trusted."""
         if not trusted and not all(host.startswith("127.") for host in hosts):
             raise NotAllowedError("the fake enforces no bounds: say `trusted_fabric`")
+
+    def holds(self, exposure: FakeExposure, grant: Grant) -> bool:
+        """Return True if an exposure says that it holds what the grant is for."""
+        return (exposure.content, exposure.generation) == (grant.content, grant.generation)
 
     def admits(self, expected: str, secret: str) -> bool:
         return bool(expected) and hmac.compare_digest(expected.encode(), secret.encode())

@@ -14,6 +14,7 @@ from mx.testing.bench import Bench, SinkError, require
 from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind
 from mx.transport import (
+    BLOCK_DIGEST_BYTES,
     DeviceView,
     Exposure,
     Piece,
@@ -21,6 +22,7 @@ from mx.transport import (
     Session,
     Unavailable,
     Viable,
+    Vouching,
     host_view,
 )
 from mx.units import MIB
@@ -316,9 +318,15 @@ def leaves_nothing(bench: Bench) -> None:
     """After `join` no thread, descriptor or mapping is left, and no view of the memory."""
     before = Holdings.now()
     for ending in ("idle", "running", "revoked"):
-        source = bench.source(bench.harness.big_nbytes)
+        source = bench.source(
+            bench.harness.big_nbytes, content=b"weights", block_digests=bytes(BLOCK_DIGEST_BYTES)
+        )
         grant_id, ticket = source.grant()
-        session = bench.open_ticket(grant_id, ticket, source.sizes, tls=bench.harness.tls)
+        session = bench.open_ticket(
+            grant_id, ticket, source.sizes, tls=bench.harness.tls, content=b"weights"
+        )
+        if isinstance(session, Vouching):
+            session.vouched_digests()
         bench.succeed(bench.read(session, 0, 0, bench.destination(MIB)))
         if ending != "idle":
             held = bench.held_read(session, bench.destination(source.sizes[0]))

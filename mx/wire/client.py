@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -36,12 +36,18 @@ _MAX_BACKOFF_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The answer to `register`. `model` is the key that the source is listed under: for an update
-    it has a new revision."""
+    """The answer to `register`.
+
+    `model` is the key that the source is listed under: for an update it has a new revision. With
+    `pin_only` the name stands for other weights, and readers find the source by its pin. If `adopt`
+    is not None the source is not listed, and should register again with that layout and chunk size.
+    """
 
     lease_s: float
     epoch: str
     model: ModelKey
+    pin_only: bool = False
+    adopt: ManifestRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,9 @@ class CoordinatorClient:
         *,
         binding_secret: bytes,
         replaces_revision: bool = False,
+        keeps_pin: bool = False,
+        keeps_layout: bool = False,
+        disputes: Sequence[bytes] = (),
     ) -> Registered:
         """List a source, or list it again.
 
@@ -118,6 +127,10 @@ class CoordinatorClient:
             documents: The documents of the manifest, by digest.
             binding_secret: 16 to 64 random bytes that authenticate later calls about the source.
             replaces_revision: If the name is bound to other weights, register an update.
+            keeps_pin: The source was listed before: if the name is bound to other weights by now,
+                list it for readers that give its pin.
+            keeps_layout: The source can't adopt another layout or chunk size.
+            disputes: The digests of layout documents that do not describe its weights.
 
         Raises:
             BindingError: The name is bound to other weights, or belongs to another source.
@@ -129,7 +142,8 @@ class CoordinatorClient:
         codec.check_model_key(record.model)
         async with diagnosing(self.remote):
             missing = await self._stub.Missing(
-                pb.MissingRequest(digests=[d for d, _ in record.ref.documents]), timeout=self._timeout_s
+                pb.MissingRequest(digests=[digest for digest, _ in record.ref.documents]),
+                timeout=self._timeout_s,
             )
         absent = [digest for digest in missing.digests if digest not in documents]
         if absent:
@@ -139,7 +153,12 @@ class CoordinatorClient:
         async def requests() -> AsyncIterator[pb.RegisterRequest]:
             yield pb.RegisterRequest(
                 source=codec.source_to_wire(
-                    record, binding_secret=binding_secret, replaces_revision=replaces_revision
+                    record,
+                    binding_secret=binding_secret,
+                    replaces_revision=replaces_revision,
+                    keeps_pin=keeps_pin,
+                    keeps_layout=keeps_layout,
+                    disputes=disputes,
                 )
             )
             for digest, data in wanted.items():
@@ -152,20 +171,23 @@ class CoordinatorClient:
         timeout_s = max(self._timeout_s, _UPLOAD_TIMEOUT_S) if big else self._timeout_s
         with translating(self.remote):
             answer = await self._stub.Register(requests(), timeout=timeout_s)
-        self._secrets[record.source_id] = binding_secret
-        self._epochs[record.source_id] = answer.coordinator_epoch
-        model = codec.key_from_wire(answer.model)
-        return Registered(answer.lease_s, answer.coordinator_epoch, model)
+        async with self._reading():
+            model = codec.key_from_wire(answer.model)
+            adopt = codec.ref_from_wire(answer.adopt) if answer.HasField("adopt") else None
+        if adopt is None:
+            self._secrets[record.source_id] = binding_secret
+            self._epochs[record.source_id] = answer.coordinator_epoch
+        return Registered(answer.lease_s, answer.coordinator_epoch, model, answer.pin_only, adopt)
 
     async def keep_alive(
         self,
         current: Callable[[], SourceRecord],
-        documents: Mapping[bytes, bytes],
+        register: Callable[[], Awaitable[object]],
         *,
-        binding_secret: bytes,
         readers: Callable[[], int] = lambda: 0,
         gb_per_s: Callable[[], float] = lambda: 0.0,
         on_state: Callable[[bool, str], None] = lambda registered, why: None,
+        on_pin_only: Callable[[bool], None] = lambda pin_only: None,
     ) -> None:
         """Send heartbeats until cancelled, and register again whenever the coordinator has lost
         the source, was restarted or was away.
@@ -174,32 +196,30 @@ class CoordinatorClient:
 
         Args:
             current: Returns the source's current record.
-            documents: As in `register`.
-            binding_secret: As in `register`.
-            replaces_revision: As in `register`.
+            register: Lists the source again, by `register` of this client.
             readers: Returns the number of the source's readers.
             gb_per_s: Returns the source's rate.
-            on_state: Called as on_state(registered, why) on each change of state.
+            on_state: Called as on_state(registered, why) on each change of state, and of the kind
+                of error that keeps the source from being registered.
+            on_pin_only: Called with each answer's `pin_only`, see `Registered`.
         """
         known: bool | None = None
+        failed_with: type[MxError] | None = None
         backoff_s = _FIRST_BACKOFF_S
         is_registered = current().source_id in self._epochs
 
-        def beating() -> None:
+        def beating(pin_only: bool) -> None:
             nonlocal known, backoff_s
             backoff_s = _FIRST_BACKOFF_S
             if known is not True:
                 known = True
                 on_state(True, f"registered with the coordinator at {self.remote.address}")
+            on_pin_only(pin_only)
 
         while True:
             try:
                 if not is_registered:
-                    await self.register(
-                        current(),
-                        documents,
-                        binding_secret=binding_secret,
-                    )
+                    await register()
                     is_registered = True
                 await self._beat(current, readers, gb_per_s, beating)
             except UnknownSourceError:
@@ -211,8 +231,8 @@ class CoordinatorClient:
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             except MxError as error:
                 is_registered = False
-                if known is not False:
-                    known = False
+                if known is not False or failed_with is not type(error):
+                    known, failed_with = False, type(error)
                     on_state(False, f"not registered: {error}")
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
@@ -222,7 +242,7 @@ class CoordinatorClient:
         current: Callable[[], SourceRecord],
         readers: Callable[[], int],
         gb_per_s: Callable[[], float],
-        beating: Callable[[], None],
+        beating: Callable[[bool], None],
     ) -> None:
         """Send heartbeats until one fails, and raise that error."""
         ended = f"the coordinator at {self.remote.address} ended the heartbeats"
@@ -245,7 +265,7 @@ class CoordinatorClient:
                     raise CoordinatorError(ended)
                 if answer.coordinator_epoch != self._epochs[record.source_id]:
                     raise UnknownSourceError("the coordinator restarted")
-                beating()
+                beating(answer.pin_only)
                 # This way round NaN is the least that is waited.
                 await asyncio.sleep(min(max(0.3, answer.lease_s), 3600.0) / 3)
         except TimeoutError as error:
@@ -331,9 +351,7 @@ class CoordinatorClient:
         async with self._reading():
             answer = await self._stub.Resolve(request, timeout=self._timeout_s)
             ref = codec.ref_from_wire(answer.manifest)
-            inlined = wire_documents.Assembler(
-                list(ref.documents), who=self.remote.address
-            )
+            inlined = wire_documents.Assembler(ref.documents, who=self.remote.address)
             for page in answer.documents:
                 inlined.add(page)
             return Resolution(
@@ -402,6 +420,7 @@ def _model_status(model: pb.Model) -> ModelStatus:
         model.nbytes,
         model.layers,
         model.sources,
+        model.pin_only,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import PeerProtocolError
 from mx.units import count, format_bytes
@@ -22,13 +23,22 @@ _MAX_SAID = 64
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ModelStatus:
-    """A model as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one."""
+    """A model as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one.
+
+    With `pin_only` the name stands for other weights: readers find these by their pin.
+    """
 
     model: ModelKey
     ref: ManifestRef
     nbytes: int
     layers: int
     sources: int
+    pin_only: bool = False
+
+    @property
+    def pinned(self) -> str:
+        """NAME@PIN with all digits: these weights, and their files if there are any."""
+        return pinned_name(self.model, self.ref)
 
     def __repr__(self) -> str:
         """Return one line: its name, the beginning of its identity, its size."""

@@ -1,18 +1,24 @@
-"""Looks a model up: at the coordinator, or at a peer that the user named."""
+"""Looks a model up: at the coordinator, or at a peer that the user named.
+
+Neither is believed: what they answer to NAME@PIN must be what the pin names, and documents prove
+themselves. Without a pin the coordinator decides which weights a name stands for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import grpc.aio
 
 from mx import codec
-from mx.core.bindings import MAIN, is_main, update_number
+from mx.core.reference import check_pin, pinned_name
+from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     LocalError,
+    ManifestError,
     MxError,
     NoSourceError,
     PeerProtocolError,
@@ -54,13 +60,18 @@ class Where(Protocol):
 
 @dataclass(frozen=True)
 class Located:
-    """A model that was found. All `sources` hold the manifest of `ref`, or parts of it; `inlined`
-    are those of its documents that came with the answer, by digest."""
+    """A model that was found.
+
+    All `sources` hold the weights in the layout and the chunks of `ref`, or parts of them; their
+    files may differ. `others` hold the same weights in another layout or in other chunks. `inlined`
+    are those of the documents that came with the answer, by digest.
+    """
 
     key: ModelKey
     ref: ManifestRef
     sources: tuple[SourceRecord, ...]
     inlined: Mapping[bytes, bytes] = field(default_factory=dict)
+    others: tuple[SourceRecord, ...] = ()
 
 
 class Locator:
@@ -90,10 +101,32 @@ class Locator:
         """
         if self._where.peer is not None:
             return await self._describe(self._where.peer)
+        check_pin_of(self._where.name)
         found = await self._coordinator().resolve(
             self._where.name, self._where.revision, self._where.variant
         )
-        return Located(found.model, found.ref, tuple(found.sources), found.documents)
+        if not found.ref.pinned_by(self._pin):
+            raise ManifestError(
+                f"the coordinator at {self._where.coordinator} answers {self._where.name} with "
+                f"{found.model}@{found.ref.pin.hex()}, which the pin does not name",
+                hint="it is broken or lies: ask another one, or a source with `peer`",
+            )
+        return _located(found.model, found.ref, found.sources, found.documents)
+
+    def alternatives(self, located: Located) -> Iterator[Located]:
+        """Yield other answers for the same weights, in the order in which to try them: layouts and
+        files of other sources, where the first ones do not describe these weights."""
+        seen = {located.ref}
+        everyone = (*located.sources, *located.others)
+        for source in everyone:
+            for ref in (source.ref.with_files_of(located.ref), source.ref):
+                if ref not in seen and ref.pinned_by(self._pin):
+                    seen.add(ref)
+                    yield _located(source.model, ref, everyone, located.inlined)
+
+    @property
+    def _pin(self) -> str:
+        return self._where.name.partition("@")[2]
 
     async def again(self, located: Located) -> list[SourceRecord]:
         """Return the sources that hold the located weights, or parts of them, now. Raises as
@@ -106,7 +139,7 @@ class Locator:
             # In all revisions: the revision's name may stand for other weights by now.
             found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
             sources = tuple(found.sources)
-        return [source for source in sources if _same(source.ref, located.ref)]
+        return [source for source in sources if source.ref.same_chunks(located.ref)]
 
     def _coordinator(self) -> CoordinatorClient:
         assert self._where.coordinator is not None
@@ -121,6 +154,7 @@ class Locator:
 
     async def _describe(self, address: str) -> Located:
         where = self._where
+        check_pin_of(where.name)
         name, _, pin = where.name.partition("@")
         remote = Remote(Role.SOURCE, address, where.tls)
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
@@ -135,7 +169,7 @@ class Locator:
             _dialable(record, address)
             for record in records
             if (record.model.name, record.model.variant) == (name, where.variant)
-            and record.ref.identity.hex().startswith(pin.lower())
+            and record.ref.pinned_by(pin)
             and _is_meant(record.model.revision, where.revision, pinned=bool(pin))
         ]
         found.sort(key=lambda record: update_number(record.model.revision), reverse=True)
@@ -145,10 +179,10 @@ class Locator:
                 f"{address} does not hold {wanted}" + (f"@{pin}" if pin else ""),
                 hint=f"it holds {held}",
             )
-        return Located(found[0].model, found[0].ref, tuple(found[:1]))
+        return _located(found[0].model, found[0].ref, found, {})
 
     async def documents(self, located: Located) -> dict[bytes, bytes]:
-        """Fetch the manifest's four documents: from the coordinator, else from any source.
+        """Fetch the manifest's documents: from the coordinator, else from any source.
 
         Returns:
             Their bytes by digest.
@@ -156,8 +190,7 @@ class Locator:
         Raises:
             NoSourceError, or the last error: Neither the coordinator nor a source gave them.
         """
-        sizes = dict(located.ref.documents)
-        refs = [(digest, size) for digest, size in sizes.items() if digest not in located.inlined]
+        refs = [each for each in located.ref.documents if each[0] not in located.inlined]
         if not refs:
             return dict(located.inlined)
         causes: list[MxError] = []
@@ -166,11 +199,13 @@ class Locator:
                 return {**located.inlined, **await self._client.fetch(refs)}
             except MxError as error:
                 causes.append(error)
-        found = await self._from_sources(refs, located, causes)
+        found = await self._from_sources(refs, located.sources, causes)
+        if found is None:
+            raise _none_gave("description", located.key.name, causes)
         return {**located.inlined, **found}
 
     async def side_files(self, manifest: Manifest, located: Located) -> dict[bytes, bytes]:
-        """Fetch the side files, which only sources hold, into memory.
+        """Fetch the side files into memory. Only sources with the same files hold them.
 
         Returns:
             Their bytes by digest.
@@ -179,24 +214,36 @@ class Locator:
             NoSourceError: No source gave all of them.
         """
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
-        return await self._from_sources(refs, located, []) if refs else {}
+        if not refs:
+            return {}
+        everyone = (*located.sources, *located.others)
+        causes: list[MxError] = []
+        found = await self._from_sources(refs, _with_files(everyone, manifest.ref), causes)
+        if found is None:
+            raise _no_files(self._where.name, everyone, causes)
+        return found
 
     async def _from_sources(
-        self, refs: Sequence[tuple[bytes, int]], located: Located, causes: list[MxError]
-    ) -> dict[bytes, bytes]:
-        for source in located.sources:
+        self,
+        refs: Sequence[tuple[bytes, int]],
+        sources: Sequence[SourceRecord],
+        causes: list[MxError],
+    ) -> dict[bytes, bytes] | None:
+        """Return the documents, from the first source that gives all of them. None does: return
+        None; the causes say why."""
+        for source in sources:
             remote = Remote(Role.SOURCE, source.endpoint)
             try:
                 return await fetch(self._channel(source.endpoint), refs, who=remote)
             except MxError as error:
                 causes.append(error)
-        raise _none_gave("description", located.key.name, causes)
+        return None
 
     async def write_side_files(
         self, manifest: Manifest, sources: Sequence[SourceRecord], write: WritePage
     ) -> None:
         """Pass the side files to `write` page by page: those among the manifest's documents, or
-        fetched from `sources`, which alone hold them.
+        fetched from those of `sources` with the same files, which alone hold them.
 
         Raises:
             NoSourceError: No source gave all of them.
@@ -206,7 +253,7 @@ class Locator:
         if all(digest in manifest.documents for digest, _ in refs):
             return await in_thread(write_side_files, manifest, write)
         causes: list[MxError] = []
-        for source in sources:
+        for source in _with_files(sources, manifest.ref):
             remote = Remote(Role.SOURCE, source.endpoint)
             try:
                 return await fetch_to(self._channel(source.endpoint), refs, write, who=remote)
@@ -214,7 +261,7 @@ class Locator:
                 raise
             except MxError as error:
                 causes.append(error)
-        raise _none_gave("side files", self._where.name, causes)
+        raise _no_files(self._where.name, sources, causes)
 
     def pages(
         self,
@@ -266,14 +313,41 @@ def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
     )
 
 
-def _same(one: ManifestRef, other: ManifestRef) -> bool:
-    """Return True if both describe the same bytes, in the same places and chunks. Their files and
-    metadata may differ."""
-    return (one.content, one.chunk_nbytes) == (other.content, other.chunk_nbytes) or (
-        other.identity,
-        other.layout,
-        other.chunk_nbytes, 0
-    )
+def _no_files(name: str, sources: Sequence[SourceRecord], causes: Sequence[MxError]) -> MxError:
+    if causes or not sources:
+        return _none_gave("side files", name, causes)
+    ref = next((source.ref for source in sources if source.ref.packaging), None)
+    hint = "pull them without `out`, or wait for a source with those files"
+    if ref is not None:
+        hint = f"{pinned_name(sources[0].model, ref)} has other ones"
+    return NoSourceError(f"no source of {name} that is listed now has its files", hint=hint)
+
+
+def _with_files(sources: Sequence[SourceRecord], ref: ManifestRef) -> list[SourceRecord]:
+    return [source for source in sources if source.ref.packaging == ref.packaging]
+
+
+def _located(
+    key: ModelKey,
+    ref: ManifestRef,
+    sources: Sequence[SourceRecord],
+    inlined: Mapping[bytes, bytes],
+) -> Located:
+    """Return an answer with only those sources that hold these weights."""
+    same = [source for source in sources if source.ref.same_chunks(ref)]
+    others = [
+        source
+        for source in sources
+        if source.ref.identity == ref.identity and not source.ref.same_chunks(ref)
+    ]
+    return Located(key, ref, tuple(same), inlined, tuple(others))
+
+
+def check_pin_of(name: str) -> None:
+    """Raise ConfigError if `name` is NAME@PIN with a malformed pin."""
+    _, at, pin = name.partition("@")
+    if at:
+        check_pin(pin)
 
 
 def _is_meant(revision: str, wanted: str, *, pinned: bool) -> bool:

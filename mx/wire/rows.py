@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from mx.core.types import AddressTable, TableRow
+import grpc.aio
+
+from mx.core.types import AddressTable, SourceRecord, TableRow
 from mx.errors import PeerProtocolError
+from mx.wire.channel import Remote, translating
+from mx.wire.rpc import Stub
 from mx.wire.v1 import common_pb2 as pb
+from mx.wire.v1 import peer_pb2
 
 #: Few enough that checking a page does not hold up the event loop.
 ROWS_PER_PAGE = 16_384
@@ -24,6 +30,43 @@ def rows_to_wire(rows: Sequence[TableRow]) -> Iterator[pb.TableRows]:
             region=[row.region for row in page],
             region_offset=[row.region_offset for row in page],
         )
+
+
+async def fetch_table(
+    channel: grpc.aio.Channel,
+    source: SourceRecord,
+    *,
+    most_rows: int,
+    who: Remote,
+    timeout_s: float = 30.0,
+) -> AddressTable:
+    """Return a source's table with the rows that the source itself gives.
+
+    Args:
+        channel: A channel to the source.
+        source: The source, as the coordinator or it itself has described it.
+        most_rows: The most rows to accept: a source needs one for each tensor.
+        who: The process at the channel's other end.
+        timeout_s: The deadline.
+
+    Raises:
+        PeerProtocolError: A row is not valid, or there are too many.
+        PeerRefusedError: The process serves no such source.
+        MxError: As `translate`, if the RPC fails.
+    """
+    if not source.table.scattered:
+        return source.table
+    decoder = RowsDecoder(source.table, most_rows)
+    rows: list[TableRow] = []
+    stub = Stub(channel, peer_pb2.DESCRIPTOR.services_by_name["Peer"], who)
+    stream = stub.Table(peer_pb2.TableRequest(source_id=source.source_id), timeout=timeout_s)
+    try:
+        with translating(who):
+            async for page in stream:
+                rows += decoder.feed(page)
+    finally:
+        stream.cancel()
+    return replace(source.table, rows=tuple(rows))
 
 
 class RowsDecoder:

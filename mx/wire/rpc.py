@@ -1,4 +1,4 @@
-"""Turns messages that do not parse, on either side, into errors of mx.
+"""Calls: each begins with the versions of both sides, and messages that do not parse are errors.
 
 gRPC turns a request that does not parse into UNKNOWN and an answer that does not parse into None,
 and logs a traceback for both. Here such a message becomes a `Malformed`, which raises on first use.
@@ -6,7 +6,8 @@ and logs a traceback for both. Here such a message becomes a `Malformed`, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any, NoReturn
 
 import grpc.aio
@@ -15,7 +16,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from mx.errors import MxError
-from mx.wire.status import Remote, foreign
+from mx.wire.status import Remote, check_versions, foreign
+from mx.wire.versions import answered, headers
 
 
 class Malformed:
@@ -46,10 +48,59 @@ def parser(message: Descriptor, error: Callable[[], MxError]) -> Callable[[bytes
     return parse
 
 
+class Call:
+    """A running call of grpc.aio. Its answer is handed out only if the process that answers speaks
+    the versions of this one; else that is an MxError. The rest is as grpc.aio has it."""
+
+    def __init__(self, call: Any, who: Remote) -> None:
+        self._call = call
+        self._who = who
+        self._messages: AsyncIterator[Any] | None = None
+        self._is_checked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        answer = await self._call
+        initial, trailing = self._call.initial_metadata(), self._call.trailing_metadata()
+        check_versions(answered(await initial, await trailing), self._who)
+        return answer
+
+    async def read(self) -> Any:
+        message = await self._call.read()
+        await self._check()
+        return message
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._messages is None:
+            self._messages = aiter(self._call)
+        try:
+            message = await anext(self._messages)
+        except StopAsyncIteration:  # an answer, too
+            await self._check()
+            raise
+        await self._check()
+        return message
+
+    async def _check(self) -> None:
+        """Check what a stream of answers begins with. Raises MxError."""
+        if not self._is_checked:
+            check_versions(answered(await self._call.initial_metadata(), ()), self._who)
+            self._is_checked = True
+
+
 class Stub:
     """A client stub, as the generated ones: a callable per method.
 
-    An answer that does not parse raises an error on first use.
+    The calls are `Call`s: an answer in other versions is an error. An answer that does not parse
+    raises an error on first use.
     """
 
     def __init__(self, channel: grpc.aio.Channel, service: ServiceDescriptor, who: Remote) -> None:
@@ -68,13 +119,18 @@ class Stub:
         self._methods: dict[str, Any] = {}
         for method in service.methods:
             make = makers[method.client_streaming, method.server_streaming]
-            self._methods[method.name] = make(
+            begin = make(
                 f"/{service.full_name}/{method.name}",
                 request_serializer=GetMessageClass(method.input_type).SerializeToString,
                 response_deserializer=parser(
                     method.output_type, lambda: foreign(who, "its answer does not parse")
                 ),
             )
+            self._methods[method.name] = functools.partial(self._begin, begin, who)
+
+    @staticmethod
+    def _begin(begin: Callable[..., Any], who: Remote, *request: Any, **options: Any) -> Call:
+        return Call(begin(*request, metadata=headers(), **options), who)
 
     def __getattr__(self, name: str) -> Any:
         try:

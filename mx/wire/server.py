@@ -1,7 +1,8 @@
 """Servers: one set of options, the rule for addresses, errors as statuses.
 
 Services are registered from their protobuf descriptors, not with the generated `add_…` functions,
-because those answer a request that does not parse with UNKNOWN.
+because those answer a request that does not parse with UNKNOWN. A call of them, unlike one of the
+health service, begins with the versions that the client speaks, and its answer with this process's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from mx import runtime
-from mx.errors import LocalError, MxError, PeerProtocolError, UnknownModelError, UnknownSourceError
+from mx.core import versions
+from mx.errors import (
+    LocalError,
+    MxError,
+    PeerProtocolError,
+    PeerVersionError,
+    UnknownModelError,
+    UnknownSourceError,
+)
 from mx.log import Throttle, event
 from mx.transport import TlsFiles
 from mx.wire.address import WILDCARDS, join_address, read_tls, require_protection, split_address
@@ -31,6 +40,7 @@ from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.tls import check_server_files
+from mx.wire.versions import SAME_HINT, headers, sent
 
 _log = logging.getLogger(__name__)
 _refusals = Throttle()
@@ -56,6 +66,9 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 #: A call whose first message does not come within this time is refused.
 FIRST_MESSAGE_S = 15.0
+
+#: What an error calls the process that offers a service.
+_NAMES = {"Coordinator": "coordinator", "Peer": "source"}
 
 _DRAIN_TIMEOUT_S = 2.0
 _DRAIN_MESSAGES = 1024  # pages of 1 MiB: more than any registration has
@@ -121,10 +134,29 @@ class _CheckedRequests:
             ) from None
 
 
+async def _agree_on_versions(context: Any, service: str, *, streams_out: bool) -> None:
+    """Tell a client what this process speaks, if the client speaks the same.
+
+    Raises:
+        PeerVersionError: It speaks something else.
+    """
+    theirs = versions.mismatch(sent(context.invocation_metadata()))
+    if theirs is not None:
+        raise PeerVersionError(
+            f"this {_NAMES.get(service, 'process')} speaks {versions.own()}; you speak {theirs}",
+            hint=SAME_HINT,
+        )
+    if streams_out:
+        await context.send_initial_metadata(headers())
+    else:  # with the only message: a frame of its own would add half to the cost of such a call
+        context.set_trailing_metadata(headers())
+
+
 async def _abort(context: Any, error: MxError) -> None:
     _log_refusal(context, error)
-    detail = ((DETAIL_KEY, encode_detail(error)),)
-    await context.abort(code_of(error), status_text(error), trailing_metadata=detail)
+    # The versions too: a refused call has no other metadata.
+    trailers = ((DETAIL_KEY, encode_detail(error)), *headers())
+    await context.abort(code_of(error), status_text(error), trailing_metadata=trailers)
 
 
 def _log_refusal(context: Any, error: MxError) -> None:
@@ -140,15 +172,16 @@ def _log_refusal(context: Any, error: MxError) -> None:
         )
 
 
-async def _drain(requests: AsyncIterator[object]) -> None:
-    """Read the rest of what a client sends, within limits, before it gets a refusal.
+async def _drain(requests: AsyncIterator[object], most: int = _DRAIN_MESSAGES) -> None:
+    """Discard what a client sends, `most` messages and for a while at most, before it gets a
+    refusal.
 
     A client of grpc.aio whose call ends while it still writes may report INTERNAL ("Internal
     error from Core") instead of the status that it was sent.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_TIMEOUT_S):
-            for _ in range(_DRAIN_MESSAGES):
+            for _ in range(most):
                 if await anext(aiter(requests), None) is None:
                     return
 
@@ -156,11 +189,18 @@ async def _drain(requests: AsyncIterator[object]) -> None:
 def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
     behaviour: Any = getattr(servicer, method.name)
     streams_in, streams_out = method.client_streaming, method.server_streaming
+    service = method.containing_service.name
 
     def malformed() -> MxError:
         return PeerProtocolError(f"{method.full_name}: malformed {method.input_type.name}")
 
-    async def incoming(requests: Any) -> Any:
+    async def incoming(requests: Any, context: Any) -> Any:
+        try:
+            await _agree_on_versions(context, service, streams_out=streams_out)
+        except PeerVersionError:
+            if streams_in and streams_out:  # its first message is under way
+                await _drain(requests, 1)
+            raise
         checked = _CheckedRequests(requests, method.name)
         if streams_in:
             return checked
@@ -170,7 +210,7 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
 
     async def answer(requests: Any, context: Any) -> Any:
         try:
-            return await behaviour(await incoming(requests), context)
+            return await behaviour(await incoming(requests, context), context)
         except MxError as error:
             if streams_in:
                 await _drain(requests)
@@ -178,14 +218,14 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
 
     async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(await incoming(requests), context):
+            async for response in behaviour(await incoming(requests, context), context):
                 yield response
         except MxError as error:
             await _abort(context, error)
 
     async def write(requests: Any, context: Any) -> None:
         try:
-            await behaviour(await incoming(requests), context)
+            await behaviour(await incoming(requests, context), context)
         except MxError as error:
             await _abort(context, error)
 
@@ -213,6 +253,26 @@ def _add(server: grpc.aio.Server, service: Service) -> None:
     }
     name = service.descriptor.full_name
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Answers calls to methods of mx that this process lacks: what has renamed or added them may
+    be of another version, and is to learn that."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if not details.method.startswith("/mx."):
+            return None
+        maker: Any = grpc.stream_stream_rpc_method_handler
+        return maker(self._refuse)
+
+    @staticmethod
+    async def _refuse(requests: Any, context: Any) -> None:
+        del requests
+        try:
+            await _agree_on_versions(context, "", streams_out=False)
+        except MxError as error:
+            await _abort(context, error)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
@@ -302,6 +362,7 @@ async def listen(
     server = grpc.aio.server(options=_SERVER_OPTIONS)
     for service in services:
         _add(server, service)
+    server.add_generic_rpc_handlers((_UnknownMethods(),))
     health = await _add_health(server, [service.descriptor.full_name for service in services])
     try:
         if credentials is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from mx import errors
+from mx.core import versions
 from mx.errors import (
     BindingError,
     CapacityError,
     ClosedError,
     ConfigError,
     CoordinatorError,
+    CoordinatorVersionError,
     DigestError,
     IntegrityError,
     MxError,
@@ -35,6 +37,7 @@ from mx.errors import (
     PeerProtocolError,
     PeerRefusedError,
     PeerTimeoutError,
+    PeerVersionError,
     SourceError,
     StaleGenerationError,
     UnknownModelError,
@@ -42,6 +45,7 @@ from mx.errors import (
 )
 from mx.text import plain
 from mx.transport import TlsFiles
+from mx.wire.versions import SAME_HINT, answered
 
 DETAIL_KEY = "mx-error-bin"
 # All trailing metadata share 8 KiB. These limits are in bytes as sent.
@@ -56,6 +60,10 @@ _CODES: tuple[tuple[type[MxError], grpc.StatusCode], ...] = (
     (UnknownModelError, grpc.StatusCode.NOT_FOUND),
     (UnknownSourceError, grpc.StatusCode.NOT_FOUND),
     (BindingError, grpc.StatusCode.ALREADY_EXISTS),
+    # A client of version 1 does not know these classes: of this status it shows the whole text,
+    # and does not try again.
+    (PeerVersionError, grpc.StatusCode.PERMISSION_DENIED),
+    (CoordinatorVersionError, grpc.StatusCode.PERMISSION_DENIED),
     (NotAllowedError, grpc.StatusCode.PERMISSION_DENIED),
     (PeerRefusedError, grpc.StatusCode.PERMISSION_DENIED),
     (StaleGenerationError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -128,6 +136,8 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
     if not isinstance(kind, type):
         return None
     message, hint = plain(message), plain(hint)
+    if issubclass(kind, PeerVersionError | CoordinatorVersionError):
+        return _version_error(remote, message, hint)
     if issubclass(kind, SourceError | DigestError):
         return kind(message, peer=remote.address, hint=hint)
     if issubclass(kind, CoordinatorError | ConfigError | IntegrityError):
@@ -189,6 +199,59 @@ def foreign(remote: Remote, said: str) -> MxError:
     return PeerProtocolError(message, peer=remote.address)
 
 
+def _version_error(remote: Remote, message: str, hint: str) -> MxError:
+    if remote.role is Role.COORDINATOR:
+        return CoordinatorVersionError(message, hint=hint)
+    return PeerVersionError(message, peer=remote.address, hint=hint)
+
+
+def check_versions(texts: Sequence[str], remote: Remote, said: str = "") -> None:
+    """Raise an error unless an answer is of the versions that this process speaks.
+
+    Args:
+        texts: What `mx.wire.versions.answered` returns for it.
+        remote: The process that answered.
+        said: What it said, if the answer is an error.
+
+    Raises:
+        CoordinatorVersionError: A coordinator speaks other versions.
+        PeerVersionError: A source does.
+    """
+    theirs = versions.mismatch(texts)
+    if theirs is not None:
+        message = (
+            f"the {remote.role.value} at {remote.address} speaks {theirs}; this mx speaks "
+            f"{versions.own()}"
+        )
+        if said and theirs not in said:  # else it is a refusal that says the same
+            message += f"; it answered: {said}"
+        raise _version_error(remote, message, SAME_HINT)
+
+
+def of_other_versions(
+    initial: Any, trailing: Any, details: str | None, remote: Remote
+) -> MxError | None:
+    """Return the error for a failed RPC if the process that failed it speaks other versions.
+
+    What gRPC itself says, of a failed connection or for a server that is not mx, has no versions
+    and no error of mx: of that nothing is known.
+
+    Args:
+        initial: The metadata that the answer began with, if any.
+        trailing: The metadata that it ended with.
+        details: What it said.
+        remote: The process.
+    """
+    texts = answered(initial, trailing)
+    if not texts and not any(key == DETAIL_KEY for key, _ in trailing or ()):
+        return None
+    try:
+        check_versions(texts, remote, _first_line(details))
+    except MxError as other:
+        return other
+    return None
+
+
 def _late(remote: Remote) -> MxError:
     message = f"the {remote.role.value} at {remote.address} did not answer in time"
     if remote.role is Role.COORDINATOR:
@@ -215,6 +278,9 @@ def translate(error: grpc.RpcError, *, who: Remote | str) -> MxError:
     if not isinstance(error, grpc.aio.AioRpcError):
         return foreign(who, _first_line(str(error)))
     trailing: Any = error.trailing_metadata() or ()
+    other = of_other_versions(error.initial_metadata(), trailing, error.details(), who)
+    if other is not None:
+        return other
     for key, value in trailing:
         if key == DETAIL_KEY and isinstance(value, bytes):
             rebuilt = _rebuild(value, who)

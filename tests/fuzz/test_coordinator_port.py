@@ -20,6 +20,7 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
 from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.versions import headers
 from tests.support.daemon import daemon, terminate
 from tests.support.records import by_digest, make_documents, make_record, scattered_rows
 
@@ -83,7 +84,7 @@ def valid_requests() -> dict[str, list[bytes]]:
     """A well-formed exchange for every method."""
     record = make_record(DOCUMENTS, rows=scattered_rows(3), held=((0, 1),))
     source_id = record.source_id
-    digests = list(record.ref.digests)
+    digests = [digest for digest, _ in record.ref.documents]
     registration = [
         pb.RegisterRequest(source=codec.source_to_wire(record, binding_secret=SECRET)),
         *(
@@ -163,7 +164,7 @@ async def call(channel: Any, method: str, messages: list[bytes]) -> grpc.StatusC
         (True, True): channel.stream_stream,
     }[kinds]
     try:
-        answer = make(path)(request, timeout=10)
+        answer = make(path)(request, timeout=10, metadata=headers())
         if descriptor.server_streaming:
             async for _ in answer:
                 pass

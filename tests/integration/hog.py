@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from mx.wire.versions import headers
 from mx_transports.tcp.wire import MAGIC
 from mx_transports.toolkit import framing
 
@@ -32,7 +33,10 @@ class Hog:
         self._endpoint = endpoint
         self._ended = threading.Event()
         self._channels: list[grpc.Channel] = []
-        source = self.stub().Describe(peer_pb2.DescribeRequest(name=name), timeout=20).sources[0]
+        described = self.stub().Describe(
+            peer_pb2.DescribeRequest(name=name), timeout=20, metadata=headers()
+        )
+        source = described.sources[0]
         self._first = peer_pb2.OpenRequest(
             source_id=source.source_id,
             identity=source.manifest.identity.digest,
@@ -59,7 +63,7 @@ class Hog:
                 claimed += 1 << 30
                 yield peer_pb2.OpenRequest(read_bytes=claimed)
 
-        return stub.Open(messages())
+        return stub.Open(messages(), metadata=headers())
 
     def end(self) -> None:
         self._ended.set()

@@ -48,7 +48,8 @@ async def main():
     record = make_record(documents, source_id=sys.argv[2])
     client = CoordinatorClient(sys.argv[1])
     await client.keep_alive(
-        lambda: record, by_digest(documents), binding_secret=b"r" * 16,
+        lambda: record,
+        lambda: client.register(record, by_digest(documents), binding_secret=b"r" * 16),
         on_state=lambda registered, why: print(registered, file=sys.stderr, flush=True),
     )
 
@@ -115,8 +116,7 @@ async def test_sources_come_back_to_a_coordinator_that_was_killed() -> None:
             alive = asyncio.create_task(
                 client.keep_alive(
                     lambda: record,
-                    by_digest(DOCUMENTS),
-                    binding_secret=SECRET,
+                    lambda: client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET),
                     on_state=on_state,
                 )
             )

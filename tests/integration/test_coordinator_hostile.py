@@ -25,6 +25,7 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import common_pb2
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon, ended, python
 from tests.support.records import by_digest, make_documents, make_record
 
@@ -71,7 +72,7 @@ async def test_announced_documents_take_no_room() -> None:
     """Each of these messages announces large documents, and is followed by nothing."""
     documents = make_documents("huge")
     record = make_record(documents, name="huge")
-    record = replace(record, ref=replace(record.ref, sizes=(128 << 20,) * 4))
+    record = replace(record, ref=replace(record.ref, sizes=(128 << 20,) * 3))
     first = pb.RegisterRequest(
         source=codec.source_to_wire(record, binding_secret=SECRET)
     ).SerializeToString()
@@ -111,7 +112,9 @@ METHODS = list(pb.DESCRIPTOR.services_by_name["Coordinator"].methods)
 async def test_a_call_in_which_nothing_is_sent_is_ended(method: Any) -> None:
     with impatient_daemon() as address:
         channel: Any = dial(address)
-        calls = [channel.stream_stream(SERVICE + method.name)() for _ in range(50)]
+        calls = [
+            channel.stream_stream(SERVICE + method.name)(metadata=headers()) for _ in range(50)
+        ]
         try:
             async with asyncio.timeout(60):
                 codes = {await call.code() for call in calls}
@@ -138,7 +141,7 @@ async def test_streams_that_fall_silent_are_ended() -> None:
             )
             try:
                 for name, message in (("Heartbeat", beat), ("Progress", progress)):
-                    call = channel.stream_stream(SERVICE + name)()
+                    call = channel.stream_stream(SERVICE + name)(metadata=headers())
                     await call.write(message.SerializeToString())
                     with contextlib.suppress(grpc.aio.AioRpcError):
                         async with asyncio.timeout(60):
@@ -168,7 +171,7 @@ async def test_watchers_that_do_not_read_cost_little() -> None:
             watch = channel.unary_stream(SERVICE + "Watch")
             for batches in (False, True):
                 request = pb.WatchRequest(batches=batches).SerializeToString()
-                calls = [watch(request) for _ in range(50)]
+                calls = [watch(request, metadata=headers()) for _ in range(50)]
                 for call in calls:
                     await call.initial_metadata()
             for _ in range(50):  # each a round trip, so that they write all that they can
@@ -264,14 +267,17 @@ class Liar:
         ]
 
     async def ListModels(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        await context.send_initial_metadata(headers())
         yield pb.ListModelsResponse(models=self.models).SerializeToString()
 
     async def ListSources(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        await context.send_initial_metadata(headers())
         statuses = [pb.SourceStatus(source=source) for source in self.sources]
         statuses.append(pb.SourceStatus(source=self.sources[0], gb_per_s=float("nan")))
         yield pb.ListSourcesResponse(sources=statuses).SerializeToString()
 
     async def ListPulls(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        await context.send_initial_metadata(headers())
         pulls = [
             pb.PullProgress(
                 pull_id=str(uuid.uuid4()),
@@ -284,6 +290,7 @@ class Liar:
         yield pb.ListPullsResponse(pulls=pulls).SerializeToString()
 
     async def Watch(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        await context.send_initial_metadata(headers())
         up = pb.WatchEvent.KIND_SOURCE_UP
         events = [pb.WatchEvent(kind=up, source=source) for source in self.sources]
         events.append(pb.WatchEvent(kind=99))  # type: ignore[arg-type]
@@ -291,6 +298,7 @@ class Liar:
         yield pb.WatchEvent(kind=pb.WatchEvent.KIND_SNAPSHOT_END).SerializeToString()
 
     async def Resolve(self, request: bytes, context: Any) -> bytes:
+        context.set_trailing_metadata(headers())
         source = self.sources[0]
         return pb.ResolveResponse(
             model=source.model, manifest=source.manifest, sources=self.sources

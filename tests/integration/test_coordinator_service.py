@@ -37,6 +37,7 @@ from mx.wire import documents as wire_documents
 from mx.wire.client import CoordinatorClient
 from mx.wire.rows import rows_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.versions import headers
 from mx.wire.watching import WatchKind, WatchUpdate
 from tests.support.records import by_digest, make_documents, make_record, scattered_rows
 
@@ -80,7 +81,7 @@ async def test_50_000_tensors_pass_the_default_message_limit() -> None:
             replace(scattered, table=replace(scattered.table, rows=())),
             compact,
         ]
-        refs = list(zip(found.ref.digests, found.ref.sizes, strict=True))
+        refs = found.ref.documents
         both = await asyncio.gather(client.fetch(refs), client.fetch(refs))
         assert all(got == by_digest(documents) for got in both)
 
@@ -130,15 +131,23 @@ async def raw(client: CoordinatorClient, method: str, *messages: bytes) -> grpc.
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         if method == "Heartbeat":
-            async for _ in channel.stream_stream(f"/mx.wire.v1.Coordinator/{method}")(requests()):
+            async for _ in channel.stream_stream(f"/mx.wire.v1.Coordinator/{method}")(
+                requests(), metadata=headers()
+            ):
                 pass
         elif streaming:
-            await channel.stream_unary(f"/mx.wire.v1.Coordinator/{method}")(requests())
+            await channel.stream_unary(f"/mx.wire.v1.Coordinator/{method}")(
+                requests(), metadata=headers()
+            )
         elif method in ("Watch", "ListModels", "ListSources"):
-            async for _ in channel.unary_stream(f"/mx.wire.v1.Coordinator/{method}")(messages[0]):
+            async for _ in channel.unary_stream(f"/mx.wire.v1.Coordinator/{method}")(
+                messages[0], metadata=headers()
+            ):
                 pass
         else:
-            await channel.unary_unary(f"/mx.wire.v1.Coordinator/{method}")(messages[0])
+            await channel.unary_unary(f"/mx.wire.v1.Coordinator/{method}")(
+                messages[0], metadata=headers()
+            )
     return caught.value
 
 
@@ -198,7 +207,9 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
             for message in good:
                 yield message
 
-        await channel.stream_unary("/mx.wire.v1.Coordinator/Register")(requests())
+        await channel.stream_unary("/mx.wire.v1.Coordinator/Register")(
+            requests(), metadata=headers()
+        )
         assert len(await client.list_sources()) == 1
 
 
@@ -222,7 +233,7 @@ async def test_documents_go_with_the_last_source() -> None:
     state = MemoryState(grace_s=0.0)
     async with coordinator(state, lease_s=5.0) as client:
         record = await register(client)
-        refs = list(zip(record.ref.digests, record.ref.sizes, strict=True))
+        refs = record.ref.documents
         assert await client.fetch(refs) == by_digest(DOCUMENTS)
         await client.deregister(record.source_id)
         await state.tick()
@@ -288,7 +299,10 @@ async def test_watchers_get_a_draining_source() -> None:
         record = await register(client)
         now = [record]
         alive = asyncio.create_task(
-            client.keep_alive(lambda: now[0], by_digest(DOCUMENTS), binding_secret=SECRET)
+            client.keep_alive(
+                lambda: now[0],
+                lambda: client.register(now[0], by_digest(DOCUMENTS), binding_secret=SECRET),
+            )
         )
         try:
             async with aclosing(client.watch()) as updates:
@@ -336,6 +350,7 @@ def test_a_capacity_error_is_not_this_machines() -> None:
 @pytest.mark.parametrize("answer", [b"\xff\xff", b"", pb.ResolveResponse().SerializeToString()])
 async def test_a_coordinator_that_answers_nonsense_is_an_error(answer: bytes) -> None:
     async def resolve(request: bytes, context: Any) -> bytes:
+        context.set_trailing_metadata(headers())
         return answer
 
     server: Any = grpc.aio.server()

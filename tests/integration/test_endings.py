@@ -31,6 +31,7 @@ from mx.wire.lease import Lease
 from mx.wire.locate import Locator
 from mx.wire.server import Service, listen
 from mx.wire.v1 import peer_pb2, peer_pb2_grpc
+from mx.wire.versions import headers
 from tests.integration.conftest import Run, error_of, free_port, serve
 from tests.integration.lying import held_model, offering
 from tests.support.records import make_documents, make_record
@@ -246,6 +247,7 @@ def test_a_source_that_only_ever_drains_is_given_up() -> None:
 def test_a_description_that_does_not_parse_is_the_peers_error() -> None:
     async def check() -> None:
         async def garbage(request: bytes, context: Any) -> bytes:
+            context.set_trailing_metadata(headers())
             return b"\xff\xff\xff garbage"
 
         server = grpc.aio.server()

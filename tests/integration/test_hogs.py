@@ -18,12 +18,14 @@ import pytest
 
 from mx import plugins
 from mx.core.grants import MOST_PER_CONNECTION
+from mx.core.manifest import TensorSpec, plan_layout
 from mx.errors import EXIT_OK, PeerBusyError
 from mx.target.connector import Connector
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.wire.locate import Locator
 from mx.wire.v1 import peer_pb2
+from mx.wire.versions import headers
 from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer
 from tests.integration.test_bounds import until
@@ -157,7 +159,9 @@ def test_the_name_of_an_admitted_pull_admits_no_other(
         name = "00000000-0000-4000-8000-000000000001"
         stubs = [each.stub() for each in hogs]
         for stub in stubs:
-            stub.Describe(peer_pb2.DescribeRequest(), timeout=30)  # connected, by now
+            stub.Describe(
+                peer_pb2.DescribeRequest(), timeout=30, metadata=headers()
+            )  # connected, by now
         calls = [each.open(stub, reader_id=name) for each, stub in zip(hogs, stubs, strict=True)]
         assert sorted(map(answer, calls)) == ["busy", "granted"]
     finally:
@@ -197,6 +201,8 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
     options = PullOptions("m", coordinator=coordinator, transport="tcp")
     place, transports = target_place(options), plugins.transports()
 
+    small = plan_layout([TensorSpec("w", "U8", (1,))])
+
     async def main() -> None:
         locator = Locator(options)
         connector = Connector(options, place, transports, lambda: None)
@@ -218,7 +224,7 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
             async with asyncio.timeout(120):
                 while True:  # until the source has seen that the hog is gone
                     with contextlib.suppress(PeerBusyError):
-                        opened = await connector.open(path, 1)
+                        opened = await connector.open(path, small)
                         break
                     await asyncio.sleep(0.2)
             assert opened is not first[0] and opened.lease.check() is None

@@ -17,6 +17,7 @@ import pytest
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon
 from tests.support.records import by_digest, make_documents, make_record
 
@@ -54,9 +55,11 @@ async def test_calls_that_wait_for_the_event_loop_are_not_cancelled() -> None:
             asked = [channel.unary_unary("/mx.wire.v1.Coordinator/Missing") for channel in channels]
             request = pb.MissingRequest(digests=[b"d" * 32]).SerializeToString()
             for ask in asked:  # connected, so that all calls come together
-                assert await ask(request, timeout=30)
+                assert await ask(request, timeout=30, metadata=headers())
             process.send_signal(signal.SIGSTOP)
-            calls = [asked[i % len(asked)](request, timeout=90) for i in range(count)]
+            calls = [
+                asked[i % len(asked)](request, timeout=90, metadata=headers()) for i in range(count)
+            ]
             await asyncio.sleep(0.5)  # into the sockets
             process.send_signal(signal.SIGCONT)
             codes = await asyncio.gather(*(call.code() for call in calls))
@@ -85,7 +88,7 @@ async def test_the_heartbeat_of_a_source_that_is_late_finds_it_still_listed() ->
             await client.register(record, by_digest(documents), binding_secret=b"s" * 32)
             (status,) = await client.list_sources()
             assert status.lease_left_s > 2.0
-            beat = channel.stream_stream("/mx.wire.v1.Coordinator/Heartbeat")()
+            beat = channel.stream_stream("/mx.wire.v1.Coordinator/Heartbeat")(metadata=headers())
             request = pb.HeartbeatRequest(
                 source_id=record.source_id,
                 binding_secret=b"s" * 32,

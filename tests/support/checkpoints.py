@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import mmap
+import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,9 +18,12 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, kind_nbytes
 from mx.core.manifest import encode, plan_layout
 from mx.core.types import Layout, Manifest
-from mx.storage.reader import Filled, fill
+from mx.storage.reader import SPAN_BYTES, Filled, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.writer import CheckpointWriter
+
+#: Bytes of which no two parts are alike.
+PATTERN = np.random.default_rng(0).integers(0, 256, 12 << 20, dtype=np.uint8).tobytes()
 
 
 def tiny(kind: str) -> Any:
@@ -96,6 +101,19 @@ def crafted(
         header[name] = entry(dtype, shape, len(data))
         data += content
     return raw_file(header, data, pad=pad)
+
+
+def write_mixed(folder: Path, *, pad: int = 0) -> dict[str, bytes]:
+    """Two files with tensors of many sizes, larger than a span some, in no helpful order."""
+    sizes = [0, 1, 5, 255, 256, 4096, 100_000, BLOCK_BYTES, SPAN_BYTES + 4099, 2 * SPAN_BYTES, 3]
+    random.Random(1).shuffle(sizes)
+    tensors = {}
+    for i, size in enumerate(sizes):
+        tensors[f"model.layers.{i % 3}.mlp.w{i}"] = PATTERN[i * 7 : i * 7 + size]
+    rows = [(name, "U8", [len(data)], data) for name, data in tensors.items()]
+    (folder / "one.safetensors").write_bytes(crafted(rows[:5], pad=pad))
+    (folder / "two.safetensors").write_bytes(crafted(rows[5:], {"format": "pt"}, pad=pad + 3))
+    return tensors
 
 
 def make_arena(layout: Layout) -> memoryview:

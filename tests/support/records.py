@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 
 from mx.core.digest import document_digest
-from mx.core.grid import BLOCK_BYTES
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
@@ -17,19 +16,27 @@ from mx.core.types import (
     SourceState,
     TableRow,
 )
+from mx.units import MIB
 
 
-def make_documents(weights: str, *, layout: str = "layout", nbytes: int = 64) -> list[bytes]:
-    """Return the three documents of a manifest, in order; the first differs by `weights`."""
-    texts = (f"identity {weights}", layout, "packaging")
+def make_documents(
+    weights: str, *, layout: str = "layout", files: str = "packaging", nbytes: int = 64
+) -> list[bytes]:
+    """Return the documents of a manifest, in order: identity, layout, and packaging if there are
+    `files`."""
+    texts = [f"identity {weights}", layout, *([files] if files else [])]
     return [text.encode().ljust(nbytes, b".") for text in texts]
 
 
-def make_ref(documents: list[bytes], *, chunk_nbytes: int = BLOCK_BYTES) -> ManifestRef:
-    """Return the reference of a manifest of these documents: identity, layout, packaging."""
-    identity, layout, packaging = map(document_digest, documents)
-    sizes = (len(documents[0]), len(documents[1]), len(documents[2]))
-    return ManifestRef(identity, layout, chunk_nbytes, packaging, sizes)
+def make_ref(documents: list[bytes], *, chunk_nbytes: int = MIB) -> ManifestRef:
+    identity, layout, packaging = [*documents, b""][:3]
+    return ManifestRef(
+        document_digest(identity),
+        document_digest(layout),
+        chunk_nbytes,
+        document_digest(packaging) if packaging else b"",
+        (len(identity), len(layout), len(packaging)),
+    )
 
 
 def by_digest(documents: list[bytes]) -> dict[bytes, bytes]:
@@ -49,10 +56,11 @@ def make_record(
     role: SourceRole = SourceRole.ORIGIN,
     state: SourceState = SourceState.SERVING,
     endpoint: str = "127.0.0.1:7700",
+    chunk_nbytes: int = MIB,
 ) -> SourceRecord:
     """Return a contiguous source of four layers in 1 MiB, or with `rows` a scattered one in
     16 TiB."""
-    ref = make_ref(documents)
+    ref = make_ref(documents, chunk_nbytes=chunk_nbytes)
     region = (
         Region(0, "cpu", 0x7F0000000000, 1 << 44)
         if rows

@@ -18,6 +18,7 @@ from mx.errors import (
     PeerBusyError,
     PeerLostError,
     PeerTimeoutError,
+    PeerVersionError,
     StaleGenerationError,
 )
 from tests.unit.test_connections import LATER, OTHER, TCP0, TCP1, UCX0, path
@@ -29,6 +30,7 @@ ERRORS: tuple[MxError, ...] = (
     PeerLostError("cut"),
     PathError("fails"),
     PeerTimeoutError("stopped"),
+    PeerVersionError("of another version"),
     DigestError("wrong"),
     StaleGenerationError("changed"),
 )
@@ -110,6 +112,19 @@ def test_an_excluded_source_never_comes_back(error: MxError) -> None:
     assert connections.assign(0.0) == []
     connections.lost(second, PeerLostError("cut"), 0.0, lease_runs=True)
     assert second.state is State.EXCLUDED
+
+
+def test_all_paths_to_a_source_of_another_version_rest_until_it_is_found_again() -> None:
+    connections = Connections()
+    connections.add([TCP0, TCP1, UCX0, OTHER])
+    first, second = connections.assign(0.0)
+    connections.failed(first, PeerVersionError("speaks wire 3"), 0.0)
+    connections.failed(second, PeerVersionError("speaks wire 3"), 0.0)
+    (other,) = live(connections, OTHER)
+    assert not connections.wants(first.source_id)
+    connections.lost(other, PeerLostError("gone"), 0.0, lease_runs=False)
+    assert connections.assign(0.0) == [] and connections.idle
+    assert connections.wants(first.source_id)  # it may be another process by now
 
 
 def test_in_coordinated_reading_neighbours_alone_are_used_and_their_paths_compared_alone() -> None:

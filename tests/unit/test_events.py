@@ -19,7 +19,7 @@ def event(index: int) -> LayerEvent:
 
 
 def report() -> PullReport:
-    return PullReport("m", "00", 1, 1.0, 1.0, 1, "digest")
+    return PullReport("m", "00", "00", 1, 1.0, 1.0, 1, "digest")
 
 
 def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_time() -> None:

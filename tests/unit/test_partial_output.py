@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -336,6 +336,7 @@ def test_a_journal_that_fails_costs_only_what_it_would_have_said(
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255))),
     st.integers(0, 400),
 )
+@example([1], [], 1)
 def test_no_damage_to_a_journal_names_layers_that_were_not_written(
     tmp_path_factory: pytest.TempPathFactory,
     layers: list[int],
@@ -361,7 +362,10 @@ def test_no_damage_to_a_journal_names_layers_that_were_not_written(
     again = Journal(path, REF, new=False)
     again.add([7])
     again.close()
-    assert journal.read(path, REF, 10) == left | {7}
+    # A line that lost nothing but its end counts again once the next one follows it.
+    found = journal.read(path, REF, 10)
+    assert found is not None
+    assert left | {7} <= found <= set(layers) | {7}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 from mx.core.paths import Medium, Path, rails
 from mx.core.planner import Plan, plan
 from mx.core.topology import Nic, Place
-from mx.core.types import AddressTable, ManifestRef, ModelKey, SourceRecord, SourceState
+from mx.core.types import (
+    AddressTable,
+    ManifestRef,
+    ModelKey,
+    Region,
+    SourceRecord,
+    SourceState,
+)
+from mx.units import MIB
 
-REF = ManifestRef(b"i" * 32, b"l" * 32, 1 << 20, b"p" * 32, (1, 1, 1))
+REF = ManifestRef(b"i" * 32, b"l" * 32, MIB, b"p" * 32, (1, 1, 1))
 HERE = Place(boot_id="b0", hostname="target")
 
 
@@ -62,6 +70,14 @@ def test_attach_comes_first_and_every_way_has_its_reason() -> None:
         ("far", "shm", "another host")
     ]
     assert any("skipped shm: another host" in line for line in found.explain())
+
+
+def test_memory_in_another_layout_is_copied() -> None:
+    scattered = source("here")
+    table = AddressTable(REF.layout, (Region(0, "cpu", 0, 1 << 20),), held=((0, 4),))
+    scattered = replace(scattered, table=table)
+    found = plan(HERE, [scattered, source("far")], ["shm", "tcp"], reach)
+    assert labels(found) == [("here", "shm")] and not found.chosen[0].attach
 
 
 def test_forcing_leaves_the_rest_out_and_says_so() -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from mx import plugins
 from mx.core.grid import MOST_CHUNK_BYTES as CHUNK_BYTES
-from mx.core.grid import SourceRecord, SourceState
 from mx.core.paths import Medium, Path, rails
 from mx.core.planner import MOST_SOURCES, Plan, plan
 from mx.core.topology import Place
+from mx.core.types import SourceRecord, SourceState
 from mx.target.paths import path_or_reason
 from tests.support.topologies import cluster, host, nvlink_gpus, rail_nics, source
 

@@ -1,17 +1,14 @@
-"""Filling arenas: every byte in its place, every digest right, and what luck can do to a file."""
+"""Filling arenas: every byte in its place, every digest right."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +21,7 @@ from mx.core.layout import TensorSpec
 from mx.core.manifest import plan_layout
 from mx.core.pages import check_page
 from mx.core.types import DTYPE_BITS, Layout
-from mx.errors import CapacityError, CheckpointError, ClosedError, LocalError
+from mx.errors import ClosedError
 from mx.memory.arena import HostArena, MemfdArena
 from mx.storage import spans
 from mx.storage.landing import Landing
@@ -33,9 +30,15 @@ from mx.storage.reader import RING_BYTES, SPAN_BYTES, Filled, fill, fill_from_te
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
 from mx.transport import host_view
-from tests.support.checkpoints import content, crafted, loaded, make_arena, tiny
-
-PATTERN = np.random.default_rng(0).integers(0, 256, 12 << 20, dtype=np.uint8).tobytes()
+from tests.support.checkpoints import (
+    PATTERN,
+    content,
+    crafted,
+    loaded,
+    make_arena,
+    tiny,
+    write_mixed,
+)
 
 
 def check(layout: Layout, arena: memoryview, filled: Filled) -> None:
@@ -60,19 +63,6 @@ def digests(layout: Layout, arena: memoryview, *, shortcuts: bool) -> Filled:
             pages[tensor.layer] += block_digest(data[at : at + BLOCK_BYTES])
             short += shortcut_digest(data[at : at + BLOCK_BYTES])
     return Filled(roots, pages, short if shortcuts else b"")
-
-
-def write_mixed(folder: Path, *, pad: int = 0) -> dict[str, bytes]:
-    """Two files with tensors of many sizes, larger than a span some, in no helpful order."""
-    sizes = [0, 1, 5, 255, 256, 4096, 100_000, BLOCK_BYTES, SPAN_BYTES + 4099, 2 * SPAN_BYTES, 3]
-    random.Random(1).shuffle(sizes)
-    tensors = {}
-    for i, size in enumerate(sizes):
-        tensors[f"model.layers.{i % 3}.mlp.w{i}"] = PATTERN[i * 7 : i * 7 + size]
-    rows = [(name, "U8", [len(data)], data) for name, data in tensors.items()]
-    (folder / "one.safetensors").write_bytes(crafted(rows[:5], pad=pad))
-    (folder / "two.safetensors").write_bytes(crafted(rows[5:], {"format": "pt"}, pad=pad + 3))
-    return tensors
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -269,22 +259,6 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     arena.release()
 
 
-def test_a_memfd_that_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    arena = MemfdArena(layout.arena_nbytes)
-
-    def full(fd: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CapacityError, match="No space left"):
-        fill(checkpoint, layout, arena.view, memfd=arena.memfd)
-    arena.seal()  # LocalError if anything, the error's traceback included, still held a view
-    arena.release()
-
-
 def test_progress_ends_at_the_total_and_never_falls(tmp_path: Path) -> None:
     write_mixed(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
@@ -293,119 +267,6 @@ def test_progress_ends_at_the_total_and_never_falls(tmp_path: Path) -> None:
     fill(checkpoint, layout, make_arena(layout), progress=seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == layout.payload_nbytes
-
-
-# -- bad luck -------------------------------------------------------------------------------------
-
-
-def test_a_file_that_shrinks(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    os.truncate(tmp_path / "two.safetensors", 5 << 20)
-    with pytest.raises(CheckpointError, match=r"two\.safetensors"):
-        fill(checkpoint, layout, make_arena(layout))
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_file_that_shrinks_while_it_is_read(
-    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    if not direct:
-        monkeypatch.setattr(spans, "_open_direct", lambda file: -1)
-
-    def cut(done: int) -> None:
-        os.truncate(tmp_path / "two.safetensors", 4096 + 100)
-
-    with pytest.raises(CheckpointError, match=r"two\.safetensors"):
-        fill(checkpoint, layout, make_arena(layout), progress=cut)
-
-
-def test_a_file_that_is_replaced_or_written_to(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    path = tmp_path / "one.safetensors"
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-
-    def touch(done: int) -> None:
-        with open(path, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"!")
-
-    with pytest.raises(CheckpointError, match="changed"):
-        fill(checkpoint, layout, make_arena(layout), progress=touch)
-    data = path.read_bytes()
-    path.unlink()
-    with pytest.raises(CheckpointError, match="not there"):
-        fill(checkpoint, layout, make_arena(layout))
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="changed"):
-        fill(checkpoint, layout, make_arena(layout))
-
-
-def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    real = os.preadv
-
-    def failing(fd: int, buffers: Any, offset: int) -> int:
-        if offset >= SPAN_BYTES:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(LocalError, match="Input/output error"):
-        fill(checkpoint, layout, make_arena(layout))
-
-
-@pytest.mark.parametrize("after", [0, 3])
-def test_cancelling_leaves_no_thread_and_no_hold_on_the_arena(after: int, tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    mapping = mmap.mmap(-1, layout.arena_nbytes)
-    view = memoryview(mapping)
-    calls = iter(range(1000))
-    with pytest.raises(ClosedError) as caught:
-        fill(checkpoint, layout, view, cancelled=lambda: next(calls) >= after)
-    assert not [t for t in threading.enumerate() if t.name.startswith("mx-read")]
-    view.release()
-    mapping.close()  # BufferError if anything, the error's traceback included, still held it
-    assert caught.value.exit_code == 1
-
-
-def test_an_error_lets_go_of_the_arena(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    os.truncate(tmp_path / "two.safetensors", 5 << 20)
-    mapping = mmap.mmap(-1, layout.arena_nbytes)
-    view = memoryview(mapping)
-    with pytest.raises(CheckpointError):
-        fill(checkpoint, layout, view)
-    view.release()
-    mapping.close()
-
-
-def test_an_arena_or_layout_that_does_not_fit(tmp_path: Path) -> None:
-    write_mixed(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    layout = plan_layout(checkpoint.specs)
-    with pytest.raises(ValueError, match="arena"):
-        fill(checkpoint, layout, make_arena(layout)[:-1])
-    name = checkpoint.specs[0].name
-    other = plan_layout([TensorSpec(s.name, "I8", s.shape) for s in checkpoint.specs])
-    with pytest.raises(ValueError, match=name):
-        SpanReader(
-            checkpoint.files[0],
-            other,
-            {tensor.name: i for i, tensor in enumerate(other.tensors)},
-            ArenaWriter(make_arena(other)),
-        )
 
 
 # -- from memory ----------------------------------------------------------------------------------

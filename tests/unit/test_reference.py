@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx import api, codec
-from mx.core.reference import ModelReference, parse_reference
-from mx.core.types import ModelKey
+from mx.core.reference import ModelReference, parse_reference, pinned_name, with_pin
+from mx.core.types import ManifestRef, ModelKey
 from mx.errors import ConfigError
+from mx.units import MIB
 
 PIN = "ab" * 32
 
@@ -67,15 +69,27 @@ def test_what_a_key_prints_as_names_it(key: ModelKey) -> None:
         key.revision,
         key.variant,
     )
-    assert found.fits(key, b"")
+    assert found.fits_key(key)
+    pinned = parse_reference(with_pin(str(key), PIN))
+    assert (pinned.name, pinned.variant or "checkpoint", pinned.pin) == (key.name, key.variant, PIN)
 
 
 def test_a_reference_fits_what_it_names() -> None:
-    key, identity = ModelKey("llama", "v2"), bytes.fromhex(PIN)
+    key, weights = (
+        ModelKey("llama", "v2"),
+        ManifestRef(bytes.fromhex(PIN), bytes(32), MIB, b"", (1, 1, 0)),
+    )
+    with_files = replace(weights, packaging=b"p" * 32, sizes=(1, 1, 1))
+    pin = with_files.pin.hex()
     for text in ("", "llama", "llama:v2", "llama@AB", f"llama:v2[checkpoint]@{PIN}"):
-        assert parse_reference(text).fits(key, identity), text
-    for text in ("other", "llama:v1", "llama@cd", "llama[rank-0]"):
-        assert not parse_reference(text).fits(key, identity), text
+        assert parse_reference(text).fits(key, weights), text
+        assert parse_reference(text).fits(key, with_files), text
+    for text in ("other", "llama:v1", "llama@cd", "llama[rank-0]", f"llama@{pin}"):
+        assert not parse_reference(text).fits(key, weights), text
+    assert parse_reference(pinned_name(key, with_files)).fits(key, with_files)
+    assert pinned_name(key, with_files) == f"llama@{pin}"
+    assert pinned_name(key, weights) == f"llama@{PIN}"
+    assert not parse_reference(f"llama@{pin}").fits(key, replace(with_files, packaging=b"q" * 32))
 
 
 @pytest.mark.parametrize("folder", ["my:model", "llama@v1", "x[rank-0]", "re\x1b[31md"])

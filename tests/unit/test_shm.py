@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mx.core.topology import Place
-from mx.errors import NotAllowedError, PeerLostError, PeerProtocolError, SourceError
+from mx.errors import NotAllowedError, PathError, PeerLostError, PeerProtocolError, SourceError
 from mx.testing.bench import Bench, Source
 from mx.testing.harness import Harness
 from mx.testing.memory import Kind, Memory
@@ -22,6 +22,7 @@ from mx.transport import ExposedRegion, ExposeOptions, Piece, Read, host_view
 from mx.units import MIB
 from mx_transports.shm import ShmTransport
 from mx_transports.shm import exposure as shm_exposure
+from mx_transports.shm import session as shm_session
 from mx_transports.toolkit import exposure as sockets
 from mx_transports.toolkit import framing, kernel
 
@@ -252,6 +253,15 @@ def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Ben
         idle = [stack.enter_context(connected(ticket)) for _ in range(3 * sockets.MAX_UNPROVED)]
         bench.succeed(bench.read(bench.open(source), 0, 0, memoryview(bytearray(64))))
         assert all(is_closed(sock) for sock in idle)
+
+
+def test_another_version_of_the_transport_is_refused(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = bench.source(4096)
+    monkeypatch.setattr(shm_session, "MAGIC", shm_exposure.MAGIC[:-1] + b"\2")
+    with pytest.raises(PathError, match="speaks version 1 of this transport; this mx speaks 2"):
+        bench.open(source)
 
 
 def test_a_reader_that_sends_an_unexpected_message_is_cut(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from mx.errors import (
     ConfigError,
     LocalError,
     MxError,
+    PathError,
     PeerLostError,
     PeerProtocolError,
     PeerRefusedError,
@@ -213,6 +214,21 @@ def test_another_transports_magic_is_refused(bench: Bench) -> None:
     _, ticket = bench.source(4096).grant()
     with enter(ticket, b"mxshm\0\0\1") as sock:
         assert is_closed(sock)
+
+
+def test_another_version_of_the_transport_is_refused_with_the_own_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = bench.source(4096)
+    for version in (0, 2, 255):
+        _, ticket = source.grant()
+        with enter(ticket, wire.MAGIC[:-1] + bytes([version])) as sock:
+            hello = sock.recv(framing.HELLO.size, socket.MSG_WAITALL)
+            assert framing.HELLO.unpack(hello) == (wire.MAGIC, framing.REFUSED)
+            assert is_closed(sock)
+    monkeypatch.setattr(wire, "MAGIC", wire.MAGIC[:-1] + b"\2")
+    with pytest.raises(PathError, match="speaks version 1 of this transport; this mx speaks 2"):
+        bench.open(source)
 
 
 def test_half_open_connections_are_dropped_and_do_not_shut_others_out(bench: Bench) -> None:

@@ -32,6 +32,7 @@ from mx.log import TextFormatter
 from mx.storage.safetensors import open_checkpoint
 from mx.text import has_control, plain, plain_lines
 from mx.wire.status import DETAIL_KEY, Remote, Role, _first_line, _rebuild
+from mx.wire.versions import headers
 
 #: One of each kind: C0, DEL, C1, direction, separators, half a surrogate pair.
 BAD = ["\x1b[31m", "\x07", "\x00", "\x08", "\r", "\x7f", "\x9b2J", "\x85", "\u202e", "\u2066"]
@@ -135,7 +136,7 @@ def test_a_hostile_coordinator_on_a_terminal() -> None:
     detail = {"error": "CoordinatorError", "message": evil, "hint": evil}
 
     def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
-        context.set_trailing_metadata(((DETAIL_KEY, json.dumps(detail).encode()),))
+        context.set_trailing_metadata(((DETAIL_KEY, json.dumps(detail).encode()), *headers()))
         context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no")
         raise AssertionError
 

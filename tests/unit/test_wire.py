@@ -34,6 +34,7 @@ from mx.wire.address import (
 from mx.wire.documents import PAGE_BYTES, Assembler, pages
 from mx.wire.status import DETAIL_KEY, Remote, Role, code_of, encode_detail, translate
 from mx.wire.v1 import common_pb2 as pb
+from mx.wire.versions import headers
 
 COORDINATOR = Remote(Role.COORDINATOR, "10.0.0.1:7600")
 SOURCE = Remote(Role.SOURCE, "10.0.0.2:7700")
@@ -42,7 +43,9 @@ SOURCE = Remote(Role.SOURCE, "10.0.0.2:7700")
 def rpc_error(
     code: grpc.StatusCode, details: str = "", detail: bytes | None = None
 ) -> grpc.aio.AioRpcError:
-    trailing = grpc.aio.Metadata(*([(DETAIL_KEY, detail)] if detail is not None else []))
+    of_mx: list[tuple[str, str | bytes]]
+    of_mx = [(DETAIL_KEY, detail), *headers()] if detail is not None else []
+    trailing = grpc.aio.Metadata(*of_mx)
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details, None)
 
 
@@ -99,6 +102,8 @@ ALL_ERRORS = [
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MxError)
 ]
 
+VERSION_ERRORS = (errors.CoordinatorVersionError, errors.PeerVersionError)
+
 
 @pytest.mark.parametrize("kind", ALL_ERRORS)
 @pytest.mark.parametrize("who", [COORDINATOR, SOURCE])
@@ -111,6 +116,9 @@ def test_an_error_arrives_with_the_class_it_was_raised_with(
         # It is the other end's fault, not this process's.
         assert isinstance(raised, CoordinatorError if who is COORDINATOR else SourceError)
         assert not isinstance(raised, errors.LocalError)
+    elif kind in VERSION_ERRORS:  # named after the end that reads it
+        assert type(raised) is VERSION_ERRORS[who is SOURCE]
+        assert (raised.message, raised.hint) == ("the message é", "the hint")
     else:
         assert type(raised) is kind
         assert (raised.message, raised.hint) == ("the message é", "the hint")

@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin", "disputes", "keeps_layout", "pin_only")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,9 @@ class Source(_message.Message):
     BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
     REPLACES_REVISION_FIELD_NUMBER: _ClassVar[int]
     KEEPS_PIN_FIELD_NUMBER: _ClassVar[int]
+    DISPUTES_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -53,7 +56,10 @@ class Source(_message.Message):
     binding_secret: bytes
     replaces_revision: bool
     keeps_pin: bool
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ...) -> None: ...
+    disputes: _containers.RepeatedScalarFieldContainer[bytes]
+    keeps_layout: bool
+    pin_only: bool
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "rows")
@@ -108,12 +114,14 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., binding_secret: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("lease_s", "coordinator_epoch")
+    __slots__ = ("lease_s", "coordinator_epoch", "pin_only")
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     lease_s: float
     coordinator_epoch: str
-    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
+    pin_only: bool
+    def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ...) -> None: ...
 
 class AdvertiseRequest(_message.Message):
     __slots__ = ("source_id", "generation", "held", "binding_secret")
@@ -208,18 +216,20 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("model", "manifest", "nbytes", "layers", "sources")
+    __slots__ = ("model", "manifest", "nbytes", "layers", "sources", "pin_only")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     nbytes: int
     layers: int
     sources: int
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., nbytes: _Optional[int] = ..., layers: _Optional[int] = ..., sources: _Optional[int] = ...) -> None: ...
+    pin_only: bool
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., nbytes: _Optional[int] = ..., layers: _Optional[int] = ..., sources: _Optional[int] = ..., pin_only: bool = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)

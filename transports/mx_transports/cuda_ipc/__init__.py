@@ -32,7 +32,7 @@ from mx_transports.toolkit.cuda.exposure import GpuExposure
 from mx_transports.toolkit.cuda.opening import CPU, Devices, may_share, open_session
 from mx_transports.toolkit.cuda.remote import translated
 
-MAGIC = b"mxcuda\0\1"
+MAGIC = b"mxcuda\0\2"
 #: A copy within one GPU, until it is measured: half of the memory bandwidth of an A100 (1.6 TB/s),
 #: the slowest of those that engines usually run on.
 SAME_GPU_GB_PER_S = 700.0
@@ -78,7 +78,8 @@ class CudaIpcTransport:
         """Connect to an exposure, and map its memory.
 
         Raises:
-            SourceError: The source can't be reached, or its memory can't be mapped.
+            SourceError: The source can't be reached, its memory can't be mapped, or it offers other
+                weights.
         """
         if grant.place.device == CPU:
             raise PathError(f"{grant.peer}: cuda_ipc reads into GPU memory only", peer=grant.peer)

@@ -29,7 +29,7 @@ from mx_transports.toolkit.cuda.exposure import GpuExposure
 from mx_transports.toolkit.cuda.opening import CPU, Choose, Devices, may_share, open_session
 from mx_transports.toolkit.cuda.remote import translated
 
-MAGIC = b"mxpcie\0\1"
+MAGIC = b"mxpcie\0\2"
 #: GB/s of one lane, one way, by generation, encoding taken off (PCI Express base specification).
 LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 #: What of it copies of many MiB get: packet headers and flow control take the rest.

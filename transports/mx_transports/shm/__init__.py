@@ -14,6 +14,8 @@ without hashing (fresh destinations: populate included; medians of five):
 
 So a memfd is read by preadv: the fastest, in need of no permission to read another process, and
 where the source breaks its word about the size, a short read instead of a SIGBUS.
+
+The digests of the source's blocks, if it has any, are in a sealed memfd of their own.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class ShmTransport:
         """Make regions readable. Hosts and TLS of the options do not matter here.
 
         Raises:
-            LocalError: There are too many regions, or there is no socket to be had.
+            LocalError: There are too many regions or digests, or this process has no socket, no
+                descriptor or no memory left.
         """
         from mx_transports.shm.exposure import ShmExposure
 
@@ -71,14 +74,15 @@ class ShmTransport:
         """Connect to an exposure.
 
         Raises:
-            SourceError: The source can't be reached, or its memory can't be read.
+            SourceError: The source can't be reached, its memory can't be read, or it offers other
+                weights.
         """
         from mx_transports.shm.session import ShmSession, ShmSource
         from mx_transports.toolkit.local import LocalTicket
 
-        source = ShmSource(grant.peer, LocalTicket(grant.ticket, grant.peer))
+        source = ShmSource(grant, LocalTicket(grant.ticket, grant.peer))
         try:
-            source.connect(grant.stall_timeout_s)
+            source.connect()
             source.try_memory()
         except BaseException:
             source.close()

@@ -1,15 +1,18 @@
 """The source side of shm: a unix socket that hands out descriptors, to its own uid.
 
-After the HELLO the source sends INFO with the grant's control page, then an ENTRY for each region,
-with a duplicate of its memfd where it has a sealed one. The reader reports on the connection when
-it becomes busy and when idle.
+After the HELLO the source sends its content's label and INFO with the grant's control page, then an
+ENTRY for each region, with a duplicate of its memfd where it has a sealed one, then DIGESTS with a
+duplicate of the sealed memfd of its blocks' digests, if it has any. The reader reports on the
+connection when it becomes busy and when idle.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
 
+from mx import forks
 from mx.errors import LocalError
 from mx.transport import ExposedRegion, ExposeOptions
 from mx_transports.toolkit import kernel
@@ -17,22 +20,31 @@ from mx_transports.toolkit.exposure import GrantState
 from mx_transports.toolkit.local import BATCH, LocalExposure
 from mx_transports.toolkit.stream import SocketStream
 
-MAGIC = b"mxshm\0\0\1"
-#: Number of regions.
-INFO = struct.Struct("!I")
+MAGIC = b"mxshm\0\0\2"
+#: Number of regions, bytes of digests.
+INFO = struct.Struct("!IQ")
 #: Index, nbytes, address, whether a descriptor comes along.
 ENTRY = struct.Struct("!IQQ?")
 MAX_REGIONS = 1 << 16
+#: Those of 64 TiB in blocks of 1 MiB.
+MAX_DIGESTS_BYTES = 1 << 30
+DIGESTS = b"D"
 BUSY, IDLE = b"B", b"I"
+_DIGESTS_NAME = "mx-digests"
+forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_DIGESTS_NAME}"))
 
 
 class ShmExposure(LocalExposure):
     """Regions of this process's memory for other processes of its uid on its kernel."""
 
     def __init__(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> None:
-        """Raises LocalError for too many regions, or where there is no socket to be had."""
+        """Raises LocalError for too many regions or digests, and where this process has no socket,
+        no descriptor or no memory left."""
         if len(regions) > MAX_REGIONS:
             raise LocalError(f"shm exposes at most {MAX_REGIONS} regions, not {len(regions)}")
+        digests = memoryview(options.block_digests or b"").cast("B")
+        if len(digests) > MAX_DIGESTS_BYTES:
+            raise LocalError(f"shm hands out at most {MAX_DIGESTS_BYTES} bytes of digests")
         # A descriptor of memory that can still be written is not handed out.
         descriptors = [
             region.memfd if kernel.fully_sealed(region.memfd) else None for region in regions
@@ -44,22 +56,59 @@ class ShmExposure(LocalExposure):
             )
             for region, descriptor in zip(regions, descriptors, strict=True)
         ]
-        super().__init__(name="mx-shm", magic=MAGIC, options=options)
+        self._digests_nbytes = len(digests)
+        #: The memfd of the digests, or -1; under `lock`.
+        self._digests = _memfd_of(digests)
+        try:
+            super().__init__(name="mx-shm", magic=MAGIC, options=options)
+        except BaseException:
+            self._close_digests()
+            raise
         self.start()
+
+    def withdraw_content(self) -> None:
+        super().withdraw_content()
+        self._close_digests()
 
     def released(self) -> None:
         self._regions.clear()
+        with self.lock:
+            self._close_digests()
+
+    def _close_digests(self) -> None:
+        descriptor, self._digests = self._digests, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def serve(self, stream: SocketStream, grant: GrantState) -> None:
-        if not self.send_control(stream, grant, INFO.pack(len(self._regions))):
-            return
+        with self.lock:
+            digests = os.dup(self._digests) if self._digests >= 0 else -1
+        try:
+            greeted = self._greet(stream, grant, digests)
+        finally:
+            if digests >= 0:
+                os.close(digests)
+        if greeted:
+            self._count_reads(stream, grant)
+
+    def _greet(self, stream: SocketStream, grant: GrantState, digests: int) -> bool:
+        """Send a reader all that it needs. Returns False where its grant has ended."""
         regions = list(self._regions)
+        info = INFO.pack(len(regions), self._digests_nbytes if digests >= 0 else 0)
+        if not self.send_control(stream, grant, info):
+            return False
         for first in range(0, len(regions), BATCH):
             batch = regions[first : first + BATCH]
             stream.send_descriptors(
                 b"".join(entry for entry, _ in batch),
                 [descriptor for _, descriptor in batch if descriptor is not None],
             )
+        if digests >= 0:
+            stream.send_descriptors(DIGESTS, [digests])
+        return True
+
+    def _count_reads(self, stream: SocketStream, grant: GrantState) -> None:
+        """Count a reader's reads by what it reports, until its connection ends."""
         busy, said = False, memoryview(bytearray(1))
         try:
             while stream.wait(said) and said in (BUSY, IDLE):
@@ -69,3 +118,13 @@ class ShmExposure(LocalExposure):
         finally:
             if busy:
                 self.count_reads(grant, -1)
+
+
+def _memfd_of(digests: memoryview) -> int:
+    """Return a sealed memfd of the digests, -1 if there are none. Raises LocalError."""
+    if not digests:
+        return -1
+    try:
+        return kernel.sealed_memfd(_DIGESTS_NAME, digests)
+    except OSError as error:
+        raise LocalError(f"shm: no memory file for digests: {error.strerror}") from error

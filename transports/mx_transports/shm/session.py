@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -10,9 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mx.errors import ClosedError, LocalError, NotAllowedError, PeerLostError
-from mx.transport import Grant, Read
+from mx.transport import BLOCK_DIGEST_BYTES, Grant, Read
 from mx.units import MIB
-from mx_transports.shm.exposure import BUSY, ENTRY, IDLE, INFO, MAGIC, MAX_REGIONS
+from mx_transports.shm.exposure import (
+    BUSY,
+    DIGESTS,
+    ENTRY,
+    IDLE,
+    INFO,
+    MAGIC,
+    MAX_DIGESTS_BYTES,
+    MAX_REGIONS,
+)
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.local import BATCH, LocalSource, LocalTicket
 from mx_transports.toolkit.session import ThreadedSession
@@ -34,13 +44,19 @@ class _RemoteRegion:
 class ShmSource(LocalSource):
     """What a reader holds of its source, the regions' descriptors among it."""
 
-    def __init__(self, peer: str, ticket: LocalTicket) -> None:
-        super().__init__("shm", MAGIC, peer, ticket)
+    def __init__(self, grant: Grant, ticket: LocalTicket) -> None:
+        super().__init__("shm", MAGIC, grant, ticket)
         self.regions: dict[int, _RemoteRegion] = {}
+        #: The digests that the source states of the grant's content, if it states any.
+        self.digests: mmap.mmap | None = None
 
     def receive_greeting(self) -> None:
-        (count,) = self.receive_control(INFO)
-        if count > MAX_REGIONS:
+        count, digests_nbytes = self.receive_control(INFO)
+        if (
+            count > MAX_REGIONS
+            or digests_nbytes > MAX_DIGESTS_BYTES
+            or digests_nbytes % BLOCK_DIGEST_BYTES
+        ):
             raise self.wrong("its greeting is malformed")
         while len(self.regions) < count:
             batch = min(BATCH, count - len(self.regions))
@@ -50,6 +66,31 @@ class ShmSource(LocalSource):
                     raise self.wrong("its list of regions is malformed")
                 descriptor = descriptors.pop(0) if attached else None
                 self.regions[index] = _RemoteRegion(nbytes, address, descriptor)
+        if digests_nbytes:
+            self._receive_digests(digests_nbytes)
+
+    def _receive_digests(self, nbytes: int) -> None:
+        said, found = self.receive(len(DIGESTS), 1)
+        if said != DIGESTS or len(found) != 1:
+            raise self.wrong("the descriptor of its digests is missing")
+        if not kernel.fully_sealed(found[0]):
+            raise self.wrong("its digests are not sealed")
+        if os.fstat(found[0]).st_size != nbytes:
+            raise self.wrong("its digests are not as many as it says")
+        if self.grant.content:  # else nothing says whose they are
+            # The memory can be read without them where this process can map no more.
+            with contextlib.suppress(OSError):
+                self.digests = mmap.mmap(
+                    found[0], nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
+                )
+        # A map has a descriptor of its own.
+        self.descriptors.remove(found[0])
+        os.close(found[0])
+
+    def close(self) -> None:
+        # A view that was handed out keeps the map, which ends with the last such view.
+        self.digests = None
+        super().close()
 
     def try_memory(self) -> None:
         """Find out now, not at the first read, whether the kernel allows process_vm_readv.
@@ -110,6 +151,12 @@ class ShmSession(ThreadedSession):
                 raise LocalError(f"can't map {found.nbytes} bytes: {error.strerror}") from error
             return memoryview(mapped)
 
+    def vouched_digests(self) -> memoryview | None:
+        """See `mx.transport.Vouching`."""
+        with self.lock:
+            digests = self._source.digests
+            return None if self.closed or digests is None else memoryview(digests)
+
     # --- the threads. They look at `closed` after each step; none blocks on the peer.
 
     def release(self) -> None:
@@ -153,7 +200,7 @@ class ShmSession(ThreadedSession):
     def _check_source(self, worker: int) -> None:
         if self.closed:
             raise PeerLostError("closed", peer=self.peer)
-        self._source.check(self._polls[worker], self.grant.generation)
+        self._source.check(self._polls[worker])
 
     def _set_busy(self, before: bool, now: bool) -> bool:
         """Change the count of busy threads; notify the source where it leaves 0 or returns to 0."""

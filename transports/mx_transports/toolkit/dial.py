@@ -191,8 +191,7 @@ def greet(magic: bytes, stream: SocketStream, grant: Grant) -> None:
         raise _tls_failed(error, where, grant.peer) from error
     except OSError as error:
         raise translate(error, where, grant.peer) from error
-    if spoken != magic:
-        raise PeerProtocolError(f"{where} does not speak this transport", peer=grant.peer)
+    framing.check_magic(magic, spoken, where, grant.peer)
     if status != framing.OK:
         raise PeerRefusedError(
             f"{where}: {framing.STATUS_TEXT.get(status, f'refused ({status})')}",

@@ -140,6 +140,10 @@ class SocketExposure(ABC):
         """Return True if a connection may present a secret at all."""
         return True
 
+    def regenerate(self, generation: int) -> None:
+        """Prepare for a generation that is about to be set; `lock` is held."""
+        del generation
+
     def changed(self, grant: GrantState) -> None:
         """Make known that the generation or a grant's state has changed; `lock` is held."""
         del grant
@@ -168,6 +172,7 @@ class SocketExposure(ABC):
 
     def set_generation(self, generation: int) -> None:
         with self.lock:
+            self.regenerate(generation)
             self.generation = generation
             for grant in self.grants.values():
                 self.changed(grant)
@@ -310,7 +315,9 @@ class SocketExposure(ABC):
             data = b""
         unproved.received += data
         got = len(unproved.received)
-        if not data or not bytes(unproved.received).startswith(self._magic[:got]):
+        # Another version of the transport is refused with HELLO, which names this one.
+        name = self._magic[:-1]
+        if not data or bytes(unproved.received[: len(name)]) != name[:got]:
             self._drop(unproved)
         elif got == framing.PREAMBLE.size:
             self._admit(unproved)
@@ -323,7 +330,7 @@ class SocketExposure(ABC):
             grant = self.grants.get(key)
             # An unknown key costs the same comparison as a wrong secret.
             expected = grant.secret if grant else bytes(framing.SECRET_BYTES)
-            if not hmac.compare_digest(expected, secret) or grant is None:
+            if magic != self._magic or not hmac.compare_digest(expected, secret) or grant is None:
                 status = framing.REFUSED
             elif len(grant.streams) >= MAX_CONNECTIONS_PER_GRANT or not self._has_place(grant):
                 status = framing.FULL
@@ -332,7 +339,7 @@ class SocketExposure(ABC):
             else:
                 status = framing.FULL
         with contextlib.suppress(OSError):
-            unproved.sock.send(framing.HELLO.pack(magic, status))
+            unproved.sock.send(framing.HELLO.pack(self._magic, status))
         self._drop(unproved)
 
     def _has_place(self, grant: GrantState) -> bool:

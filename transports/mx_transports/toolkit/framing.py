@@ -1,7 +1,8 @@
 """How a connection for data begins, all fixed-size and big-endian; statuses; and tickets.
 
-A reader connects and sends PREAMBLE: magic (which names transport and version), the key that names
-its grant, and the grant's secret. The source answers HELLO. What follows is the transport's own.
+A reader connects and sends PREAMBLE: magic (which names the transport and, in its last byte, the
+version), the key that names its grant, and the grant's secret. The source answers HELLO, with its
+own magic; to another version with REFUSED. What follows is the transport's own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ import struct
 from dataclasses import dataclass
 
 from mx.core.json_bounds import MAX_TICKET_PARSED_BYTES, check_json
-from mx.errors import PeerProtocolError, PeerRefusedError, SourceError, StaleGenerationError
+from mx.errors import (
+    PathError,
+    PeerProtocolError,
+    PeerRefusedError,
+    SourceError,
+    StaleGenerationError,
+)
 
 MAGIC_BYTES = 8
 KEY_BYTES = 16
@@ -33,6 +40,30 @@ STATUS_TEXT = {
     OUT_OF_RANGE: "the source says that the read lies outside of what it registered",
     FULL: "the source has too many connections for this grant",
 }
+
+
+def check_magic(magic: bytes, spoken: bytes, where: str, peer: str) -> None:
+    """Check what a source's HELLO begins with.
+
+    Args:
+        magic: What this process speaks: the transport, and its version in the last byte.
+        spoken: What the source speaks.
+        where: What the message begins with.
+        peer: Whom the error names.
+
+    Raises:
+        PathError: It is another version of the transport.
+        PeerProtocolError: It is something else.
+    """
+    if spoken == magic:
+        return
+    if spoken[:-1] != magic[:-1]:
+        raise PeerProtocolError(f"{where} does not speak this transport", peer=peer)
+    raise PathError(
+        f"{where} speaks version {spoken[-1]} of this transport; this mx speaks {magic[-1]}",
+        peer=peer,
+        hint="run the same version of mx on both sides",
+    )
 
 
 def refusal(status: int, peer: str) -> SourceError:

@@ -41,6 +41,21 @@ def add_seals(descriptor: int, wanted: int) -> None:
     fcntl.fcntl(descriptor, F_ADD_SEALS, wanted)
 
 
+def sealed_memfd(name: str, data: memoryview) -> int:
+    """Return a new memfd that holds `data`, and can't change. Raises OSError: there are no
+    descriptors or no memory left."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.write(descriptor, data[done:])
+        add_seals(descriptor, FULL_SEALS | F_SEAL_SEAL)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def start_ticks(pid: int) -> int:
     """Return when a process started, field 22 of /proc/PID/stat; -1 where there is no process."""
     try:

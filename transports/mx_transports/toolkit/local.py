@@ -1,5 +1,9 @@
 """Sources and readers of one machine and one user, over abstract unix sockets.
 
+The kernel names the process that listens, but the ticket may have come from another one, of any
+user, that relays a ticket of this process for other weights. So this process says itself which
+weights it offers, and a reader that wants others leaves.
+
 Over the connection go descriptors: of memory, and of the grant's control page, a memfd that the
 source writes and its reader maps. Whether the grant still stands, and the memory's generation,
 are known from it without a round trip. The connection then stays open: its end notifies the reader
@@ -17,7 +21,7 @@ import struct
 
 from mx import forks
 from mx.errors import LocalError, PeerLostError, PeerProtocolError, PeerTimeoutError
-from mx.transport import ExposeOptions
+from mx.transport import MAX_CONTENT_BYTES, ExposeOptions, Grant
 from mx_transports.toolkit import framing, kernel
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
 from mx_transports.toolkit.listeners import ListeningSocket
@@ -28,6 +32,8 @@ BATCH = 64
 #: The control page, in this machine's byte order: generation, whether the grant has ended.
 CONTROL = struct.Struct("=QQ")
 CONTROL_BYTES = mmap.PAGESIZE
+#: What is sent with the control page: the generation, the bytes of its content's label, the label.
+_CONTENT = struct.Struct(f"!QB{MAX_CONTENT_BYTES}s")
 _CONTROL_NAME = "mx-control"
 forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_CONTROL_NAME}"))
 
@@ -74,7 +80,7 @@ class LocalExposure(SocketExposure):
     Args:
         name: What its threads are called, and its socket.
         magic: The transport and its version.
-        options: Of these only the stall timeout matters.
+        options: Of these the stall timeout and the content's label matter.
 
     Raises:
         LocalError: There is no socket to be had.
@@ -84,6 +90,9 @@ class LocalExposure(SocketExposure):
         self._socket_name = f"{name}-{secrets.token_hex(16)}"
         #: The pages by the grant's key, each made when its reader connects; under `lock`.
         self._pages: dict[bytes, _ControlPage] = {}
+        #: The label of what the memory holds, at the first generation that is set; under `lock`.
+        self._content = options.content
+        self._has_generation = False
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(b"\0" + self._socket_name.encode())
@@ -105,6 +114,15 @@ class LocalExposure(SocketExposure):
         pid = os.getpid()
         return {"socket": self._socket_name, "pid": pid, "start_ticks": kernel.start_ticks(pid)}
 
+    def regenerate(self, generation: int) -> None:
+        if self._has_generation and generation != self.generation:
+            self.withdraw_content()
+        self._has_generation = True
+
+    def withdraw_content(self) -> None:
+        """Forget what described the memory before it changed; `lock` is held."""
+        self._content = b""
+
     def changed(self, grant: GrantState) -> None:
         page = self._pages.get(grant.key)
         if page is not None:
@@ -113,7 +131,12 @@ class LocalExposure(SocketExposure):
                 self._pages.pop(grant.key).close()
 
     def send_control(self, stream: SocketStream, grant: GrantState, data: bytes) -> bool:
-        """Send a reader the descriptor of its control page, and a few bytes with it.
+        """Send a reader the descriptor of its control page, with what the memory holds.
+
+        Args:
+            stream: The reader's connection.
+            grant: Its grant.
+            data: A few bytes more, the transport's own.
 
         Returns:
             False where nothing was sent, since the grant has ended.
@@ -128,9 +151,10 @@ class LocalExposure(SocketExposure):
             if page is None:
                 page = self._pages[grant.key] = _ControlPage()
                 page.write(self.generation, False)
+            content = _CONTENT.pack(self.generation, len(self._content), self._content)
             control = os.dup(page.descriptor)
         try:
-            stream.send_descriptors(data, [control])
+            stream.send_descriptors(content + data, [control])
         finally:
             os.close(control)
         return True
@@ -169,12 +193,12 @@ class LocalSource:
     Args:
         path: The transport's name, for errors.
         magic: What the exposure was made with.
-        peer: The source's name in errors.
+        grant: What is opened.
         ticket: The grant's ticket.
     """
 
-    def __init__(self, path: str, magic: bytes, peer: str, ticket: LocalTicket) -> None:
-        self.path, self.peer, self.ticket = path, peer, ticket
+    def __init__(self, path: str, magic: bytes, grant: Grant, ticket: LocalTicket) -> None:
+        self.path, self.peer, self.grant, self.ticket = path, grant.peer, grant, ticket
         #: What came of descriptors. Closed with the source, unless taken out of the list.
         self.descriptors: list[int] = []
         self._magic = magic
@@ -182,7 +206,7 @@ class LocalSource:
         self._pidfd = -1
         self._control: mmap.mmap | None = None
 
-    def connect(self, timeout_s: float) -> None:
+    def connect(self) -> None:
         """Connect, present the secret, and take what the source hands out.
 
         Raises:
@@ -190,7 +214,7 @@ class LocalSource:
         """
         peer = self.peer
         try:
-            self._greet(timeout_s)
+            self._greet(self.grant.stall_timeout_s)
         except TimeoutError as error:
             raise PeerTimeoutError(f"{peer} does not answer: {error}", peer=peer) from error
         except OSError as error:
@@ -221,8 +245,7 @@ class LocalSource:
             raise self.wrong(f"process {pid} of uid {uid} listens in its place")
         stream.send_all([framing.PREAMBLE.pack(self._magic, self.ticket.key, self.ticket.secret)])
         magic, status = framing.HELLO.unpack(stream.receive(framing.HELLO.size))
-        if magic != self._magic:
-            raise self.wrong(f"it does not speak mx's {self.path}")
+        framing.check_magic(self._magic, magic, f"{self.peer} ({self.path})", self.peer)
         if status != framing.OK:
             raise framing.refusal(status, self.peer)
         self.receive_greeting()
@@ -230,17 +253,37 @@ class LocalSource:
             raise self.gone()
 
     def receive_control(self, head: struct.Struct) -> tuple[int, ...]:
-        """Receive what `send_control` sent, map the page, and return the fields of `head`."""
-        data, control = self.receive(head.size, 1)
-        if len(control) != 1:
+        """Receive what `send_control` sent, map the page, and return the fields of `head`.
+
+        Raises:
+            SourceError: The source does not offer what the grant is for.
+        """
+        data, control = self.receive(_CONTENT.size + head.size, 1)
+        generation, nbytes, label = _CONTENT.unpack_from(data)
+        if len(control) != 1 or nbytes > MAX_CONTENT_BYTES:
             raise self.wrong("its greeting is malformed")
+        self._check_content(generation, label[:nbytes])
         if (
             not kernel.seals(control[0]) & kernel.F_SEAL_SHRINK
             or os.fstat(control[0]).st_size != CONTROL_BYTES
         ):
             raise self.wrong("its control page is not sealed")
         self._control = mmap.mmap(control[0], CONTROL_BYTES, prot=mmap.PROT_READ)
-        return head.unpack(data)
+        return head.unpack_from(data, _CONTENT.size)
+
+    def _check_content(self, generation: int, content: bytes) -> None:
+        """Raise SourceError where the grant is for other weights than the source's process says."""
+        wanted = self.grant.content
+        if not wanted:
+            return
+        holder = "the process that holds its memory"
+        if content and content != wanted:
+            raise self.wrong(f"{holder} offers other weights than it says")
+        if generation != self.grant.generation:
+            # The label is of another generation, and says nothing about the grant's.
+            raise framing.refusal(framing.STALE, self.peer)
+        if not content:
+            raise self.wrong(f"{holder} does not say which weights it offers")
 
     def receive(self, nbytes: int, at_most: int) -> tuple[bytearray, list[int]]:
         """Receive so many bytes and up to `at_most` descriptors, which this source closes."""
@@ -258,19 +301,19 @@ class LocalSource:
         poll.register(self._stream.fileno(), select.POLLIN | select.POLLRDHUP)
         poll.register(self._pidfd, select.POLLIN)
 
-    def check(self, poll: select.poll, generation: int) -> None:
+    def check(self, poll: select.poll) -> None:
         """Raise SourceError where what was read just now must not be used."""
-        self.check_grant(generation)
+        self.check_grant()
         if poll.poll(0):
             raise self.gone()
 
-    def check_grant(self, generation: int) -> None:
+    def check_grant(self) -> None:
         """Raise SourceError where the grant has ended or the memory has changed."""
         assert self._control is not None
         now, ended = CONTROL.unpack_from(self._control)
         if ended:
             raise framing.refusal(framing.REFUSED, self.peer)
-        if now != generation:
+        if now != self.grant.generation:
             raise framing.refusal(framing.STALE, self.peer)
 
     def notify(self, byte: bytes) -> None:

@@ -80,13 +80,13 @@ def open_session(
     """
     ticket = GpuTicket(grant.ticket, grant.peer)
     devices = Devices(path, grant.peer)
-    remote = RemoteMemory(path, magic, grant.peer, ticket)
+    remote = RemoteMemory(path, magic, grant, ticket)
     try:
         target = None if grant.place.device == CPU else devices.open(grant.place.device)
         mappers = {uuid: choose(devices, target, uuid) for uuid in sorted(ticket.gpus)}
         if not devices.all():
             raise PathError(f"{grant.peer} by {path}: neither side is on a GPU", peer=grant.peer)
-        remote.connect(grant.stall_timeout_s)
+        remote.connect()
         remote.map(Maps(grant.peer, lambda uuid: mappers[uuid]))
         direct = bool(mappers) and all(device is target for device in mappers.values())
         with translated(path, grant.peer):

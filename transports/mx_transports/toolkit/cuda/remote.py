@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from mx.cuda.errors import CudaError
 from mx.errors import PathError, PeerProtocolError
+from mx.transport import Grant
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.maps import Maps
 from mx_transports.toolkit.cuda.wire import Allocation, RemoteRegion, Where
@@ -47,8 +48,8 @@ class GpuTicket(LocalTicket):
 class RemoteMemory(LocalSource):
     """Made by `connect`, which raises SourceError; then `map` what it brought."""
 
-    def __init__(self, path: str, magic: bytes, peer: str, ticket: GpuTicket) -> None:
-        super().__init__(path, magic, peer, ticket)
+    def __init__(self, path: str, magic: bytes, grant: Grant, ticket: GpuTicket) -> None:
+        super().__init__(path, magic, grant, ticket)
         self._gpus = ticket.gpus
         self._lock = threading.Lock()
         self._holders = 1

@@ -116,7 +116,7 @@ class GpuSession(ThreadedSession):
         self._remote.send(wire.HELD)
         poll = select.poll()
         self._remote.register(poll)
-        self._remote.check(poll, self.grant.generation)
+        self._remote.check(poll)
         assert self._target is not None
         return DeviceView(self._target.key, address, self.sizes[region], owner)
 
@@ -164,7 +164,7 @@ class GpuSession(ThreadedSession):
         self._remote.register(poll)
         why: MxError = PeerLostError("closed", peer=self.peer)
         try:
-            self._remote.check(poll, self.grant.generation)
+            self._remote.check(poll)
         except SourceError as error:
             why = error.with_traceback(None)
         with self._remote_lock:
@@ -236,7 +236,7 @@ class GpuSession(ThreadedSession):
             self._check_target(job.read)
         with copier.lock:
             self._check_open(copier)
-            self._remote.check_grant(self.grant.generation)
+            self._remote.check_grant()
             try:
                 copier.start(number, parts)
             except CudaError as error:
@@ -257,7 +257,7 @@ class GpuSession(ThreadedSession):
             # After the bytes: what was read is good only if nothing had changed by then.
             with copier.lock:
                 self._check_open(copier)
-                self._remote.check(copier.poll, self.grant.generation)
+                self._remote.check(copier.poll)
         except MxError as error:
             if work.current is job:
                 work.current = None

@@ -1,10 +1,11 @@
 """What a source of the GPU transports sends to a reader that it has admitted, all of fixed size.
 
-After the HELLO: GREETING with one descriptor, the grant's control page; then each allocation
-(with a descriptor where it is exported as one), then each region (with a descriptor where it is a
-sealed memfd). The connection then stays open. The reader sends on it when it is busy, when idle,
-and that it holds the memory beyond its session; the source sends when the grant has ended, and then
-waits for the reader to unmap the memory: the reader signals this by closing the connection.
+After the HELLO: the content's label and GREETING, with one descriptor, the grant's control page;
+then each allocation (with a descriptor where it is exported as one), then each region (with a
+descriptor where it is a sealed memfd). The connection then stays open. The reader sends on it when
+it is busy, when idle, and that it holds the memory beyond its session; the source sends when the
+grant has ended, and then waits for the reader to unmap the memory: the reader signals this by
+closing the connection.
 """
 
 from __future__ import annotations

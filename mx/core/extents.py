@@ -1,0 +1,202 @@
+"""Where the bytes of a layout are in the memory of one process. Pure.
+
+An arena that is laid out as the layout says has one span a layer. A source that was laid out
+otherwise, and has adopted another source's layout, has rows: layer-space ranges and their places in
+its regions. A reader plans its reads of both in the same way::
+
+    extents = ExtentMap.of_table(manifest.layout, table)  # of the source
+    for segment in grid.segments(part):  # without padding
+        end = segment.offset + segment.nbytes
+        for piece in extents.places(part.layer, segment.offset, end):
+            ...  # read piece.nbytes at piece.region_offset of piece.region
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from mx.core.digest import DIGEST_BYTES
+from mx.core.grid import block_count
+from mx.core.types import TENSOR_ALIGNMENT_BYTES, AddressTable, Layout, TableRow
+from mx.errors import PeerProtocolError
+
+
+class PlacedExtent(NamedTuple):
+    """`nbytes` bytes from `offset` in a layer's space, and their place in a region."""
+
+    region: int
+    region_offset: int
+    offset: int
+    nbytes: int
+
+
+class _Span(NamedTuple):
+    """Bytes up to `end` in layer space are `shift` further on in the region."""
+
+    end: int
+    region: int
+    shift: int
+
+
+class ExtentMap:
+    """Maps layer space to regions. Immutable; any thread may use it."""
+
+    def __init__(
+        self, begins: Sequence[list[int]], spans: Sequence[list[_Span]], *, contiguous: bool
+    ) -> None:
+        """Use `of_arena`, `of_table` or `relaid`. `begins` and `spans` are by layer, ascending."""
+        self._begins = begins
+        self._spans = spans
+        #: True if the layers are in one region as an arena has them, or in several in order.
+        self.contiguous = contiguous
+
+    @classmethod
+    def of_arena(cls, layout: Layout) -> ExtentMap:
+        """Return the map of an arena with this layout, which is region 0."""
+        layers = layout.layers
+        spans = [[_Span(layer.nbytes, 0, layer.arena_offset)] for layer in layers]
+        return cls([[0] for _ in layers], spans, contiguous=True)
+
+    @classmethod
+    def of_table(cls, layout: Layout, table: AddressTable) -> ExtentMap:
+        """Return the map of a source.
+
+        Args:
+            layout: The layout of its manifest.
+            table: Its table, with its rows if it is scattered; the codec and `RowsDecoder` have
+                checked it in itself.
+
+        Raises:
+            PeerProtocolError: A region is too small for its layers, a row lies outside its layer,
+                or a layer that the source holds is not covered.
+        """
+        layers = layout.layers
+        begins: list[list[int]] = [[] for _ in layers]
+        spans: list[list[_Span]] = [[] for _ in layers]
+        for region in table.regions:
+            if region.layers is None:
+                continue
+            first, end = region.layers
+            if end > len(layers):
+                raise PeerProtocolError(f"region {region.index} has layers that the model has not")
+            base = layers[first].arena_offset
+            if layers[end - 1].arena_offset + layers[end - 1].nbytes - base > region.nbytes:
+                raise PeerProtocolError(f"region {region.index} is too small for its layers")
+            for layer in layers[first:end]:
+                begins[layer.index] = [0]
+                spans[layer.index] = [_Span(layer.nbytes, region.index, layer.arena_offset - base)]
+        in_regions = [bool(each) for each in begins]
+        for row in table.rows:
+            end = row.offset + row.nbytes
+            if row.layer >= len(layers) or end > layers[row.layer].nbytes:
+                raise PeerProtocolError(f"a row lies outside layer {row.layer}")
+            if in_regions[row.layer]:
+                raise PeerProtocolError(f"layer {row.layer} has a region and rows")
+            begins[row.layer].append(row.offset)
+            spans[row.layer].append(_Span(end, row.region, row.region_offset - row.offset))
+        found = cls(begins, spans, contiguous=not table.rows)
+        for first, end in table.held:
+            for layer in layers[first:end]:
+                for offset, nbytes in layer.extents:
+                    found.places(layer.index, offset, offset + nbytes)
+        return found
+
+    def places(self, layer: int, begin: int, end: int) -> list[PlacedExtent]:
+        """Return where bytes [begin, end) of a layer's space are, ascending.
+
+        Raises:
+            PeerProtocolError: The source has not said where all of them are.
+        """
+        begins, spans = self._begins[layer], self._spans[layer]
+        at = bisect_right(begins, begin) - 1
+        found: list[PlacedExtent] = []
+        while begin < end:
+            if not (0 <= at < len(spans) and begins[at] <= begin < spans[at].end):
+                raise PeerProtocolError(f"no row says where bytes at {begin} of layer {layer} are")
+            until, region, shift = spans[at]
+            nbytes = min(until, end) - begin
+            found.append(PlacedExtent(region, begin + shift, begin, nbytes))
+            begin += nbytes
+            at += 1
+        return found
+
+    @cached_property
+    def rows(self) -> tuple[TableRow, ...]:
+        """The rows of the table, ascending; none if it is contiguous."""
+        if self.contiguous:
+            return ()
+        return tuple(
+            TableRow(layer, begin, span.end - begin, span.region, begin + span.shift)
+            for layer, (begins, spans) in enumerate(zip(self._begins, self._spans, strict=True))
+            for begin, span in zip(begins, spans, strict=True)
+        )
+
+    def relaid(self, own: Layout, other: Layout) -> ExtentMap:
+        """Return where the bytes of another layout of the same weights are in the same memory.
+
+        Args:
+            own: The layout whose map this is.
+            other: The other layout. The caller has proved that it describes the same weights.
+        """
+        tensors = {tensor.name: tensor for tensor in own.tensors}
+        holder = _holders(own)
+        begins: list[list[int]] = [[] for _ in other.layers]
+        spans: list[list[_Span]] = [[] for _ in other.layers]
+        for wanted in other.tensors:
+            held = tensors[holder.get(wanted.name, wanted.name)]
+            shift = wanted.offset - held.offset
+            for piece in self.places(held.layer, held.offset, held.offset + held.nbytes):
+                begin = piece.offset + shift
+                span = _Span(begin + piece.nbytes, piece.region, piece.region_offset - begin)
+                last = spans[wanted.layer]
+                if last and _continues(last[-1], begin, span):
+                    last[-1] = span
+                else:
+                    begins[wanted.layer].append(begin)
+                    last.append(span)
+        return ExtentMap(begins, spans, contiguous=False)
+
+
+def _continues(last: _Span, begin: int, span: _Span) -> bool:
+    """Return True if only padding lies between two spans, in layer space and in the region."""
+    padding = begin - last.end
+    return last[1:] == span[1:] and 0 <= padding < TENSOR_ALIGNMENT_BYTES
+
+
+def _holders(layout: Layout) -> dict[str, str]:
+    """Map aliases that begin where their tensor does to that tensor.
+
+    Which of several tied names holds the bytes may differ between two layouts of the same weights.
+    """
+    return {a.name: a.target for a in layout.aliases if a.offset_bytes == 0}
+
+
+def relaid_digests(
+    digests: bytes, own: Layout, other: Layout, *, digest_nbytes: int = DIGEST_BYTES
+) -> list[bytes]:
+    """Return the digests of all blocks in the order of another layout of the same weights.
+
+    Args:
+        digests: The digests in the order of `own`, layer after layer.
+        own: A layout.
+        other: The other layout. The caller has proved that it describes the same weights.
+        digest_nbytes: The length of one digest.
+
+    Returns:
+        Those of each layer; for blake3 these are its page (`mx.core.pages`).
+    """
+    found: dict[str, bytes] = {}
+    at = 0
+    for tensor in own.tensors:
+        end = at + digest_nbytes * block_count(tensor.nbytes)
+        found[tensor.name] = digests[at:end]
+        at = end
+    holder = _holders(own)
+    layers = []
+    for layer in other.layers:
+        names = other.tensors[layer.first_tensor : layer.first_tensor + len(layer.extents)]
+        layers.append(b"".join([found[holder.get(t.name, t.name)] for t in names]))
+    return layers

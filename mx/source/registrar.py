@@ -1,0 +1,188 @@
+"""Keeps a process's models listed at a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from mx import trace
+from mx.core.reference import pinned_name
+from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
+from mx.errors import LocalError, MxError
+from mx.log import event
+from mx.runtime import uncut
+from mx.source.adoption import adopted, register_adopting
+from mx.source.model import HeldModel
+from mx.source.served import Served
+from mx.wire.client import CoordinatorClient, Registered
+
+log = logging.getLogger(__name__)
+
+
+class Registrar:
+    """The registrations of one process; on the loop. `close` it."""
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        models: Mapping[str, Served],
+        record: Callable[[Served], SourceRecord],
+        switch: Callable[[HeldModel, HeldModel], Awaitable[None]],
+        readers: Callable[[str], int],
+        gb_per_s: Callable[[str], float],
+    ) -> None:
+        """
+        Args:
+            client: The coordinator; the registrar closes it.
+            models: What the process serves, by source id.
+            record: Returns the record of a served model.
+            switch: switch(held, other) serves a model in another layout or chunk size, as `other`
+                is, under that one's source id.
+            readers: Returns the number of a source's readers.
+            gb_per_s: Returns a source's rate.
+        """
+        self._client = client
+        self._models = models
+        self._record = record
+        self._switch = switch
+        self._readers = readers
+        self._gb_per_s = gb_per_s
+        self._secret = secrets.token_bytes(32)
+        self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
+        self._listing = asyncio.Lock()
+        self.registered = False
+
+    async def list(
+        self,
+        held: HeldModel,
+        *,
+        again: bool = False,
+        replaces_revision: bool = False,
+        keeps_layout: bool = False,
+    ) -> ModelKey:
+        """Register a model, which adopts another layout if the coordinator asks for it.
+
+        Args:
+            held: The model.
+            again: It was listed before: others may have taken its name since.
+            replaces_revision: Register an update of the name.
+            keeps_layout: Adopt none.
+
+        Returns:
+            The key that it is listed under.
+
+        Raises:
+            MxError: As `CoordinatorClient.register`.
+        """
+
+        async def register(keeps_layout: bool, disputes: list[bytes]) -> Registered:
+            return await self._client.register(
+                self._current(held),
+                held.manifest.documents,
+                binding_secret=self._secret,
+                replaces_revision=replaces_revision,
+                keeps_pin=again,
+                keeps_layout=keeps_layout,
+                disputes=disputes,
+            )
+
+        async def adopt(bound: ManifestRef) -> None:
+            await uncut(self._switch_to(held, await adopted(self._client, held, bound)))
+
+        # Peers have counted the chunks of a pull, which can't be counted anew.
+        keeps_layout = keeps_layout or held.role is SourceRole.RELAY
+        async with self._listing:
+            with trace.span("serve.register", model=str(held.key)):
+                listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)
+        event(
+            log,
+            "source.registered",
+            model=str(listed.model),
+            source=held.source_id,
+            endpoint=self._current(held).endpoint,
+            coordinator=self._client.remote.address,
+        )
+        self._on_pin_only(held, listed.pin_only)
+        return listed.model
+
+    async def _switch_to(self, held: HeldModel, other: HeldModel) -> None:
+        await self._switch(held, other)
+        event(
+            log,
+            "source.adopted",
+            model=str(held.key),
+            source=held.source_id,
+            layout=held.manifest.ref.layout.hex()[:16],
+            chunk_nbytes=held.manifest.ref.chunk_nbytes,
+        )
+
+    def keep_listed(self, held: HeldModel) -> None:
+        """Keep a listed model listed, even if the coordinator restarts."""
+        keeping = self._client.keep_alive(
+            lambda: self._current(held),
+            lambda: self.list(held, again=True),
+            readers=lambda: self._readers(held.source_id),
+            gb_per_s=lambda: self._gb_per_s(held.source_id),
+            on_state=self._on_registered,
+            on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only),
+        )
+        self._keeping[held] = asyncio.create_task(keeping, name="mx-keep-alive")
+
+    async def unlist(self, held: HeldModel) -> None:
+        """Deregister a model, and no longer keep it listed."""
+        keeping = self._keeping.pop(held, None)
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        try:
+            await self._client.deregister(held.source_id)
+        except MxError as error:
+            log.debug("could not deregister; the lease will end by itself: %s", error)
+
+    async def advertise(self) -> None:
+        """Report which layers are held now. Raises as `CoordinatorClient.advertise`."""
+        for served in list(self._models.values()):
+            record = self._record(served)
+            await self._client.advertise(record.source_id, record.generation, record.table.held)
+
+    async def close(self) -> None:
+        """Deregister every model, and close the client."""
+        keeping = list(self._keeping.values())
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        self._keeping.clear()
+        for served in list(self._models.values()):
+            await self.unlist(served.held)
+        await self._client.close()
+        self.registered = False
+
+    def _current(self, held: HeldModel) -> SourceRecord:
+        served = self._models.get(held.source_id)
+        if served is None:
+            raise LocalError(f"{held.key} is not served any more")
+        return self._record(served)
+
+    def _on_registered(self, registered: bool, why: str) -> None:
+        if registered != self.registered or not registered:
+            name = "source.reregistered" if registered else "source.unregistered"
+            level = logging.INFO if registered else logging.WARNING
+            endpoints = [self._record(served).endpoint for served in self._models.values()]
+            event(log, name, level=level, endpoint=next(iter(endpoints), ""), text=why)
+        self.registered = registered
+
+    def _on_pin_only(self, held: HeldModel, pin_only: bool) -> None:
+        served = self._models.get(held.source_id)
+        if served is None or served.pin_only == pin_only:
+            return
+        served.pin_only = pin_only
+        name = pinned_name(held.key, held.manifest.ref)
+        who: dict[str, Any] = {"model": str(held.key), "source": held.source_id, "pinned": name}
+        if pin_only:
+            text = f"{held.key} stands for other weights there: readers find these as {name} only"
+            event(log, "source.pin_only", level=logging.WARNING, **who, text=text)
+        else:
+            event(log, "source.named", **who, text=f"readers find these as {held.key} again")

@@ -1,0 +1,528 @@
+"""The registry against a simple model: events in any order, with loss, repeats and time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mx.core.answers import in_order
+from mx.core.digest import document_digest
+from mx.core.registry import ChangeKind, Limits, Registration, Registry
+from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
+from mx.errors import (
+    BindingError,
+    CapacityError,
+    MxError,
+    NotAllowedError,
+    StaleGenerationError,
+    UnknownSourceError,
+)
+from tests.support.records import make_documents, make_record
+
+LEASE_S = 5.0
+GRACE_S = 20.0
+ALICE, BOB = b"a" * 16, b"b" * 16
+IDS = [f"00000000-0000-4000-8000-00000000000{i}" for i in range(5)]
+WEIGHTS = {text: make_documents(text) for text in "ABC"}
+LAYOUTS = {text: document_digest(make_documents("", layout=text)[1]) for text in ("one", "two")}
+LIMITS = Limits(models=5, sources=4)
+
+ids = st.sampled_from(IDS)
+owns = st.sampled_from([True, True, True, True, False])
+held = st.sampled_from([(), ((0, 1),), ((0, 4),), ((0, 1), (2, 4))])
+generations = st.sampled_from([1, 2, 2, 3])
+
+
+def secret_of(source_id: str, own: bool) -> bytes:
+    """Return the secret that a source registers with, mostly."""
+    return ALICE if (source_id in IDS[:2]) is own else BOB
+
+
+def machine() -> Registry:
+    return Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S, limits=LIMITS)
+
+
+@dataclass
+class Bundle:
+    owner: bytes
+    base: str
+    lapses_at: float | None = None
+
+
+@dataclass
+class Bound:
+    """What a key stands for, or what contests it. Groups are [layout, sources], oldest first."""
+
+    key: ModelKey
+    identity: bytes
+    owner: bytes
+    contests: bool
+    files: bytes
+    fixed: bool = False
+    groups: list[Group] = field(default_factory=list)
+
+    @property
+    def used(self) -> bool:
+        return any(group.sources for group in self.groups)
+
+
+@dataclass
+class Group:
+    layout: bytes
+    number: int
+    sources: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Source:
+    record: SourceRecord
+    owner: bytes
+    until: float
+
+
+class Model:
+    """The same rules, written to be read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sources: dict[str, Source] = {}
+        self.bundles: dict[tuple[str, str], Bundle] = {}
+        self.all: list[Bound] = []
+        self.buried: dict[str, tuple[bytes, int, float]] = {}
+        self.numbers = 0
+
+    def bound(self, key: ModelKey) -> Bound | None:
+        return next((b for b in self.all if b.key == key and not b.contests), None)
+
+    def contests(self, key: ModelKey, identity: bytes) -> Bound | None:
+        found = (b for b in self.all if b.contests and (b.key, b.identity) == (key, identity))
+        return next(found, None)
+
+    def used(self, name: str, revision: str) -> bool:
+        return any(
+            b.used and not b.contests and (b.key.name, b.key.revision) == (name, revision)
+            for b in self.all
+        ) or any(key[0] == name and bundle.base == revision for key, bundle in self.bundles.items())
+
+    def unbind(self, name: str, revision: str) -> None:
+        base = self.bundles.pop((name, revision)).base
+        gone = [b for b in self.all if (b.key.name, b.key.revision) == (name, revision)]
+        self.all = [b for b in self.all if b.contests or b not in gone]
+        if base and (name, base) in self.bundles and not self.used(name, base):
+            self.bundles[name, base].lapses_at = self.now + GRACE_S
+        for contester in [b for b in self.all if b.contests and b.key.name == name]:
+            if not self.bound(contester.key) and not self.taken(contester.key, contester.owner):
+                contester.contests = False
+                self.open(contester.key, contester.owner)
+
+    def taken(self, key: ModelKey, owner: bytes) -> bool:
+        """True if another one's "main" or update of it stands against a new one of this owner."""
+        if (key.name, key.revision) in self.bundles:
+            return False
+        family = [b for (name, _), b in self.bundles.items() if name == key.name]
+        return any(b.owner and b.owner != owner for b in family)
+
+    def open(self, key: ModelKey, owner: bytes, base: str = "") -> None:
+        bundle = self.bundles.setdefault((key.name, key.revision), Bundle(owner, base))
+        bundle.owner = bundle.owner or owner
+        bundle.lapses_at = None
+        if bundle.base and (key.name, bundle.base) in self.bundles:
+            self.bundles[key.name, bundle.base].lapses_at = None
+
+    def lose(self, source_id: str, *, willingly: bool) -> None:
+        source = self.sources.pop(source_id)
+        until = self.now + GRACE_S
+        if len(self.buried) >= LIMITS.sources:
+            del self.buried[next(iter(self.buried))]
+        self.buried[source_id] = (source.owner, source.record.generation, until)
+        b, group = self.place_of(source_id)
+        self.leave(b, group, source_id, by=source.owner if willingly else b"")
+
+    def place_of(self, source_id: str) -> tuple[Bound, Group]:
+        ((found, group),) = [
+            (b, group) for b in self.all for group in b.groups if source_id in group.sources
+        ]
+        return found, group
+
+    def leave(self, b: Bound, group: Group, source_id: str, *, by: bytes) -> None:
+        group.sources.remove(source_id)
+        if not group.sources and b.used:
+            b.groups.remove(group)
+        key = b.key
+        if b.contests and not b.used:
+            self.all.remove(b)
+        if b.contests or self.used(key.name, key.revision):
+            return
+        superseded = any(
+            name == key.name and revision != key.revision for name, revision in self.bundles
+        )
+        if by and b.owner == by and not superseded:
+            self.unbind(key.name, key.revision)
+        else:
+            self.bundles[key.name, key.revision].lapses_at = self.now + GRACE_S
+
+    def pass_time(self) -> None:
+        for source_id in [i for i, s in self.sources.items() if s.until <= self.now]:
+            self.lose(source_id, willingly=False)
+        lapsed = [
+            key
+            for key, bundle in self.bundles.items()
+            if bundle.lapses_at is not None and bundle.lapses_at <= self.now
+        ]
+        for key in lapsed:
+            self.unbind(*key)
+        self.buried = {i: b for i, b in self.buried.items() if b[2] > self.now}
+
+    def refusal(self, record: SourceRecord, secret: bytes) -> type[MxError] | None:
+        known = self.sources.get(record.source_id)
+        if known:
+            owner, generation = known.owner, known.record.generation
+        elif record.source_id in self.buried:
+            owner, generation, _ = self.buried[record.source_id]
+        else:
+            return CapacityError if len(self.sources) >= LIMITS.sources else None
+        if owner != secret:
+            return NotAllowedError
+        if record.generation < generation:
+            return StaleGenerationError
+        if known and not known.record.ref.same_chunks(record.ref):
+            return StaleGenerationError if record.generation == generation else None
+        return None if known or len(self.sources) < LIMITS.sources else CapacityError
+
+    def alike(self, key: ModelKey, identity: bytes) -> list[Group]:
+        """The groups of these weights in all revisions, oldest first."""
+        groups = [
+            group
+            for b in self.all
+            if (b.key.name, b.key.variant, b.identity) == (key.name, key.variant, identity)
+            for group in b.groups
+        ]
+        return sorted(groups, key=lambda group: group.number)
+
+    def place(
+        self, record: SourceRecord, secret: bytes, flags: Flags
+    ) -> tuple[str, bool] | bytes | type[MxError]:
+        """Return the revision that it is listed under and whether it contests it, the layout that
+        it should adopt, or the error that refuses it."""
+        key, ref = record.model, record.ref
+        owner = b"" if record.role is SourceRole.RELAY else secret
+        bound, refused = self.bound(key), False
+        if bound is None:
+            refused = self.taken(key, owner)
+        elif bound.identity != ref.identity:
+            if flags.replaces and owner and bound.owner == owner:
+                key = replace(key, revision=self.update_of(key, ref.identity))
+                bound = self.bound(key)
+            else:
+                refused = True
+        if refused:
+            bound = self.contests(key, ref.identity)
+            if bound is None and not flags.keeps_pin:
+                return BindingError
+        if not flags.keeps_layout:
+            for group in self.alike(key, ref.identity):
+                if group.layout == ref.layout:
+                    break
+                if group.layout not in flags.disputes:
+                    return group.layout
+        known = bound is not None and any(group.layout == ref.layout for group in bound.groups)
+        if not known and sum(len(b.groups) for b in self.all) >= LIMITS.models:
+            return CapacityError
+        return key.revision, refused
+
+    def update_of(self, key: ModelKey, identity: bytes) -> str:
+        numbers = {
+            int(b.key.revision.partition(".")[2] or "1"): b
+            for b in self.all
+            if (b.key.name, b.key.variant) == (key.name, key.variant) and not b.contests
+        }
+        newest = max(numbers)
+        if numbers[newest].identity == identity:
+            return numbers[newest].key.revision
+        return f"main.{newest + 1}"
+
+    def register(
+        self, record: SourceRecord, secret: bytes, revision: str, contests: bool
+    ) -> SourceRecord:
+        asked, ref, source_id = record.model.revision, record.ref, record.source_id
+        owner = b"" if record.role is SourceRole.RELAY else secret
+        key = replace(record.model, revision=revision)
+        record = replace(record, model=key, pin_only=contests)
+        was = self.place_of(source_id) if source_id in self.sources else None
+        b = self.contests(key, ref.identity)
+        if not contests:
+            self.open(key, owner, "main" if asked != revision else "")
+            if b is not None and self.bound(key) is None:
+                b.contests, b.owner = False, owner
+            b = self.bound(key)
+        if b is None:
+            b = Bound(key, ref.identity, owner, contests, ref.packaging)
+            self.all.append(b)
+        b.owner = b.owner or owner
+        if owner and ref.packaging and not b.fixed:
+            b.files, b.fixed = ref.packaging, True
+        group = next((g for g in b.groups if g.layout == ref.layout), None)
+        if group is None:
+            b.groups = [g for g in b.groups if g.sources]
+            self.numbers += 1
+            group = Group(ref.layout, self.numbers)
+            b.groups.append(group)
+        if source_id not in group.sources:
+            group.sources.append(source_id)
+        self.buried.pop(source_id, None)
+        self.sources[source_id] = Source(record, secret, self.now + LEASE_S)
+        if was is not None and was[1] is not group:
+            self.leave(*was, source_id, by=owner)  # this may have freed the name for it
+        return self.records()[source_id]
+
+    def records(self) -> dict[str, SourceRecord]:
+        return {
+            source_id: replace(s.record, pin_only=self.place_of(source_id)[0].contests)
+            for source_id, s in self.sources.items()
+        }
+
+
+@dataclass(frozen=True)
+class Flags:
+    replaces: bool
+    keeps_pin: bool
+    keeps_layout: bool
+    disputes: tuple[bytes, ...]
+
+
+flags = st.builds(
+    Flags,
+    st.booleans(),
+    st.sampled_from([False, True, True]),
+    st.sampled_from([False, False, True]),
+    st.sampled_from([(), (), (LAYOUTS["one"],), (LAYOUTS["two"],), tuple(LAYOUTS.values())]),
+)
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = machine()
+        self.model = Model()
+        self.seen: dict[str, SourceRecord] = {}  # what a watcher has seen
+        self.documents: Counter[bytes] = Counter()  # that the coordinator holds for bindings
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 4.0, 5.0, 19.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.model.now += seconds
+
+    @rule(
+        source_id=ids,
+        own=owns,
+        weights=st.sampled_from(["A", "A", "B", "C"]),
+        layout=st.sampled_from(["one", "one", "two"]),
+        files=st.sampled_from(["", "these", "those"]),
+        name=st.sampled_from(["x", "x", "y"]),
+        revision=st.sampled_from(["main", "main", "main.2", "main.3"]),
+        variant=st.sampled_from(["checkpoint", "checkpoint", "tp0"]),
+        generation=generations,
+        layers=held,
+        role=st.sampled_from([SourceRole.ORIGIN] * 3 + [SourceRole.RELAY]),
+        flags=flags,
+    )
+    def register(
+        self,
+        source_id: str,
+        own: bool,
+        weights: str,
+        layout: str,
+        files: str,
+        name: str,
+        revision: str,
+        variant: str,
+        generation: int,
+        layers: tuple[tuple[int, int], ...],
+        role: SourceRole,
+        flags: Flags,
+    ) -> None:
+        record = make_record(
+            make_documents(weights, layout=layout, files=files),
+            source_id=source_id,
+            name=name,
+            revision=revision,
+            variant=variant,
+            generation=generation,
+            held=layers,
+            role=role,
+        )
+        secret = secret_of(source_id, own)
+        self.model.pass_time()
+        expected: Any = self.model.refusal(record, secret)
+        if expected is None:
+            expected = self.model.place(record, secret, flags)
+            if isinstance(expected, tuple):
+                expected = self.model.register(record, secret, *expected)
+
+        def register() -> Registration:
+            return self.machine.register(
+                self.model.now,
+                record,
+                secret,
+                replaces_revision=flags.replaces,
+                keeps_pin=flags.keeps_pin,
+                keeps_layout=flags.keeps_layout,
+                disputes=flags.disputes,
+            )
+
+        if isinstance(expected, SourceRecord):
+            assert register() == Registration(expected)
+        elif isinstance(expected, bytes):
+            answer = register()
+            assert answer.record is None and answer.adopt is not None
+            assert answer.adopt.identity == record.ref.identity
+            assert answer.adopt.layout == expected
+        else:
+            with pytest.raises(expected):
+                register()
+
+    @rule(source_id=ids, own=owns, state=st.sampled_from(SourceState))
+    def heartbeat(self, source_id: str, own: bool, state: SourceState) -> None:
+        secret = secret_of(source_id, own)
+        self.model.pass_time()
+        source = self.model.sources.get(source_id)
+        if source is None or source.owner != secret:
+            expected = NotAllowedError if source else UnknownSourceError
+            with pytest.raises(expected):
+                self.machine.heartbeat(self.model.now, source_id, secret, state)
+            return
+        source.record = replace(source.record, state=state)
+        source.until = self.model.now + LEASE_S
+        self.machine.heartbeat(self.model.now, source_id, secret, state)
+
+    @rule(source_id=ids, own=owns, generation=generations, layers=held)
+    def advertise(
+        self, source_id: str, own: bool, generation: int, layers: tuple[tuple[int, int], ...]
+    ) -> None:
+        secret = secret_of(source_id, own)
+        self.model.pass_time()
+        now, source = self.model.now, self.model.sources.get(source_id)
+        if source is None or source.owner != secret:
+            expected: type[MxError] = NotAllowedError if source else UnknownSourceError
+        elif generation < source.record.generation:
+            expected = StaleGenerationError
+        else:
+            table = replace(source.record.table, held=layers)
+            source.record = replace(source.record, generation=generation, table=table)
+            self.machine.advertise(now, source_id, secret, generation, layers)
+            return
+        with pytest.raises(expected):
+            self.machine.advertise(now, source_id, secret, generation, layers)
+
+    @rule(source_id=ids, own=owns)
+    def deregister(self, source_id: str, own: bool) -> None:
+        secret = secret_of(source_id, own)
+        self.model.pass_time()
+        source = self.model.sources.get(source_id)
+        if source is not None and source.owner != secret:
+            with pytest.raises(NotAllowedError):
+                self.machine.deregister(self.model.now, source_id, secret)
+            return
+        self.machine.deregister(self.model.now, source_id, secret)
+        if source is not None:
+            self.model.lose(source_id, willingly=True)
+
+    @rule(seconds=st.floats(0, 100))
+    def late_event(self, seconds: float) -> None:
+        """A clock that goes back changes nothing."""
+        self.machine.tick(self.model.now)
+        self.machine.tick(self.model.now - seconds)
+
+    @invariant()
+    def same_listing(self) -> None:
+        self.model.pass_time()
+        self.machine.tick(self.model.now)
+        listed = {s.record.source_id: s.record for s in self.machine.sources()}
+        assert listed == self.model.records()
+        for change in self.machine.take_changes():
+            source_id = change.record.source_id
+            if change.kind is ChangeKind.UP:
+                assert source_id not in self.seen and change.before is None
+            else:
+                assert self.seen[source_id] == change.before
+            if change.kind is ChangeKind.GONE:
+                del self.seen[source_id]
+                assert change.reason in ("lease expired", "deregistered")
+            else:
+                self.seen[source_id] = change.record
+        assert self.seen == listed
+
+    @invariant()
+    def same_bindings(self) -> None:
+        self.model.pass_time()
+        self.machine.tick(self.model.now)
+        expected = {(b.key, b.identity): (b.files, b.contests) for b in self.model.all}
+        summaries = self.machine.models()
+        found = {(m.model, m.ref.identity): (m.ref.packaging, m.pin_only) for m in summaries}
+        assert found == expected and len(summaries) == len(expected)
+        for ref, comes in self.machine.take_refs():
+            for digest, _ in ref.documents:
+                self.documents[digest] += 1 if comes else -1
+                assert self.documents[digest] >= 0
+        for m in summaries:
+            # Whatever a name means, its documents are there.
+            assert all(self.documents[digest] for digest, _ in m.ref.documents)
+            if not m.pin_only:
+                self.is_found(m.model)
+            self.is_found_by_its_pin(m.model, m.ref.identity)
+        assert bool(summaries) == bool(self.documents.total())
+
+    def serving(self, *, identity: bytes, key: ModelKey, revision: str) -> set[str]:
+        return {
+            i
+            for i, s in self.model.sources.items()
+            if s.record.state is SourceState.SERVING
+            and s.record.ref.identity == identity
+            and replace(key, revision=revision or s.record.model.revision) == s.record.model
+        }
+
+    def is_found(self, key: ModelKey) -> None:
+        found = self.machine.resolve(key.name, key.revision, key.variant)
+        bound = self.model.bound(key)
+        assert bound is not None and found.model == key
+        assert (found.ref.identity, found.ref.packaging) == (bound.identity, bound.files)
+        serving = self.serving(identity=bound.identity, key=key, revision=key.revision)
+        # What contests the key has other weights, or there is nothing to contest.
+        assert {s.record.source_id for s in found.sources} == serving
+        if key.variant == "checkpoint":
+            self.newest_served(key.name)
+
+    def is_found_by_its_pin(self, key: ModelKey, identity: bytes) -> None:
+        """All sources of the weights are found, whoever else has registered what."""
+        found = self.machine.resolve(f"{key.name}@{identity.hex()}", "", key.variant)
+        assert found.ref.identity == identity
+        serving = self.serving(identity=identity, key=key, revision="")
+        assert {s.record.source_id for s in found.sources} == serving
+        # The first layout that is served, in the order in which sources adopt layouts.
+        served = [g for g in self.model.alike(key, identity) if serving & {*g.sources}]
+        if served:
+            assert found.ref.layout == served[0].layout
+        ordered = [s.record.ref.layout for s in in_order(found.sources)]
+        numbers = [self.model.place_of(s.record.source_id)[1].number for s in found.sources]
+        assert ordered[:1] == [g.layout for g in served[:1]]
+        assert sorted(numbers) == [s.group for s in in_order(found.sources)]
+
+    def newest_served(self, name: str) -> None:
+        """A name alone means the newest revision that is served; if none is, the newest."""
+        numbers = {
+            int(m.model.revision.partition(".")[2] or "1"): m.model.revision
+            for m in self.machine.models()
+            if (m.model.name, m.model.variant) == (name, "checkpoint") and not m.pin_only
+        }
+        revisions = [numbers[number] for number in sorted(numbers, reverse=True)]
+        served = [r for r in revisions if self.machine.resolve(name, r).sources]
+        assert self.machine.resolve(name).model.revision == (served or revisions)[0]
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMachine = Machine.TestCase
