@@ -132,7 +132,7 @@ class Connector:
         self._users[lease] += 1
         try:
             session = await self._session(path, granted)
-            vouched = None
+            vouched = session.vouched_digests() if isinstance(session, Vouching) else None
             connection = Connection(path, lease, session, vouched=vouched)
             self._leases[lease].append(connection)
         except BaseException:
@@ -222,6 +222,7 @@ class Connector:
             # A staged session's own destinations are in host memory.
             place=replace(self._place, device="cpu") if path.staged else self._place,
             trusted_fabric=self._options.trusted_fabric,
+            content=path.source.ref.content,
         )
 
     async def give_back(self, connection: Connection) -> None:
