@@ -174,6 +174,7 @@ def succeeded(pull: Command, weights: Weights, out: Path | None = None) -> dict[
 def failed(pull: Command, *words: str, code: int | None = None, out: Path | None = None) -> None:
     """The pull ended with a typed error that has these words, and gave no wrong weights away."""
     found = pull.json(END_S)
+    assert "error" in found, found
     assert pull.wait(END_S) == found["error"]["exit_code"] > EXIT_OTHER, pull.err + pull.out
     assert code is None or found["error"]["exit_code"] == code, pull.out
     for word in words:

@@ -12,6 +12,7 @@ serve, and where it registers. Its lies, each of them absent for the truth:
     tickets    the endpoint of a source whose shm tickets it hands out as its own
     crowd      as how many sources it registers
     whole      false: it says that it lacks the last layer
+    rows       "others": rows that say of all layers that they are where the first one is
 
 It prints its endpoint as JSON, and serves until SIGTERM. It is the first among equal sources.
 """
@@ -37,6 +38,7 @@ import numpy as np
 
 from mx import api, codec, config, plugins, runtime
 from mx.core.digest import document_digest
+from mx.core.extents import ExtentMap, _Span
 from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey, SourceRole
 from mx.memory.arena import MemfdArena
@@ -156,15 +158,15 @@ def answer_pages(how: Answer) -> None:
 # -- the others -------------------------------------------------------------------------------------
 
 
-def other_files(servicer: PeerServicer, manifest: Manifest) -> None:
+def other_files(manifest: Manifest) -> None:
     """Send other bytes of the same length for each side file."""
-    honest, digests = servicer.document, {side.digest for side in manifest.packaging.side_files}
+    honest, digests = PeerServicer.document, {side.digest for side in manifest.packaging.side_files}
 
-    def document(digest: bytes) -> bytes | None:
-        data = honest(digest)
+    def document(self: PeerServicer, digest: bytes) -> bytes | None:
+        data = honest(self, digest)
         return bytes(each ^ 1 for each in data) if data and digest in digests else data
 
-    setattr(servicer, "document", document)
+    setattr(PeerServicer, "document", document)
 
 
 def garbage_layout(manifest: Manifest) -> Manifest:
@@ -212,7 +214,11 @@ async def tickets_of(endpoint: str, server: SourceServer) -> Lease:
 
 def held_model(lies: Mapping[str, Any]) -> HeldModel:
     honest = hold_checkpoint(
-        Path(lies["checkpoint"]), ModelKey(lies["model"]), shortcuts=True, threads=2
+        Path(lies["checkpoint"]),
+        ModelKey(lies["model"]),
+        chunk_nbytes=lies.get("chunk_nbytes"),
+        shortcuts=True,
+        threads=2,
     )
     manifest, layout = honest.manifest, honest.manifest.layout
     arena = MemfdArena(layout.arena_nbytes, name="lies")
@@ -235,6 +241,9 @@ def held_model(lies: Mapping[str, Any]) -> HeldModel:
         shortcuts=shortcuts,
         source_id=lies.get("source_id", source_id(0)),
     )
+    if "rows" in lies:
+        spans = [[_Span(layer.nbytes, 0, 0)] for layer in layout.layers]
+        held = replace(held, extents=ExtentMap([[0] for _ in spans], spans, contiguous=False))
     if not lies.get("whole", True):
         held = replace(held, role=SourceRole.RELAY, layers=((0, len(layout.layers) - 1),))
     return held
@@ -249,6 +258,8 @@ def serve(lies: Mapping[str, Any]) -> None:
     options = api.source_options(config.load(environ={"HOME": "/nonexistent"}))
     uid = os.getuid()
     setattr(SourceLimits, "idle", lambda self: [])  # it has all the time in the world
+    if "files" in lies:
+        other_files(held.manifest)
     if "pages" in lies:
         answer_pages(PAGES[lies["pages"]])
     if "uid" in lies:
@@ -264,8 +275,6 @@ def serve(lies: Mapping[str, Any]) -> None:
             loop.run(server.offer(each))
         if "uid" in lies:
             server._place = replace(server._place, uid=uid)
-        if "files" in lies:
-            other_files(server._servicer, held.manifest)
         if "tickets" in lies:
             lease = loop.run(tickets_of(lies["tickets"], server))
         if lies.get("coordinator"):

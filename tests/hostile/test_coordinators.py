@@ -67,7 +67,7 @@ def test_a_stranger_that_is_first_after_a_restart(
     for number, pin in enumerate((weights.identity, weights.pin)):
         out = tmp_path / str(number)
         pulling = ("pull", f"m@{pin}", "--coordinator", coordinator, "--out", str(out), "--json")
-        succeeded(run(*pulling, *WAIT), weights, out)
+        succeeded(run(*pulling, "--transport", "tcp", *WAIT), weights, out)
     assert (out / SIDE_FILE).read_bytes() == CONFIG
 
 
