@@ -188,9 +188,9 @@ class ConnectionPool:
         self._swarm.reading_began()
 
     def _open(self) -> None:
-        need_nbytes = self._transfer.manifest.layout.arena_nbytes
+        layout = self._transfer.manifest.layout
         for entry in self._connections.assign(time.monotonic()):
-            work = self._connector.open(entry.path, need_nbytes)
+            work = self._connector.open(entry.path, layout)
             task = asyncio.create_task(work, name="mx-open-path")
             self._opening[entry] = task
             task.add_done_callback(functools.partial(self._opened, entry))

@@ -359,7 +359,7 @@ class Job:
         connections.begin(entry)
         connection: Connection | None = None
         try:
-            connection = await connector.open(entry.path, nbytes)
+            connection = await connector.open(entry.path, manifest.layout)
             return connection, await connector.attach(connection, nbytes)
         except NotAllowedError as error:
             failure: MxError = error

@@ -12,7 +12,7 @@ import pytest
 from mx.core.connections import Connections
 from mx.core.paths import Medium, Rail
 from mx.core.planner import Plan, SourcePath, Spare
-from mx.core.types import SourceRecord
+from mx.core.types import Layout, SourceRecord
 from mx.errors import (
     ConfigError,
     DigestError,
@@ -116,7 +116,7 @@ class Stage:
 
     # -- the connector's --------------------------------------------------------------------------
 
-    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+    async def open(self, path: SourcePath, layout: Layout) -> Connection:
         self.tried.append(path)
         await asyncio.sleep(0)
         if path in self.fails:
@@ -421,11 +421,11 @@ class BusyStage(Stage):
         super().__init__(patience_s=patience_s)
         self.times = times
 
-    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+    async def open(self, path: SourcePath, layout: Layout) -> Connection:
         if self.tried.count(path) < self.times:
             self.tried.append(path)
             raise busy()
-        return await super().open(path, need_nbytes)
+        return await super().open(path, layout)
 
     def when_added(self) -> None:
         self.end()
@@ -500,11 +500,11 @@ def test_a_source_that_lost_one_path_of_two_is_not_reported() -> None:
 class HangingStage(Stage):
     """LATER never answers."""
 
-    async def open(self, path: SourcePath, need_nbytes: int) -> Connection:
+    async def open(self, path: SourcePath, layout: Layout) -> Connection:
         if path == LATER:
             self.tried.append(path)
             await asyncio.Event().wait()
-        return await super().open(path, need_nbytes)
+        return await super().open(path, layout)
 
 
 @pytest.mark.parametrize("ends", [True, False])
