@@ -243,7 +243,7 @@ class Connector:
             # A staged session's own destinations are in host memory.
             place=replace(self._place, device="cpu") if path.staged else self._place,
             trusted_fabric=self._options.trusted_fabric,
-            content=path.source.ref.content,
+            content=path.source.content,
         )
 
     async def give_back(self, connection: Connection) -> None:

@@ -24,7 +24,14 @@ from mx.core.pages import Pages
 from mx.core.reference import pinned_name
 from mx.core.topology import Place
 from mx.core.types import Layout
-from mx.errors import EXIT_INTEGRITY, ManifestError, MxError, NoSourceError, UnknownModelError
+from mx.errors import (
+    EXIT_INTEGRITY,
+    DigestError,
+    ManifestError,
+    MxError,
+    NoSourceError,
+    UnknownModelError,
+)
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel
 from mx.source.server import SourceServer
@@ -414,24 +421,59 @@ class Liar(CoordinatorServicer):
         return await super().Resolve(request, context)
 
 
-def test_a_coordinator_that_names_other_weights_than_the_pin_is_not_believed() -> None:
-    held, state = held_model("m"), MemoryState()
+class Hider(CoordinatorServicer):
+    """Says of every source that its memory is what a reader's would be."""
+
+    async def Resolve(self, request: Any, context: Any) -> Any:
+        answer = await super().Resolve(request, context)
+        for source in answer.sources:
+            source.table.rows = 0
+            source.table.regions[0].layers.begin = 0
+            source.table.regions[0].layers.end = source.table.held[-1].end
+        return answer
+
+
+@contextmanager
+def lying(kind: type[CoordinatorServicer]) -> Iterator[str]:
+    state = MemoryState()
     services = [
-        Service(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"], Liar(state)),
+        Service(coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"], kind(state)),
         Service(
             common_pb2.DESCRIPTOR.services_by_name["Documents"], DocumentsServicer(state.document)
         ),
     ]
     listening = run(listen("127.0.0.1:0", services))
     try:
-        address = listening.address
-        with serving(held, address):
-            expect_right(pinned_name(held.key, held.manifest.ref), address, held)
-            other = "0" * 64
-            with api.pull(f"m@{other}", coordinator=address, wait_s=60, settings=SETTINGS) as pull:
-                error = error_of(pull)
-            assert type(error) is ManifestError and error.exit_code == EXIT_INTEGRITY
-            assert address in error.message and other in error.message
-            assert held.manifest.ref.pin.hex() in error.message
+        yield listening.address
     finally:
         run(listening.stop())
+
+
+def test_a_coordinator_that_names_other_weights_than_the_pin_is_not_believed() -> None:
+    held, other = held_model("m"), "0" * 64
+    with lying(Liar) as address, serving(held, address):
+        expect_right(pinned_name(held.key, held.manifest.ref), address, held)
+        with api.pull(f"m@{other}", coordinator=address, wait_s=60, settings=SETTINGS) as pull:
+            error = error_of(pull)
+        assert type(error) is ManifestError and error.exit_code == EXIT_INTEGRITY
+        assert address in error.message and other in error.message
+        assert held.manifest.ref.pin.hex() in error.message
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_coordinator_that_hides_rows_gets_nobody_wrong_bytes(transport: str) -> None:
+    held = held_model("m")
+    with (
+        lying(Hider) as address,
+        serving(relaid(held), address) as first,
+        serving(held, address),
+    ):
+        assert held.extents is not None
+        run(first.drain(0.0))
+        until(lambda: any(s.record.state.value == "draining" for s in sources(address)))
+        with api.pull("m", coordinator=address, transport=transport, settings=SETTINGS) as pull:
+            error = error_of(pull)
+    if transport == "shm":  # which would attach
+        assert "other weights" in error.message
+    else:
+        assert isinstance(error, DigestError)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mx.core.answers import in_order
+from mx.core.answers import in_turn
 from mx.core.digest import document_digest
 from mx.core.registry import ChangeKind, Limits, Registration, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
@@ -515,10 +515,11 @@ class Machine(RuleBasedStateMachine):
         served = [g for g in self.model.alike(key, identity) if serving & {*g.sources}]
         if served:
             assert found.ref.layout == served[0].layout
-        ordered = [s.record.ref.layout for s in in_order(found.sources)]
+        layouts = [s.record.ref.layout for s in found.sources]
         numbers = [self.model.place_of(s.record.source_id)[1].number for s in found.sources]
-        assert ordered[:1] == [g.layout for g in served[:1]]
-        assert sorted(numbers) == [s.group for s in in_order(found.sources)]
+        assert layouts[:1] == [g.layout for g in served[:1]]
+        assert numbers == sorted(numbers) == [s.group for s in found.sources]
+        assert {*map(id, in_turn(found.sources))} == {*map(id, found.sources)}
 
     def newest_served(self, name: str) -> None:
         """A name alone means the newest revision that is served; if none is, the newest."""
