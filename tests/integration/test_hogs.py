@@ -201,8 +201,6 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
     options = PullOptions("m", coordinator=coordinator, transport="tcp")
     place, transports = target_place(options), plugins.transports()
 
-    small = plan_layout([TensorSpec("w", "U8", (1,))])
-
     async def main() -> None:
         locator = Locator(options)
         connector = Connector(options, place, transports, lambda: None)
