@@ -282,6 +282,7 @@ def hold(
                 key,
                 device=device,
                 chunk_nbytes=settings.chunk_bytes or None,
+                shortcuts=device == "cpu",
                 threads=2,
                 progress=on_progress,
                 cancelled=cancelled,
@@ -291,7 +292,11 @@ def hold(
     from mx.memory.torch_source import describe
 
     return hold_tensors(
-        *describe(what), key, device=device, chunk_nbytes=settings.chunk_bytes or None
+        *describe(what),
+        key,
+        device=device,
+        chunk_nbytes=settings.chunk_bytes or None,
+        shortcuts=device == "cpu",
     )
 
 

@@ -131,7 +131,7 @@ class Connector:
         )
         granted = replace(source, table=replace(source.table, regions=regions))
         table = await fetch_table(
-            self._channel(source.endpoint),
+            self.channel(source.endpoint),
             granted,
             most_rows=sum(len(layer.extents) for layer in layout.layers),
             who=Remote(Role.SOURCE, source.endpoint, self._options.tls),
@@ -172,7 +172,7 @@ class Connector:
     async def _lease(self, path: SourcePath) -> tuple[Lease, Granted]:
         connections: list[Connection] = []
         lease = Lease(
-            self._channel(path.source.endpoint),
+            self.channel(path.source.endpoint),
             path.source,
             self._on_change,
             lambda: sum(each.verified_nbytes for each in connections),
@@ -183,7 +183,8 @@ class Connector:
         granted = await lease.open(self._place, [path.transport], self._options.connect_timeout_s)
         return lease, granted
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+    def channel(self, endpoint: str) -> grpc.aio.Channel:
+        """Return the channel to a source, which the connector closes."""
         if endpoint not in self._channels:
             self._channels[endpoint] = dial(
                 endpoint, tls=self._options.tls, insecure=self._options.insecure

@@ -47,6 +47,7 @@ SPECS = [
     TensorSpec("model.layers.1.mlp.nothing", "F32", (0, 4)),
     TensorSpec("model.norm.weight", "F32", (3,)),
 ]
+U8 = TensorSpec("a", "U8", (4,))
 TIE = Alias("lm_head.weight", "model.embed_tokens.weight", "BF16", (50, 30), 0, (30, 1))
 
 
@@ -241,31 +242,31 @@ HOSTILE: list[tuple[int, Callable[[dict[str, Any]], object]]] = [
     (LAYOUT, lambda d: d["kind"].pop()),
     (LAYOUT, lambda d: d.__setitem__("kind", "0000000")),
     (LAYOUT, lambda d: d.pop("kinds")),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F128", [1]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32"])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [-1]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [2.0]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [True]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [1 << 70, 0]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [1 << 32, 1 << 32]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [MAX_ARENA_BYTES // 4 + 1]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [1] * 65])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F4", [3]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F" * 10**6, [1]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [0, 1 << 40, 1 << 40]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], []])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [30, 1]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [1]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [1] * 10**5])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [1, 51]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [True, 50]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [1, 50.0]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [-1, -50]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [1, 10**30]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 1, 30], [1, 7, 50]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 0], [1, 50]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F4", [50, 30], [1, 50]])),
-    (LAYOUT, lambda d: d["kinds"].__setitem__(0, ["F32", [50, 30], [1, 50], 0])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F128", [1]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32"])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [-1]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [2.0]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [True]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [1 << 70, 0]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [1 << 32, 1 << 32]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [MAX_ARENA_BYTES // 4 + 1]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [1] * 65])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F4", [3]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F" * 10**6, [1]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [0, 1 << 40, 1 << 40]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], []])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [30, 1]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [1]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [1] * 10**5])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [1, 51]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [True, 50]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [1, 50.0]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [-1, -50]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [1, 10**30]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 1, 30], [1, 7, 50]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 0], [1, 50]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F4", [50, 30], [1, 50]])),
+    (LAYOUT, lambda d: d["kinds"].__setitem__(1, ["F32", [50, 30], [1, 50], 0])),
     (LAYOUT, lambda d: d["layer_tensors"].__setitem__(0, 0)),
     (LAYOUT, lambda d: d["layer_tensors"].__setitem__(0, -1)),
     (LAYOUT, lambda d: d["layer_tensors"].__setitem__(0, 10**400)),
@@ -395,6 +396,9 @@ def test_more_names_than_any_model_has_are_refused_before_they_are_text() -> Non
     head = manifest.documents[manifest.ref.layout].partition(b"\n")[0]
     many = b"\0".join([b"ab"] * MAX_TENSORS)
     assert "more than 1000000" in refusal(*reissued(manifest, LAYOUT, head + b"\n" + many + b"\0"))
+    assert "more than 1000000" in refusal(
+        *reissued(manifest, LAYOUT, head + b"\n" + many + b"\0\xff")
+    )
     assert "there are two" in refusal(*reissued(manifest, LAYOUT, head + b"\n" + many[3:]))
 
 
@@ -447,6 +451,9 @@ def test_documents_must_match_their_announced_digests_and_sizes() -> None:
     manifest = manifest_of()
     other = manifest_of(salt="tuned")
     swapped = replace(manifest.ref, identity=other.ref.identity)
+    # Of the right size, and right otherwise: only the digest tells.
+    passed_off = {manifest.ref.identity: other.documents[other.ref.identity]}
+    assert "announced digest" in refusal(manifest.ref, manifest.documents | passed_off)
     # A ref may name any identity of this layout ...
     assert decode(swapped, manifest.documents | other.documents).roots == other.roots
     for position, (digest, _) in enumerate(manifest.ref.documents):
@@ -502,6 +509,10 @@ def test_flipped_bytes_never_escape_as_another_error(position: int, data: st.Dat
         (SPECS[1:], (TIE,)),
         (SPECS, (replace(TIE, name="model.norm.weight"),)),
         (SPECS, (TIE, TIE)),
+        ([U8], (Alias("b", "a", "U8", (5,), 0, (1,)),)),
+        ([U8], (Alias("b", "a", "U8", (4,), 1, (1,)),)),
+        ([U8], (Alias("b", "a", "U8", (2,), 0, (4,)),)),
+        ([U8], (Alias("b", "a", "U8", (0,), 5, (1,)),)),
         (SPECS, (TIE, replace(TIE, name="x", target="lm_head.weight"))),
     ],
 )
