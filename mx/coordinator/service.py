@@ -14,7 +14,7 @@ from mx.coordinator.progress import PullsServicer
 from mx.coordinator.state import StateStore
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, Watcher, WatchLog
-from mx.core.answers import Listed, in_order
+from mx.core.answers import Listed, in_order, in_turn
 from mx.core.registry import Change, ChangeKind
 from mx.errors import ClosedError, PeerProtocolError
 from mx.wire.documents import pages
@@ -191,20 +191,28 @@ class CoordinatorServicer(PullsServicer):
         response = pb.ResolveResponse(
             model=codec.key_to_wire(found.model), manifest=codec.ref_to_wire(found.ref)
         )
-        nbytes, taken = 0, list[Listed]()
-        for listed in found.sources[:_MAX_RESOLVED]:
-            nbytes += self._messages.source(listed.record, listed.row_count).ByteSize()
-            if nbytes > ANSWER_BYTES and taken:
-                break
-            taken.append(listed)
-        for listed in in_order(taken):
-            response.sources.append(self._messages.source(listed.record, listed.row_count))
+        response.sources.extend(self._sources_that_fit(found.sources))
         if request.inline_documents and sum(found.ref.sizes) <= _INLINE_BYTES:
             for digest, _ in found.ref.documents:
                 data = self._state.document(digest)
                 if data is not None:
                     response.documents.extend(pages(digest, data))
         return response
+
+    def _sources_that_fit(self, sources: Sequence[Listed]) -> list[pb.Source]:
+        """Return the messages of sources; of too many for one answer, a fair choice."""
+        messages = [self._messages.source(listed.record, listed.row_count) for listed in sources]
+        sizes = [message.ByteSize() for message in messages]
+        if len(messages) <= _MAX_RESOLVED and sum(sizes) <= ANSWER_BYTES:
+            return messages
+        size_of = {id(listed): size for listed, size in zip(sources, sizes, strict=True)}
+        nbytes, taken = 0, list[Listed]()
+        for listed in in_turn(sources)[:_MAX_RESOLVED]:
+            nbytes += size_of[id(listed)]
+            if nbytes > ANSWER_BYTES and taken:
+                break
+            taken.append(listed)
+        return [self._messages.source(each.record, each.row_count) for each in in_order(taken)]
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any

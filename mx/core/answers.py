@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
@@ -26,9 +27,9 @@ class Listed:
 class Resolved:
     """The answer to `resolve`: the manifest to pull, and the sources that serve these weights now.
 
-    Sources in another layout or chunk size than the manifest's are among them. Origins come first,
-    and addresses take turns: whoever registers many sources does not fill an answer that has to be
-    cut off. `in_order` sorts what is left.
+    Sources in another layout or chunk size than the manifest's are among them. They are in the
+    order in which readers should try them: by group, the oldest first, each group's origins first.
+    `in_turn` says which to keep of too many.
     """
 
     model: ModelKey
@@ -51,28 +52,27 @@ class ModelSummary:
     pin_only: bool = False
 
 
-def in_turn(groups: Iterable[Sequence[Listed]]) -> list[Listed]:
-    """Return the sources of all groups, origins first. Addresses take turns, and at each address
-    its groups do."""
-    turns: dict[tuple[bool, str], int] = {}
+def in_order(sources: Iterable[Listed]) -> list[Listed]:
+    """Return sources by group, the oldest first, each group's origins first."""
+    return sorted(sources, key=lambda s: (s.group, s.record.role is not SourceRole.ORIGIN))
+
+
+def in_turn(sources: Iterable[Listed]) -> list[Listed]:
+    """Return sources so that the first ones are a fair choice: origins come first, addresses take
+    turns, and at each address its groups do. So whoever registers many sources keeps nobody out of
+    an answer that has to be cut off."""
+    in_group: Counter[tuple[bool, str, int]] = Counter()
     ranked: list[tuple[bool, int, int, Listed]] = []
-    for group in groups:
-        within: dict[tuple[bool, str], int] = {}
-        for listed in group:
-            who = (listed.record.role is not SourceRole.ORIGIN, listed.address)
-            within[who] = within.get(who, -1) + 1
-            ranked.append((who[0], within[who], listed.group, listed))
+    for listed in sources:
+        relay = listed.record.role is not SourceRole.ORIGIN
+        who = (relay, listed.address, listed.group)
+        ranked.append((relay, in_group[who], listed.group, listed))
+        in_group[who] += 1
     ranked.sort(key=lambda each: each[:3])
+    turns: Counter[tuple[bool, str]] = Counter()
     found: list[tuple[bool, int, Listed]] = []
     for relay, _, _, listed in ranked:
-        who = (relay, listed.address)
-        turns[who] = turns.get(who, -1) + 1
-        found.append((relay, turns[who], listed))
+        found.append((relay, turns[relay, listed.address], listed))
+        turns[relay, listed.address] += 1
     found.sort(key=lambda each: each[:2])
     return [listed for _, _, listed in found]
-
-
-def in_order(sources: Iterable[Listed]) -> list[Listed]:
-    """Return sources by group, the oldest first, as readers should try them; each group's origins
-    first."""
-    return sorted(sources, key=lambda s: (s.group, s.record.role is not SourceRole.ORIGIN))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from mx.core.answers import Listed, ModelSummary, Resolved, in_turn
+from mx.core.answers import Listed, ModelSummary, Resolved, in_order
 from mx.core.bindings import Bindings
 from mx.core.groups import Binding, Group, by_age
 from mx.core.meanings import meaning
@@ -357,7 +357,8 @@ class Registry:
         ref = binding.ref_of(first)
         if files is not None:
             ref = ref.with_files_of(files)
-        return Resolved(binding.key, ref, tuple(in_turn(serving.values())))
+        everyone = [listed for each in serving.values() for listed in each]
+        return Resolved(binding.key, ref, tuple(in_order(everyone)))
 
     def _serving(self, group: Group) -> list[Listed]:
         listed = [self._sources[source_id] for source_id in group.sources]

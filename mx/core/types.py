@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mx.core.digest import pin_of
+from mx.core.digest import document_digest, pin_of
 from mx.core.grid import ChunkGrid
 from mx.core.topology import Place
 from mx.units import align_up
@@ -224,6 +224,12 @@ class ManifestRef:
         """Which weights in which layout: what a process says that its memory holds, 64 bytes."""
         return self.identity + self.layout
 
+    @property
+    def scattered_content(self) -> bytes:
+        """As `content`, for memory that is laid out otherwise: whoever attaches to it by mistake
+        finds that it is not what the layout says."""
+        return self.identity + document_digest(b"rows of " + self.layout)
+
     def same_chunks(self, other: ManifestRef) -> bool:
         """Return True if both cut the same bytes, in the same places, into the same chunks. Their
         files may differ."""
@@ -343,6 +349,11 @@ class SourceRecord:
     role: SourceRole = SourceRole.ORIGIN
     state: SourceState = SourceState.SERVING
     pin_only: bool = False
+
+    @property
+    def content(self) -> bytes:
+        """What its process says that its memory holds."""
+        return self.ref.scattered_content if self.table.scattered else self.ref.content
 
     @property
     def whole(self) -> bool:

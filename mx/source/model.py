@@ -62,6 +62,12 @@ class HeldModel:
         """The model with the manifest by which its arena is laid out."""
         return self.own or self
 
+    @property
+    def content(self) -> bytes:
+        """What the memory holds, as `SourceRecord.content`."""
+        ref = self.manifest.ref
+        return ref.content if self.extents is None else ref.scattered_content
+
     def become(self, other: HeldModel) -> None:
         """Take over the fields of another description of the same memory."""
         for each in fields(self):

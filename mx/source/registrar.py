@@ -84,7 +84,7 @@ class Registrar:
                 held.manifest.documents,
                 binding_secret=self._secret,
                 replaces_revision=replaces_revision,
-                keeps_pin=again,
+                keeps_pin=keeps_pin,
                 keeps_layout=keeps_layout,
                 disputes=disputes,
             )
@@ -92,8 +92,9 @@ class Registrar:
         async def adopt(bound: ManifestRef) -> None:
             await uncut(self._switch_to(held, await adopted(self._client, held, bound)))
 
-        # Peers have counted the chunks of a pull, which can't be counted anew.
-        keeps_layout = keeps_layout or held.role is SourceRole.RELAY
+        # Peers have counted the chunks of a pull, which can't be counted anew. It takes no name.
+        relay = held.role is SourceRole.RELAY
+        keeps_layout, keeps_pin = keeps_layout or relay, again or relay
         async with self._listing:
             with trace.span("serve.register", model=str(held.key)):
                 listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)

@@ -172,7 +172,7 @@ class SourceServer:
             limiter=self._limits.limiter,
             ports=self.options.data_ports,
             at_peer=bool(self.options.advertise),
-            content=held.manifest.ref.content,
+            content=held.content,
             block_digests=held.shortcuts or None,
         )
         return expose(held, self._transports, options)

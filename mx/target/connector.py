@@ -65,8 +65,8 @@ class Connector:
         self._lock = threading.Lock()
         self._device: Device | None = None
         self._users: Counter[ReadLease] = Counter()  # sessions, open or being opened
-        self._extents: dict[str, ExtentMap] = {}  # source id -> where it has the bytes
-        self._begun: dict[SourcePath, asyncio.Task[tuple[Connection, int]]] = {}
+        self._begun: dict[SourcePath, asyncio.Task[tuple[Connection, tuple[int, ...]]]] = {}
+        self._extents: dict[tuple[str, int], asyncio.Task[ExtentMap]] = {}  # by id and generation
 
     def begin(self, paths: Sequence[SourcePath]) -> None:
         """Start to connect ahead of `open`, while the manifest is fetched."""
@@ -80,54 +80,75 @@ class Connector:
 
         Args:
             path: The path.
-            layout: The model's, which the source's memory must have room for.
+            layout: The model's layout, which says how much memory the source must have.
 
         Raises:
             SourceError: The source refuses, or does not answer.
             LocalError: This machine can't open it.
         """
         begun = self._begun.pop(path, None)
-        connection, offered_nbytes = await (begun if begun is not None else self._traced(path))
+        connection, regions = await (begun if begun is not None else self._traced(path))
         if begun is not None and connection.lease.check() is not None:
             # It was begun long ago, and the source has ended a lease that was not used.
             await self.give_back(connection)
-            connection, offered_nbytes = await self._traced(path)
+            connection, regions = await self._traced(path)
         try:
             if path.source.table.scattered:
-                connection.extents = await self._extents_of(path.source, layout)
-            elif offered_nbytes < layout.arena_nbytes:
-                peer = connection.peer
+                connection.extents = await self._places(path.source, regions, layout)
+            elif (offered_nbytes := sum(regions[:1])) < layout.arena_nbytes:
                 raise PeerProtocolError(
-                    f"{peer} offers {offered_nbytes} bytes for a model that takes "
+                    f"{connection.peer} offers {offered_nbytes} bytes for a model that takes "
                     f"{layout.arena_nbytes}",
-                    peer=peer,
+                    peer=connection.peer,
                 )
         except BaseException:
             await self.give_back(connection)
             raise
         return connection
 
-    async def _extents_of(self, source: SourceRecord, layout: Layout) -> ExtentMap:
-        """Ask a source whose memory is laid out otherwise where it has the bytes."""
-        found = self._extents.get(source.source_id)
-        if found is None:
-            table = await fetch_table(
-                self._channel(source.endpoint),
-                source,
-                # Several tensors may share a row, and a row holds whole tensors.
-                most_rows=sum(len(layer.extents) for layer in layout.layers),
-                who=Remote(Role.SOURCE, source.endpoint),
-            )
-            found = await in_thread(ExtentMap.of_table, layout, table)
-            self._extents[source.source_id] = found
-        return found
+    async def _places(
+        self, source: SourceRecord, region_nbytes: tuple[int, ...], layout: Layout
+    ) -> ExtentMap:
+        """Return where a layout's bytes are in a source's memory, as the source itself says."""
+        key = (source.source_id, source.generation)
+        if key not in self._extents or _failed(self._extents[key]):
+            asking = self._ask_places(source, region_nbytes, layout)
+            self._extents[key] = asyncio.create_task(asking, name="mx-table")
+        return await asyncio.shield(self._extents[key])
 
-    async def _traced(self, path: SourcePath) -> tuple[Connection, int]:
+    async def _ask_places(
+        self, source: SourceRecord, region_nbytes: tuple[int, ...], layout: Layout
+    ) -> ExtentMap:
+        if len(source.table.regions) != len(region_nbytes):
+            raise PeerProtocolError(
+                f"{source.endpoint} grants {len(region_nbytes)} regions, and has registered "
+                f"{len(source.table.regions)}",
+                peer=source.endpoint,
+            )
+        regions = tuple(
+            replace(region, nbytes=nbytes)
+            for region, nbytes in zip(source.table.regions, region_nbytes, strict=True)
+        )
+        granted = replace(source, table=replace(source.table, regions=regions))
+        table = await fetch_table(
+            self.channel(source.endpoint),
+            granted,
+            most_rows=sum(len(layer.extents) for layer in layout.layers),
+            who=Remote(Role.SOURCE, source.endpoint, self._options.tls),
+            timeout_s=self._options.connect_timeout_s,
+        )
+        try:
+            return await in_thread(ExtentMap.of_table, layout, table)
+        except PeerProtocolError as error:
+            error.peer = source.endpoint
+            raise
+
+    async def _traced(self, path: SourcePath) -> tuple[Connection, tuple[int, ...]]:
         with trace.span("pull.connect", source=path.source.endpoint, transport=path.label):
             return await self._connect(path)
 
-    async def _connect(self, path: SourcePath) -> tuple[Connection, int]:
-        """Return the connection, and how many bytes the source's region holds."""
+    async def _connect(self, path: SourcePath) -> tuple[Connection, tuple[int, ...]]:
+        """Return the connection, and how many bytes each of the source's regions holds."""
         lease, granted = await self._grant_for(path)
         self._users[lease] += 1
         try:
@@ -138,7 +159,7 @@ class Connector:
         except BaseException:
             await self._leave(lease)
             raise
-        return connection, granted.region_nbytes[0] if granted.region_nbytes else 0
+        return connection, granted.region_nbytes
 
     async def _grant_for(self, path: SourcePath) -> tuple[Lease, Granted]:
         key = (path.source.source_id, path.transport)
@@ -151,7 +172,7 @@ class Connector:
     async def _lease(self, path: SourcePath) -> tuple[Lease, Granted]:
         connections: list[Connection] = []
         lease = Lease(
-            self._channel(path.source.endpoint),
+            self.channel(path.source.endpoint),
             path.source,
             self._on_change,
             lambda: sum(each.verified_nbytes for each in connections),
@@ -162,7 +183,8 @@ class Connector:
         granted = await lease.open(self._place, [path.transport], self._options.connect_timeout_s)
         return lease, granted
 
-    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+    def channel(self, endpoint: str) -> grpc.aio.Channel:
+        """Return the channel to a source, which the connector closes."""
         if endpoint not in self._channels:
             self._channels[endpoint] = dial(
                 endpoint, tls=self._options.tls, insecure=self._options.insecure
@@ -222,7 +244,7 @@ class Connector:
             # A staged session's own destinations are in host memory.
             place=replace(self._place, device="cpu") if path.staged else self._place,
             trusted_fabric=self._options.trusted_fabric,
-            content=path.source.ref.content,
+            content=path.source.content,
         )
 
     async def give_back(self, connection: Connection) -> None:
@@ -257,8 +279,9 @@ class Connector:
 
     async def close(self) -> None:
         """Close every session and wait for its end, then end their leases."""
-        begun = [*self._begun.values(), *self._granted.values()]
+        begun = [*self._begun.values(), *self._granted.values(), *self._extents.values()]
         self._begun.clear()
+        self._extents.clear()
         self._granted.clear()
         for task in begun:
             task.cancel()
@@ -276,3 +299,7 @@ class Connector:
         await asyncio.gather(*(lease.close() for lease in leases))
         for channel in channels.values():
             await channel.close(None)
+
+
+def _failed(task: asyncio.Task[ExtentMap]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -245,7 +245,7 @@ class Job:
         closing.push_async_callback(self._end_transfer, transfer)
         sources = found.located.sources
         fetcher = PageFetcher(
-            locator,
+            connector.channel,
             transfer,
             lambda: sources if self.node is None else self.node.sharing.sources,
             self._causes,

@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 
+import grpc.aio
+
 from mx.core.pages import check_page
 from mx.core.types import SourceRecord
 from mx.errors import DigestError, MxError, PeerProtocolError
 from mx.runtime import in_thread
 from mx.target.transfer import Transfer
-from mx.wire.locate import Locator
+from mx.wire.channel import Remote, Role
+from mx.wire.pages import fetch_pages
 
 #: Pause after all sources were asked in vain, the first, which doubles each time,
 FIRST_S = 0.1
@@ -32,7 +35,7 @@ class PageFetcher:
 
     def __init__(
         self,
-        locator: Locator,
+        channel_to: Callable[[str], grpc.aio.Channel],
         transfer: Transfer,
         sources: Callable[[], Sequence[SourceRecord]],
         causes: list[MxError],
@@ -41,14 +44,14 @@ class PageFetcher:
     ) -> None:
         """
         Args:
-            locator: Asks sources.
+            channel_to: Returns the channel to a source at HOST:PORT.
             transfer: Gets the pages, and is told which sources lie.
             sources: Returns the sources that are known now.
             causes: Collects why sources gave no page.
             stall_timeout_s: The connections to a source that holds everything are closed when it
                 has given no page for so long; after `MOST_STALLS` times it is given up.
         """
-        self._locator = locator
+        self._channel_to = channel_to
         self._transfer = transfer
         self._sources = sources
         self._causes = causes
@@ -82,16 +85,22 @@ class PageFetcher:
         ordered = sorted(
             self._sources(), key=lambda each: (each.source_id not in reading, not each.whole)
         )
+        ref = self._transfer.manifest.ref
         for source in ordered:
-            if source.source_id not in self._given_up:
+            if source.source_id not in self._given_up and source.ref.same_chunks(ref):
                 yield source
 
     async def _ask(self, source: SourceRecord) -> None:
         transfer, peer = self._transfer, source.endpoint
         pages, failure = transfer.pages, None
         try:
-            stream = self._locator.pages(
-                source, pages.missing, pages.nbytes, stall_timeout_s=self._stall_timeout_s
+            stream = fetch_pages(
+                self._channel_to(peer),
+                Remote(Role.SOURCE, peer),
+                transfer.manifest.ref,
+                pages.missing,
+                pages.nbytes,
+                stall_timeout_s=self._stall_timeout_s,
             )
             async with aclosing(stream) as found:
                 async for layer, page in found:

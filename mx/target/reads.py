@@ -62,7 +62,7 @@ class Connection:
     #: What the process that holds the memory says the shortcut digests of all blocks are, where the
     #: kernel vouches that it is this user's.
     vouched: memoryview | None = None
-    #: Where the source has the bytes; None: laid out as an arena, in region 0.
+    #: Where the bytes are in the source's memory; None: where the pull's own arena has them.
     extents: ExtentMap | None = None
 
     @property

@@ -377,17 +377,24 @@ class Transfer:
         sink = _PartSink(self, connection, part, blocks, hasher, vouched)
         with self._lock:
             self._in_flight[part] = sink
-        extents = self._connections[connection].extents
-        pieces = []
-        for each in grid.segments(place):
-            if extents is None:  # the source's region is laid out as this arena is
-                view = arena[each.arena_offset : each.arena_offset + each.nbytes]
-                pieces.append(Piece(0, each.arena_offset, view))
-                continue
-            for there in extents.places(place.layer, each.offset, each.offset + each.nbytes):
-                at = base + there.offset
-                view = arena[at : at + there.nbytes]
-                pieces.append(Piece(there.region, there.region_offset, view))
+        extents, segments = self._connections[connection].extents, grid.segments(place)
+        if extents is None:  # the source's region is laid out as this arena is
+            pieces = [
+                Piece(0, at.arena_offset, arena[at.arena_offset : at.arena_offset + at.nbytes])
+                for at in segments
+            ]
+        else:
+            pieces = [
+                Piece(
+                    at.region,
+                    at.region_offset,
+                    arena[base + at.offset : base + at.offset + at.nbytes],
+                )
+                for segment in segments
+                for at in extents.places(
+                    place.layer, segment.offset, segment.offset + segment.nbytes
+                )
+            ]
         return sink, Read(f"chunk {part.chunk}", pieces, sink)
 
     def _vouched(self, connection: int, part: Part) -> memoryview | None:

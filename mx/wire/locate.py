@@ -6,7 +6,7 @@ themselves. Without a pin the coordinator decides which weights a name stands fo
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -31,7 +31,6 @@ from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, Role, dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import WritePage, fetch, fetch_to
-from mx.wire.pages import fetch_pages
 from mx.wire.rpc import Stub
 from mx.wire.tls import diagnosing
 from mx.wire.v1 import peer_pb2
@@ -262,24 +261,6 @@ class Locator:
             except MxError as error:
                 causes.append(error)
         raise _no_files(self._where.name, sources, causes)
-
-    def pages(
-        self,
-        source: SourceRecord,
-        layers: Sequence[int],
-        nbytes_of: Callable[[int], int],
-        *,
-        stall_timeout_s: float,
-    ) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Ask a source for pages; see `fetch_pages`."""
-        return fetch_pages(
-            self._channel(source.endpoint),
-            Remote(Role.SOURCE, source.endpoint),
-            source.ref,
-            layers,
-            nbytes_of,
-            stall_timeout_s=stall_timeout_s,
-        )
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

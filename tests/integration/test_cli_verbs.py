@@ -47,7 +47,9 @@ def test_what_is_served_is_listed_and_pulled(
 
     listed = finished(run, "models", *at, "--json").json()["models"]
     assert [entry["model"] for entry in listed] == ["small"]
-    assert listed[0]["manifest"] == served["manifest"]
+    assert listed[0]["manifest"] == listed[0]["identity"] == served["manifest"]
+    assert listed[0]["pin"] == served["pin"] != served["manifest"]
+    assert listed[0]["pin_covers_files"] and not listed[0]["pin_only"]
     assert listed[0]["layers"] == served["layers"]
     # As the source's memory has it: with the padding between layers.
     assert 0 <= listed[0]["bytes"] - served["bytes"] < 8192 * served["layers"]
@@ -61,6 +63,12 @@ def test_what_is_served_is_listed_and_pulled(
     tables = finished(run, "models", *at).out + finished(run, "sources", *at).out
     assert "small" in tables
     assert served["endpoint"] in tables
+    # On a line of its own, to copy.
+    pinned = f"small@{served['pin']}"
+    assert f"\n{pinned}  (weights and files)\n" in tables
+    source.until(lambda: f"pin {pinned} " in source.err, "the pin")
+    by_pin = finished(run, "pull", pinned, *at)
+    assert f"\n  pin {pinned} (weights and files)\n" in by_pin.out
 
     trace = tmp_path / "trace.jsonl"
     pull = finished(run, "pull", "small", *at, "--transport", "tcp", "--json",
@@ -69,6 +77,7 @@ def test_what_is_served_is_listed_and_pulled(
     report = pull.json()
     assert set(report) >= PULL_KEYS
     assert report["bytes"] == served["bytes"]
+    assert (report["pin"], report["pin_covers_files"]) == (served["pin"], True)
     assert {path["transport"] for path in report["paths"]} == {"tcp"}
     assert trace.exists()
 

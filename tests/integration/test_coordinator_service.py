@@ -186,7 +186,7 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
         [],
         pages,
         [source_message()],
-        [source_message(), *pages[:3]],
+        [source_message(), *pages[:2]],
         [source_message(), wrong.SerializeToString(), *pages[1:]],
         [source_message(), *pages, pages[0]],
         [source_message(), *pages, source_message()],

@@ -18,7 +18,7 @@ import pytest
 
 from mx import plugins
 from mx.core.grants import MOST_PER_CONNECTION
-from mx.core.manifest import TensorSpec, plan_layout
+from mx.core.layout import TensorSpec, plan_layout
 from mx.errors import EXIT_OK, PeerBusyError
 from mx.target.connector import Connector
 from mx.target.options import PullOptions
@@ -201,8 +201,6 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
     options = PullOptions("m", coordinator=coordinator, transport="tcp")
     place, transports = target_place(options), plugins.transports()
 
-    small = plan_layout([TensorSpec("w", "U8", (1,))])
-
     async def main() -> None:
         locator = Locator(options)
         connector = Connector(options, place, transports, lambda: None)
@@ -222,9 +220,10 @@ def test_a_way_that_was_opened_early_is_opened_again_when_its_place_was_taken(
             assert isinstance(first[0].lease.check(), PeerBusyError)
             hog.end()
             async with asyncio.timeout(120):
+                layout = plan_layout([TensorSpec("w", "U8", (1,))])
                 while True:  # until the source has seen that the hog is gone
                     with contextlib.suppress(PeerBusyError):
-                        opened = await connector.open(path, small)
+                        opened = await connector.open(path, layout)
                         break
                     await asyncio.sleep(0.2)
             assert opened is not first[0] and opened.lease.check() is None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mx.core.answers import in_order, in_turn
 from mx.core.registry import ChangeKind, Limits, Registration, Registry
 from mx.core.types import SourceRecord, SourceRole, SourceState
 from mx.errors import (
@@ -314,10 +315,22 @@ def test_many_sources_of_one_address_do_not_fill_an_answer() -> None:
     honest = [make_record(WEIGHTS["A"], role=role) for role in SourceRole]
     for record in honest:
         registry.register(0, record, ALICE, keeps_layout=True, address="ipv4:10.0.0.1")
-    found = [s.record for s in registry.resolve("llama").sources]
+    sources = registry.resolve("llama").sources
+    found = [s.record for s in in_turn(sources)]
     assert len(found) == 302 and found.index(honest[0]) == 1
     # Relays come after all origins.
     assert found.index(honest[1]) == 301
+    # Nor do many layouts of one address.
+    forged = make_documents("A", layout="forged")
+    for number in range(300):
+        size = (number + 2) << 20
+        record = make_record(forged, revision=f"r{number}", chunk_nbytes=size)
+        registry.register(0, record, BOB, keeps_layout=True, address="ipv4:10.0.0.66")
+    sources = registry.resolve(f"llama@{honest[0].ref.identity.hex()}").sources
+    assert len(sources) == 602
+    taken = in_turn(sources)[:256]
+    assert taken[1].record == honest[0]
+    assert [s.record for s in in_order(taken)].index(honest[0]) <= 1
 
 
 def test_other_chunks_want_a_higher_generation() -> None:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mx.core.answers import in_order
+from mx.core.answers import in_turn
 from mx.core.digest import document_digest
 from mx.core.registry import ChangeKind, Limits, Registration, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
@@ -84,6 +84,7 @@ class Source:
     record: SourceRecord
     owner: bytes
     until: float
+    renewed: tuple[bool, int]  # True after the first heartbeat; when, in order
 
 
 class Model:
@@ -96,6 +97,7 @@ class Model:
         self.all: list[Bound] = []
         self.buried: dict[str, tuple[bytes, int, float]] = {}
         self.numbers = 0
+        self.renewals = 0
 
     def bound(self, key: ModelKey) -> Bound | None:
         return next((b for b in self.all if b.key == key and not b.contests), None)
@@ -168,8 +170,10 @@ class Model:
             self.bundles[key.name, key.revision].lapses_at = self.now + GRACE_S
 
     def pass_time(self) -> None:
-        for source_id in [i for i, s in self.sources.items() if s.until <= self.now]:
-            self.lose(source_id, willingly=False)
+        # In this order, which decides which of two layouts is left.
+        for source_id, source in sorted(self.sources.items(), key=lambda each: each[1].renewed):
+            if source.until <= self.now:
+                self.lose(source_id, willingly=False)
         lapsed = [
             key
             for key, bundle in self.bundles.items()
@@ -276,7 +280,9 @@ class Model:
         if source_id not in group.sources:
             group.sources.append(source_id)
         self.buried.pop(source_id, None)
-        self.sources[source_id] = Source(record, secret, self.now + LEASE_S)
+        self.renewals += 1
+        until, renewed = self.now + LEASE_S, (False, self.renewals)
+        self.sources[source_id] = Source(record, secret, until, renewed)
         if was is not None and was[1] is not group:
             self.leave(*was, source_id, by=owner)  # this may have freed the name for it
         return self.records()[source_id]
@@ -398,6 +404,8 @@ class Machine(RuleBasedStateMachine):
             return
         source.record = replace(source.record, state=state)
         source.until = self.model.now + LEASE_S
+        self.model.renewals += 1
+        source.renewed = (True, self.model.renewals)
         self.machine.heartbeat(self.model.now, source_id, secret, state)
 
     @rule(source_id=ids, own=owns, generation=generations, layers=held)
@@ -507,10 +515,11 @@ class Machine(RuleBasedStateMachine):
         served = [g for g in self.model.alike(key, identity) if serving & {*g.sources}]
         if served:
             assert found.ref.layout == served[0].layout
-        ordered = [s.record.ref.layout for s in in_order(found.sources)]
+        layouts = [s.record.ref.layout for s in found.sources]
         numbers = [self.model.place_of(s.record.source_id)[1].number for s in found.sources]
-        assert ordered[:1] == [g.layout for g in served[:1]]
-        assert sorted(numbers) == [s.group for s in in_order(found.sources)]
+        assert layouts[:1] == [g.layout for g in served[:1]]
+        assert numbers == sorted(numbers) == [s.group for s in found.sources]
+        assert {*map(id, in_turn(found.sources))} == {*map(id, found.sources)}
 
     def newest_served(self, name: str) -> None:
         """A name alone means the newest revision that is served; if none is, the newest."""
