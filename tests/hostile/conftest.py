@@ -140,7 +140,11 @@ class Started:
 
     def liar(self, coordinator: str | None = None, **lies: Any) -> str:
         """Start a source that lies (see `liar`). Returns its endpoint."""
-        claimed = {"checkpoint": self._weights.folder, "model": "m", "coordinator": coordinator}
+        claimed: dict[str, Any] = {
+            "checkpoint": self._weights.folder,
+            "model": "m",
+            "coordinator": coordinator,
+        }
         endpoint = self.module("liar", **(claimed | lies)).json()["endpoint"]
         assert isinstance(endpoint, str)
         return endpoint

@@ -13,6 +13,7 @@ from typing import Any
 from mx.coordinator import daemon
 from mx.coordinator.service import CoordinatorServicer
 from mx.wire.v1 import coordinator_pb2 as pb
+from tests.hostile.lies import lie
 
 
 class FalseServicer(CoordinatorServicer):
@@ -26,5 +27,5 @@ def say(address: str) -> None:
 
 
 if __name__ == "__main__":
-    setattr(daemon, "CoordinatorServicer", FalseServicer)
+    lie(daemon, "CoordinatorServicer", FalseServicer)
     sys.exit(daemon.run(daemon.Options(listen="127.0.0.1:0"), say))

@@ -3,7 +3,7 @@
 LIES is a JSON object. "checkpoint", "model" and "coordinator" (null: none) are what it claims to
 serve, and where it registers. Its lies, each of them absent for the truth:
 
-    bytes      "others": each byte is another; "forged": others with the right xxh3_128
+    bytes      of the first block of each tensor: "others", or "forged", with the right xxh3_128
     digests    "own": block digests of its own bytes
     pages      how it answers Pages: a name in PAGES
     layout     "garbage": a layout document that describes no weights
@@ -34,13 +34,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mx import api, codec, config, plugins, runtime
 from mx.core.digest import document_digest
 from mx.core.extents import ExtentMap, _Span
 from mx.core.pages import Pages
-from mx.core.types import Manifest, ModelKey, SourceRole
+from mx.core.types import Layout, Manifest, ModelKey, SourceRole
 from mx.memory.arena import MemfdArena
 from mx.source.limits import SourceLimits
 from mx.source.model import HeldModel, hold_checkpoint
@@ -53,8 +51,8 @@ from mx.wire.lease import Lease
 from mx.wire.rpc import Stub
 from mx.wire.v1 import peer_pb2
 from mx_transports.toolkit.local import LocalExposure
+from tests.hostile.lies import change, lie
 from tests.support.hashing import blocks_of, pages_of, shortcuts_of
-from tests.support.preimages import forged
 
 Answer = Callable[[list[peer_pb2.LayerPage]], AsyncIterator[peer_pb2.LayerPage]]
 #: A byte of a page comes after this long.
@@ -63,29 +61,7 @@ TRANSPORTS = {name: each for name, each in plugins.transports().items() if name 
 PR_SET_DUMPABLE = 4
 
 
-# -- bytes ------------------------------------------------------------------------------------------
-
-
-def other_bytes(manifest: Manifest, view: memoryview) -> None:
-    """Change every byte."""
-    found = np.frombuffer(view, dtype=np.uint8)
-    np.bitwise_xor(found, 0x5A, out=found)
-
-
-def forged_bytes(manifest: Manifest, view: memoryview) -> None:
-    """Change the first block of each layer that has a whole one, but not its xxh3_128."""
-    chosen = random.Random(11)
-    for layer in range(len(manifest.layout.layers)):
-        for block in (b for blocks in blocks_of(manifest.layout, view, layer) for b in blocks):
-            if len(block) == MIB:
-                block[:] = forged(bytes(block), chosen.randbytes(MIB))
-                break
-
-
-BYTES = {"others": other_bytes, "forged": forged_bytes}
-
-
-# -- pages ------------------------------------------------------------------------------------------
+# -- pages -------------------------------------------------------------------------------------
 
 
 async def of_another_model(right: list[peer_pb2.LayerPage]) -> AsyncIterator[peer_pb2.LayerPage]:
@@ -152,10 +128,10 @@ def answer_pages(how: Answer) -> None:
         async for page in how(right):
             yield page
 
-    setattr(PeerServicer, "Pages", pages)
+    lie(PeerServicer, "Pages", pages)
 
 
-# -- the others -------------------------------------------------------------------------------------
+# -- the others --------------------------------------------------------------------------------
 
 
 def other_files(manifest: Manifest) -> None:
@@ -166,7 +142,7 @@ def other_files(manifest: Manifest) -> None:
         data = honest(self, digest)
         return bytes(each ^ 1 for each in data) if data and digest in digests else data
 
-    setattr(PeerServicer, "document", document)
+    lie(PeerServicer, "document", document)
 
 
 def garbage_layout(manifest: Manifest) -> Manifest:
@@ -179,7 +155,7 @@ def garbage_layout(manifest: Manifest) -> Manifest:
 
 def become(uid: int) -> None:
     """Become another user, who lets everybody read."""
-    setattr(LocalExposure, "admits", lambda self, sock: True)
+    lie(LocalExposure, "admits", lambda self, sock: True)
     os.setgroups([])
     os.setgid(uid)
     os.setuid(uid)
@@ -208,8 +184,16 @@ async def tickets_of(endpoint: str, server: SourceServer) -> Lease:
     lease = Lease(channel, record, lambda: None)
     granted = await lease.open(server._place, ["shm"], 10.0)
     for served in server._servicer.models.values():
-        setattr(served.exposures["shm"], "grant", lambda grant_id: granted.tickets["shm"])
+        lie(served.exposures["shm"], "grant", lambda grant_id: granted.tickets["shm"])
     return lease
+
+
+def change_some(layout: Layout, view: memoryview, how: str) -> None:
+    """Change the first block of each tensor."""
+    chosen = random.Random(11)
+    for layer in range(len(layout.layers)):
+        for first, *_ in blocks_of(layout, view, layer):
+            change(first, how, chosen)
 
 
 def held_model(lies: Mapping[str, Any]) -> HeldModel:
@@ -225,7 +209,7 @@ def held_model(lies: Mapping[str, Any]) -> HeldModel:
     arena.view[:] = host_view(honest.arena.view)
     honest.arena.release()
     if "bytes" in lies:
-        BYTES[lies["bytes"]](manifest, arena.view)
+        change_some(layout, arena.view, lies["bytes"])
     pages, shortcuts = honest.pages, honest.shortcuts
     if lies.get("digests") == "own":
         pages = Pages.whole(manifest, pages_of(layout, arena.view))
@@ -257,7 +241,7 @@ def serve(lies: Mapping[str, Any]) -> None:
     held = held_model(lies)
     options = api.source_options(config.load(environ={"HOME": "/nonexistent"}))
     uid = os.getuid()
-    setattr(SourceLimits, "idle", lambda self: [])  # it has all the time in the world
+    lie(SourceLimits, "idle", lambda self: [])  # it has all the time in the world
     if "files" in lies:
         other_files(held.manifest)
     if "pages" in lies:

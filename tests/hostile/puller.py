@@ -26,7 +26,7 @@ def run(model: str, right: dict[str, str], **options: Any) -> int:
             for layer in pull.layers():
                 for name, tensor in layer.tensors().items():
                     data = tensor.contiguous().view(torch.uint8).numpy()
-                    delivered[name] = hashlib.sha256(data).hexdigest()
+                    delivered[name] = hashlib.sha256(data.data).hexdigest()
             found = pull.wait().to_json()
         except MxError as error:
             code = error.exit_code

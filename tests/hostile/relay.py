@@ -15,29 +15,19 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from mx import api
 from mx.core.holdings import Holdings
 from mx.swarm.node import Node
 from mx.swarm.uploads import Uploads
 from mx.target.transfer import Transfer
-from mx.units import MIB
-from tests.support.preimages import forged
+from tests.hostile.lies import change, lie
 
 FIRST_ID = uuid.UUID("00000000-0000-4000-8000-000000000000")  # first among equals
 #: Chunks that it has when it prints its endpoint.
 A_FEW = 8
-
-
-def change(block: memoryview, how: str, chosen: random.Random) -> None:
-    if how == "others":
-        found = np.frombuffer(block, dtype=np.uint8)
-        np.bitwise_xor(found, 0x5A, out=found)
-    elif len(block) == MIB:
-        block[:] = forged(bytes(block), chosen.randbytes(MIB))
 
 
 def pass_on_others(how: str, truths: int) -> None:
@@ -58,9 +48,9 @@ def pass_on_others(how: str, truths: int) -> None:
                     change(block, how, chosen)
             return Holdings.add(holdings, chunk)
 
-        setattr(holdings, "add", add)
+        lie(holdings, "add", add)
 
-    setattr(Transfer, "__init__", init)
+    lie(Transfer, "__init__", init)
 
 
 def boast() -> None:
@@ -70,8 +60,8 @@ def boast() -> None:
     def allow(self: Uploads, number: int, chunk: int, **options: Any) -> None:
         request(self, number, chunk, **(options | {"available": True}))
 
-    setattr(Node, "held", property(lambda self: (1 << self._chunk_count) - 1))
-    setattr(Uploads, "request", allow)
+    lie(Node, "held", property(lambda self: (1 << self._chunk_count) - 1))
+    lie(Uploads, "request", allow)
 
 
 def endpoint_of(pull: api.Pull) -> str:
@@ -82,12 +72,16 @@ def endpoint_of(pull: api.Pull) -> str:
     return record.endpoint if record is not None and enough else ""
 
 
-def run(lies: dict[str, Any]) -> None:
+def run(lies: Mapping[str, Any]) -> None:
     pass_on_others(lies["bytes"], lies.get("truths", 0))
     if lies.get("boasts"):
         boast()
-    setattr(uuid, "uuid4", lambda: FIRST_ID)
-    arguments = {"coordinator": lies["coordinator"], "transport": "tcp", "attach": False}
+    lie(uuid, "uuid4", lambda: FIRST_ID)
+    arguments: dict[str, Any] = {
+        "coordinator": lies["coordinator"],
+        "transport": "tcp",
+        "attach": False,
+    }
     with api.pull(lies["model"], hold=True, **arguments) as pull:
         if lies.get("hold"):
             endpoint = pull.hold().endpoint

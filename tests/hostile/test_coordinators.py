@@ -4,71 +4,114 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mx import api
-from tests.hostile.conftest import CONFIG, SIDE_FILE, Started, Weights, failed, succeeded
-from tests.integration.conftest import Run, free_port, serve, start_coordinator
+from mx.core.types import SourceRole
+from mx.units import MIB
+from tests.hostile.conftest import CONFIG, END_S, SIDE_FILE, Started, Weights, failed, succeeded
+from tests.integration.conftest import Command, Run, free_port, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 OWN_DIGESTS = {"bytes": "others", "digests": "own"}
-#: How long a pull waits for the honest source to be listed again.
-WAIT = ("--wait", "30")
 
 
-def source_id(coordinator: str) -> str:
-    (status,) = api.list_sources("m", coordinator=coordinator)
-    return status.record.source_id
+@dataclass
+class Restarted:
+    """A coordinator that has restarted; its sources have not noticed. `honest` stands still; it
+    was listed under the id `honest_id`."""
+
+    run: Run
+    start: Started
+    coordinator: str
+    honest: Command
+    honest_id: str
+
+    @classmethod
+    def of(cls, run: Run, start: Started, weights: Weights, *, relay: bool = False) -> Restarted:
+        port = free_port()
+        coordinator, daemon = start_coordinator(run, port=port)
+        honest = origin = serve(run, weights.folder, "m", coordinator)
+        if relay:
+            honest = run("pull", "m", "--coordinator", coordinator, "--hold", "--json")
+            honest.until(lambda: "holding m" in honest.err, "the model held", END_S)
+            origin.signal(signal.SIGKILL)
+            origin.wait()
+        role = SourceRole.RELAY if relay else SourceRole.ORIGIN
+        (known,) = (
+            status.record.source_id
+            for status in api.list_sources("m", coordinator=coordinator)
+            if status.record.role is role
+        )
+        honest.signal(signal.SIGSTOP)
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        start_coordinator(run, port=port)
+        return cls(run, start, coordinator, honest, known)
+
+    def pull(self, pin: str, out: Path) -> Command:
+        """Let the honest source go on, and pull by its pin."""
+        self.honest.signal(signal.SIGCONT)
+        where = ("--coordinator", self.coordinator, "--out", str(out), "--transport", "tcp")
+        return self.run("pull", f"m@{pin}", *where, "--json", "--wait", "30")
 
 
-def other_weights_first(run: Run, start: Started, others: Weights, coordinator: str, _: str) -> None:
-    serve(run, others.folder, "m", coordinator)
+def other_weights(restarted: Restarted, others: Weights) -> None:
+    serve(restarted.run, others.folder, "m", restarted.coordinator)
 
 
-def garbage_layout_first(run: Run, start: Started, others: Weights, coordinator: str, _: str) -> None:
-    start.liar(coordinator, layout="garbage", **OWN_DIGESTS)
+def garbage_layout(restarted: Restarted, others: Weights) -> None:
+    restarted.start.liar(restarted.coordinator, layout="garbage", **OWN_DIGESTS)
 
 
-def other_files_first(run: Run, start: Started, others: Weights, coordinator: str, _: str) -> None:
-    start.liar(coordinator, packaging="others", **OWN_DIGESTS)
+def other_chunks(restarted: Restarted, others: Weights) -> None:
+    restarted.start.liar(restarted.coordinator, chunk_nbytes=4 * MIB, **OWN_DIGESTS)
 
 
-def own_id_first(run: Run, start: Started, others: Weights, coordinator: str, taken: str) -> None:
-    """A source's id is in every listing."""
-    start.liar(coordinator, source_id=taken, **OWN_DIGESTS)
+def the_honest_id(restarted: Restarted, others: Weights) -> None:
+    """It is in every listing."""
+    restarted.start.liar(restarted.coordinator, source_id=restarted.honest_id, **OWN_DIGESTS)
 
 
-STRANGERS = [other_weights_first, garbage_layout_first, own_id_first]
-
-
-@pytest.mark.parametrize("stranger", STRANGERS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "stranger",
+    [other_weights, garbage_layout, other_chunks, the_honest_id],
+    ids=lambda each: each.__name__,
+)
 def test_a_stranger_that_is_first_after_a_restart(
     run: Run,
     start: Started,
     weights: Weights,
     other_weights: Weights,
     tmp_path: Path,
-    stranger: Callable[..., None],
+    stranger: Callable[[Restarted, Weights], None],
 ) -> None:
-    port = free_port()
-    coordinator, daemon = start_coordinator(run, port=port)
-    honest = serve(run, weights.folder, "m", coordinator)
-    taken = source_id(coordinator)
-    honest.signal(signal.SIGSTOP)
-    daemon.signal(signal.SIGKILL)
-    daemon.wait()
-    start_coordinator(run, port=port)
-    stranger(run, start, other_weights, coordinator, taken)
-    honest.signal(signal.SIGCONT)
-    for number, pin in enumerate((weights.identity, weights.pin)):
-        out = tmp_path / str(number)
-        pulling = ("pull", f"m@{pin}", "--coordinator", coordinator, "--out", str(out), "--json")
-        succeeded(run(*pulling, "--transport", "tcp", *WAIT), weights, out)
+    out = tmp_path / "out"
+    restarted = Restarted.of(run, start, weights)
+    stranger(restarted, other_weights)
+    succeeded(restarted.pull(weights.pin, out), weights, out)
     assert (out / SIDE_FILE).read_bytes() == CONFIG
+
+
+@pytest.mark.parametrize("stranger", [garbage_layout, other_chunks], ids=lambda each: each.__name__)
+def test_a_stranger_that_is_first_beside_a_relay(
+    run: Run,
+    start: Started,
+    weights: Weights,
+    other_weights: Weights,
+    tmp_path: Path,
+    stranger: Callable[[Restarted, Weights], None],
+) -> None:
+    """A relay can't adopt another layout or other chunks."""
+    out = tmp_path / "out"
+    restarted = Restarted.of(run, start, weights, relay=True)
+    stranger(restarted, other_weights)
+    succeeded(restarted.pull(weights.identity, out), weights, out)
 
 
 @pytest.mark.parametrize("named", ["identity", "pin"])

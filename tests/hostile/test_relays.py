@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +33,9 @@ def test_a_relay_that_lies_while_it_receives(
 ) -> None:
     coordinator, _ = start_coordinator(run)
     serve(run, weights.folder, "m", coordinator, *SLOW)
-    here = {"model": f"m@{weights.identity}", "coordinator": coordinator}
+    here: dict[str, Any] = {"model": f"m@{weights.identity}", "coordinator": coordinator}
     liar = start.module("relay", COORDINATED, **here, **lies).json()["endpoint"]
-    options = {"transport": "tcp", "attach": False, "right": weights.hashes}
+    options: dict[str, Any] = {"transport": "tcp", "attach": False, "right": weights.hashes}
     pull = start.module("puller", COORDINATED, **here, **options)
     report = succeeded(pull, weights)
     assert report["retries"] > 0  # it has read from the liar
@@ -44,17 +43,19 @@ def test_a_relay_that_lies_while_it_receives(
 
 
 @pytest.mark.parametrize(
-    "way",
-    [{"transport": "tcp"}, {"attach": False, "verify": "strong"}, {"verify": "strong"}],
-    ids=["tcp", "copied", "attached"],
+    ("how", "way"),
+    [
+        pytest.param("forged", {"transport": "tcp"}, id="forged"),
+        pytest.param("forged", {"attach": False, "verify": "strong"}, id="forged, copied"),
+        pytest.param("others", {"verify": "strong"}, id="attached"),
+    ],
 )
-@pytest.mark.parametrize("how", ["forged", "others"])
 def test_a_relay_that_lies_when_it_has_everything(
     run: Run, start: Started, weights: Weights, how: str, way: dict[str, Any]
 ) -> None:
     coordinator, _ = start_coordinator(run)
     origin = serve(run, weights.folder, "m", coordinator)
-    here = {"model": f"m@{weights.identity}", "coordinator": coordinator}
+    here: dict[str, Any] = {"model": f"m@{weights.identity}", "coordinator": coordinator}
     liar = start.module("relay", **here, bytes=how, hold=True).json()["endpoint"]
     here |= {"right": weights.hashes, **way}
     report = succeeded(start.module("puller", **here), weights)

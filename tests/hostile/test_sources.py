@@ -1,5 +1,5 @@
-"""Sources with the honest identity and layout that lie about bytes and block digests: each is found,
-alone or beside an honest one, and no pull delivers what it sends."""
+"""Sources with the honest identity and layout that lie about bytes, block digests and memory: each
+is found, alone or beside an honest one, and no pull delivers what it sends."""
 
 from __future__ import annotations
 
@@ -12,50 +12,58 @@ import pytest
 from mx.errors import EXIT_INTEGRITY
 from tests.hostile.conftest import Site, Started, Weights, failed, left, succeeded
 from tests.hostile.liar import PAGES
-from tests.integration.conftest import Run, serve
+from tests.integration.conftest import Command, Run, serve
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NOBODY = 65534
 OWN_DIGESTS = {"bytes": "others", "digests": "own"}
-LIES = [OWN_DIGESTS, {"bytes": "others"}, {"bytes": "forged"}]
 TCP = ("--transport", "tcp")
 COPIED = ("--transport", "shm", "--no-attach", "--verify", "strong")
 ATTACHED = ("--verify", "strong")
-WAYS = [TCP, COPIED, ATTACHED]
 MISMATCH = "match the model's identity"
 
 
-def pull(run: Run, site: Site, *more: str) -> Any:
+def pull(run: Run, site: Site, *more: str) -> Command:
     return run("pull", site.pinned, "--coordinator", site.coordinator, "--json", *more)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["tcp", "copied", "attached"])
-@pytest.mark.parametrize("lies", LIES, ids=["own digests", "right digests", "forged"])
-def test_other_bytes_alone(
-    run: Run, site: Site, start: Started, tmp_path: Path, lies: Any, way: tuple[str, ...]
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "alone"])
+@pytest.mark.parametrize(
+    ("lies", "way"),
+    [
+        pytest.param(OWN_DIGESTS, TCP, id="own digests"),
+        pytest.param({"bytes": "others"}, TCP, id="right digests"),
+        pytest.param({"bytes": "forged"}, TCP, id="forged"),
+        pytest.param({"rows": "others"}, TCP, id="rows"),
+        pytest.param({"bytes": "forged"}, COPIED, id="forged, copied"),
+        pytest.param(OWN_DIGESTS, ATTACHED, id="own digests, attached"),
+    ],
+)
+def test_other_bytes(
+    run: Run, site: Site, start: Started, tmp_path: Path, lies: Any, way: Any, beside: bool
 ) -> None:
-    liar, out = start.liar(**lies), tmp_path / "out"
-    pulling = pull(run, site, "--from", f"peer={liar}", "--out", str(out), *way)
-    failed(pulling, liar, MISMATCH, code=EXIT_INTEGRITY, out=out)
+    out = tmp_path / "out"
+    if beside:
+        liar = start.liar(site.coordinator, **lies)
+        report = succeeded(pull(run, site, "--out", str(out), *way), site.weights, out)
+        assert MISMATCH in left(report)[liar]
+    else:
+        liar = start.liar(**lies)
+        alone = pull(run, site, "--from", f"peer={liar}", "--out", str(out), *way)
+        failed(alone, liar, MISMATCH, code=EXIT_INTEGRITY, out=out)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["tcp", "copied", "attached"])
-@pytest.mark.parametrize("lies", LIES, ids=["own digests", "right digests", "forged"])
-def test_other_bytes_beside_the_right_ones(
-    run: Run, site: Site, start: Started, tmp_path: Path, lies: Any, way: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("way", "verified"), [((), "source"), (("--no-attach",), "xxh3")], ids=["attached", "copied"]
+)
+def test_this_user_is_believed_and_the_report_says_so(
+    run: Run, site: Site, start: Started, way: Any, verified: str
 ) -> None:
-    liar, out = start.liar(site.coordinator, **lies), tmp_path / "out"
-    report = succeeded(pull(run, site, "--out", str(out), *way), site.weights, out)
-    assert MISMATCH in left(report)[liar]
-
-
-def test_what_attached_memory_is_said_to_be(run: Run, site: Site, start: Started) -> None:
-    """A process of the same user is believed, and the report says so."""
-    liar = start.liar(**OWN_DIGESTS)
-    report = pull(run, site, "--from", f"peer={liar}").json()
-    assert report["verified"] == "source"
-    assert [path["transport"] for path in report["paths"]] == ["shm-attach"]
+    """What `--verify strong` is for: see above."""
+    liar = start.liar(bytes="forged")
+    report = pull(run, site, "--from", f"peer={liar}", *way).json()
+    assert report["verified"] == verified
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start another user's process")
@@ -71,33 +79,40 @@ def test_another_user_is_not_believed(
     succeeded(pull(run, site, "--out", str(beside), *way), site.weights, beside)
 
 
-@pytest.mark.parametrize("attach", [True, False], ids=["attach", "copy"])
+@pytest.mark.parametrize("attach", [True, False], ids=["attached", "copied"])
 def test_tickets_of_another_process(
     run: Run, site: Site, start: Started, other_weights: Weights, attach: bool
 ) -> None:
     """The memory that they lead to is this user's, but holds other weights."""
     honest = serve(run, other_weights.folder, "n", site.coordinator).json()["endpoint"]
-    uid = {"uid": NOBODY} if os.getuid() == 0 else {}
+    uid: dict[str, Any] = {"uid": NOBODY} if os.getuid() == 0 else {}
     liar = start.liar(tickets=honest, **OWN_DIGESTS, **uid)
-    here = {"model": site.pinned, "peer": liar, "attach": attach, "right": site.weights.hashes}
-    failed(start.module("puller", **here), liar)
+    here: dict[str, Any] = {"model": site.pinned, "peer": liar, "attach": attach}
+    failed(start.module("puller", **here, right=site.weights.hashes), liar)
 
 
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "alone"])
 @pytest.mark.parametrize("pages", PAGES)
-def test_wrong_pages_alone(
-    run: Run, site: Site, start: Started, tmp_path: Path, pages: str
-) -> None:
-    liar, out = start.liar(pages=pages), tmp_path / "out"
-    pulling = pull(run, site, "--from", f"peer={liar}", "--out", str(out), *TCP)
-    failed(pulling, liar, out=out)
-
-
-@pytest.mark.parametrize("pages", PAGES)
-def test_wrong_pages_before_the_right_ones(
-    run: Run, site: Site, start: Started, tmp_path: Path, pages: str
+def test_pages(
+    run: Run, site: Site, start: Started, tmp_path: Path, pages: str, beside: bool
 ) -> None:
     out, name = tmp_path / "out", f"m {pages}"
-    start.liar(site.coordinator, model=name, pages=pages)  # listed first, so asked first
-    serve(run, site.weights.folder, name, site.coordinator)
-    arguments = (f"{name}@{site.weights.identity}", "--coordinator", site.coordinator, "--json")
-    succeeded(run("pull", *arguments, "--out", str(out), *TCP), site.weights, out)
+    arguments = [f"{name}@{site.weights.identity}", "--coordinator", site.coordinator]
+    arguments += ["--out", str(out), "--json", *TCP]
+    # Listed first, so asked first.
+    liar = start.liar(site.coordinator if beside else None, model=name, pages=pages)
+    if beside:
+        serve(run, site.weights.folder, name, site.coordinator)
+        succeeded(run("pull", *arguments), site.weights, out)
+    else:
+        failed(run("pull", *arguments, "--from", f"peer={liar}"), liar, out=out)
+
+
+def test_a_crowd_that_gives_no_pages(run: Run, site: Site, start: Started, tmp_path: Path) -> None:
+    """One process can register as any number of sources."""
+    out = tmp_path / "out"
+    start.liar(site.coordinator, model="crowded", pages="silent", crowd=30)
+    serve(run, site.weights.folder, "crowded", site.coordinator)
+    pinned = f"crowded@{site.weights.identity}"
+    where = ("--coordinator", site.coordinator, "--out", str(out), "--json", *TCP)
+    succeeded(run("pull", pinned, *where), site.weights, out)

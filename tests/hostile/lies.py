@@ -1,0 +1,25 @@
+"""What the processes that lie have in common."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from mx.units import MIB
+from tests.support.preimages import forged
+
+
+def lie(honest: object, name: str, other: object) -> None:
+    """Put something else in the place of an attribute of mx."""
+    setattr(honest, name, other)
+
+
+def change(block: memoryview, how: str, chosen: random.Random) -> None:
+    """Change a block: each byte ("others"), or most, but not its xxh3_128 ("forged"). The latter
+    leaves short blocks as they are."""
+    if how == "others":
+        found = np.frombuffer(block, dtype=np.uint8)
+        np.bitwise_xor(found, 0x5A, out=found)
+    elif len(block) == MIB:
+        block[:] = forged(bytes(block), chosen.randbytes(MIB))
