@@ -313,8 +313,9 @@ class Transfer:
             connection.session.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until no session touches the arena, and drop the reference to it: else the arena
-        would live until the garbage collector finds the cycle of transfer, listener and sinks."""
+        """Wait until no session touches the arena, and drop the references to it and to what
+        sources vouch for: else both would live until the garbage collector finds the cycle of
+        transfer, listener and sinks."""
         deadline_s = time.monotonic() + timeout_s
         joined = all(
             [
@@ -326,6 +327,8 @@ class Transfer:
             with self._lock:
                 self._in_flight.clear()
                 self._arena = memoryview(b"")
+                for connection in self._connections.values():
+                    connection.vouched = None
         return joined
 
     # -- from the sinks, on the transports' threads ------------------------------------------
@@ -345,6 +348,7 @@ class Transfer:
         if sink.vouched is not None:
             # On a mismatch blake3 has the last word: the shortcut's digests may be the wrong ones.
             right = digests == bytes(sink.vouched)
+            sink.vouched = None
             digests = None if right else self._make_hasher(sink.views).block_digests()
         with self._lock:
             self._in_flight.pop(sink.part, None)

@@ -157,7 +157,7 @@ def test_a_failed_pull_lets_streams_go(
         with Stream(device) as stream:
             signals.wait_verified(0, stream.handle)
             stream.synchronize()
-        with pytest.raises(DigestError, match="does not match its digest"):
+        with pytest.raises(DigestError, match="do not match the model's identity"):
             signals.check([0])
 
 

@@ -39,10 +39,10 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     [
         ({}, "shm-attach", "source"),
         ({"verify": "strong"}, "shm-attach", "strong"),
-        ({"attach": False}, "shm", "digest"),
+        ({"attach": False}, "shm", "xxh3"),
         ({"attach": False, "verify": "strong"}, "shm", "strong"),
         ({"transport": "tcp"}, "tcp", "digest"),
-        ({"hold": True}, "shm", "digest"),
+        ({"hold": True}, "shm", "xxh3"),
     ],
 )
 def test_a_pull_gives_the_bytes_on_disk(
