@@ -326,6 +326,8 @@ class Transfer:
             with self._lock:
                 self._in_flight.clear()
                 self._arena = memoryview(b"")
+                for each in self._connections.values():
+                    each.vouched = None  # a map of the source's memory
         return joined
 
     # -- from the sinks, on the transports' threads ------------------------------------------
