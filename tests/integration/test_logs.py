@@ -64,7 +64,7 @@ def test_format_and_level_are_settings(run: Run, coordinator: str, checkpoint: P
     assert "source.registered" not in quiet.err
     plain = run(*at, "--json", "--log-format", "text")
     plain.until(lambda: "serving m" in plain.err, "serving")
-    assert "INFO mx.source.server: source.registered model=m" in plain.err
+    assert "INFO mx.source.registrar: source.registered model=m" in plain.err
     asked = run(*at, env=environment(MX_PEER_LOG_FORMAT="json", MX_PEER_LOG_LEVEL="info"))
     asked.until(lambda: "serving m" in asked.err, "serving")
     assert named(asked, "source.registered")
