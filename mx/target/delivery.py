@@ -70,16 +70,16 @@ class Delivery:
             self.verified_by = by
         self.announce(arena, layer, by)
 
-    def attached(self, arena: Span, layer: int) -> None:
-        """Deliver a layer of a source's mapped memory. With `strong` hashes every byte, on a GPU
-        piece by piece, and blocks.
+    def check_attached(self, arena: Span) -> None:
+        """With `strong`, hash every byte of a source's mapped memory, on a GPU piece by piece.
+        Blocks.
 
         Raises:
             DigestError: A tensor is wrong.
         """
         if self._reader is not None:
-            check_layer(self._manifest, arena, layer, self._reader)
-        self.announce(arena, layer, VerifiedBy.STRONG if self._strong else VerifiedBy.SOURCE)
+            for layer in range(len(self._manifest.layout.layers)):
+                check_layer(self._manifest, arena, layer, self._reader)
 
     def announce(self, arena: Span, layer: int, by: VerifiedBy) -> None:
         """Write a layer that is ready, and fire its event."""

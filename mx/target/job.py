@@ -18,6 +18,7 @@ from mx.core.progress import Progress, progress_of
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
     ConfigError,
+    DigestError,
     IncompleteError,
     LocalError,
     MxError,
@@ -82,6 +83,7 @@ class Job:
         self._delivery: Delivery | None = None
         self._streams = StreamDialer(options.tls, options.insecure)
         self._causes: list[MxError] = []
+        self._left: list[LeftSource] = []  # whose memory was attached, and is wrong
         self._disk_done = (0, 0)
         self._closed = False
 
@@ -226,7 +228,14 @@ class Job:
         for entry in connections.attachable() if fill is None else ():
             connection, view = await self._attach(connector, connections, entry, manifest)
             if connection is not None and view is not None:
-                return await self._deliver_attached(manifest, connection, view, delivery)
+                lie = await self._check_attached(connection, view, delivery)
+                if lie is None:
+                    return await self._deliver_attached(manifest, connection, view, delivery)
+                del view
+                connections.opened(entry)
+                connections.lost(entry, lie, time.monotonic(), lease_runs=True)
+                await connector.give_back(connection)
+                continue
             if connection is not None:
                 unmapped = connection, entry
                 break
@@ -292,7 +301,11 @@ class Job:
         if options.hold and pages.missing:  # others will ask for them here
             await self._fetch_rest(fetcher)
         return self._report(
-            manifest, transfer.paths(), delivery.verified_by, transfer.retries, pool.left()
+            manifest,
+            transfer.paths(),
+            delivery.verified_by,
+            transfer.retries,
+            [*self._left, *pool.left()],
         )
 
     async def _fetch_rest(self, fetcher: PageFetcher) -> None:
@@ -374,6 +387,21 @@ class Job:
             connections.failed(entry, failure, time.monotonic())
         return connection, None
 
+    async def _check_attached(
+        self, connection: Connection, view: Span, delivery: Delivery
+    ) -> DigestError | None:
+        """With `strong`, hash all of a source's mapped memory before anything of it is delivered.
+        Returns the error if it is wrong."""
+        try:
+            await uncut(in_thread(delivery.check_attached, view))
+        except DigestError as error:
+            peer = connection.peer
+            lie = DigestError(f"{peer}: {error.message}", peer=peer, hint=error.hint)
+            self._causes.append(lie)
+            self._left.append(LeftSource(peer, lie.message))
+            return lie
+        return None
+
     async def _deliver_attached(
         self, manifest: Manifest, connection: Connection, view: Span, delivery: Delivery
     ) -> PullReport:
@@ -381,12 +409,9 @@ class Job:
         connection.session.close()
         self.arena, self.pages = BorrowedArena(view), Pages(manifest)
         self._log.reading_began(time.monotonic())
-        strong = self.options.strong
+        by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.SOURCE
         for layer in range(len(manifest.layout.layers)):
-            if strong:
-                await uncut(in_thread(delivery.attached, view, layer))
-            else:
-                delivery.attached(view, layer)
+            delivery.announce(view, layer, by)
         path = PathReport(
             connection.path.transport,
             connection.peer,
@@ -394,7 +419,7 @@ class Job:
             self._log.last_layer_s(),
             attached=True,
         )
-        return self._report(manifest, [path], VerifiedBy.STRONG if strong else VerifiedBy.SOURCE)
+        return self._report(manifest, [path], by, left=self._left)
 
     # -- from disk --------------------------------------------------------------------------------
 
@@ -483,7 +508,7 @@ class Job:
 
 def _none_opened(model: str, causes: list[MxError]) -> MxError:
     """Return the error of a pull that could not open any path to a source."""
-    if causes and all(isinstance(cause, LocalError) for cause in causes):
+    if causes and all(isinstance(cause, LocalError | DigestError) for cause in causes):
         return causes[-1]
     untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
     kind = PeerUntrustedError if untrusted else NoSourceError
