@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mx import trace
 from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
-from mx.errors import LocalError, MxError
+from mx.errors import LocalError, MxError, NotAllowedError
 from mx.log import event
 from mx.runtime import uncut
 from mx.source.adoption import adopted, register_adopting
@@ -53,6 +55,7 @@ class Registrar:
         self._secret = secrets.token_bytes(32)
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._listing = asyncio.Lock()
+        self._renamed: set[HeldModel] = set()  # since they were registered last
         self.registered = False
 
     async def list(
@@ -97,7 +100,14 @@ class Registrar:
         keeps_layout, keeps_pin = keeps_layout or relay, again or relay
         async with self._listing:
             with trace.span("serve.register", model=str(held.key)):
-                listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)
+                try:
+                    listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)
+                except NotAllowedError:
+                    if not again or held.role is SourceRole.RELAY or held in self._renamed:
+                        raise
+                    await uncut(self._rename(held))
+                    listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)
+        self._renamed.discard(held)
         event(
             log,
             "source.registered",
@@ -108,6 +118,15 @@ class Registrar:
         )
         self._on_pin_only(held, listed.pin_only)
         return listed.model
+
+    async def _rename(self, held: HeldModel) -> None:
+        """Take another source id. After a coordinator's restart a stranger may have registered the
+        one that this source had, which every listing showed."""
+        self._renamed.add(held)
+        was, generation = held.source_id, held.generation + 1
+        other = replace(held, source_id=str(uuid.uuid4()), generation=generation)
+        await self._switch(held, other)
+        event(log, "source.renamed", model=str(held.key), source=held.source_id, was=was)
 
     async def _switch_to(self, held: HeldModel, other: HeldModel) -> None:
         await self._switch(held, other)
