@@ -15,7 +15,7 @@ from mx.core.connections import Connections, Entry
 from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
-from mx.core.types import Manifest, SourceRecord
+from mx.core.types import Manifest, ManifestRef, SourceRecord
 from mx.errors import (
     ConfigError,
     DigestError,
@@ -83,6 +83,7 @@ class Job:
         self._delivery: Delivery | None = None
         self._streams = StreamDialer(options.tls, options.insecure)
         self._causes: list[MxError] = []
+        self._tried: list[ManifestRef] = []  # whose sources have lied
         self._left: list[LeftSource] = []  # whose memory was attached, and is wrong
         self._disk_done = (0, 0)
         self._closed = False
@@ -124,7 +125,7 @@ class Job:
 
     async def _from_peers_or_disk(self) -> PullReport:
         try:
-            return await self._from_peers()
+            return await self._from_honest_peers()
         except MxError as error:
             if not self.options.fall_back_to_disk or self.options.disk is None:
                 raise
@@ -137,6 +138,23 @@ class Job:
         report = await self._from_disk()
         report.fallback = "disk"
         return report
+
+    async def _from_honest_peers(self) -> PullReport:
+        """Pull from those that hold the weights in one layout and chunk size; if they have lied,
+        and nothing of it was delivered, from those that hold them in another."""
+        lies: DigestError | None = None
+        while True:
+            try:
+                return await self._from_peers()
+            except DigestError as error:
+                if self._log.layers_ready or self.manifest is None:
+                    raise
+                lies = error
+                self._tried.append(self.manifest.ref)
+            except NoSourceError as error:
+                raise lies or error from None
+            await uncut(self._discard())
+            self.manifest = self.pages = self._transfer = None
 
     async def _from_peers(self) -> PullReport:
         outcome, closing = Outcome(), AsyncExitStack()
@@ -173,8 +191,9 @@ class Job:
                 begin,
                 relays_do=bool(self.reader_id),
                 side_files=options.hold,
+                tried=self._tried,
             ),
-            options.wait_s,
+            0.0 if self._tried else options.wait_s,
             self._log.waiting,
         )
         self.manifest = found.manifest

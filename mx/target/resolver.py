@@ -13,7 +13,7 @@ from mx import trace
 from mx.core import manifest as manifests
 from mx.core.connections import Connections
 from mx.core.planner import Plan
-from mx.core.types import Manifest, SourceRecord
+from mx.core.types import Manifest, ManifestRef, SourceRecord
 from mx.errors import (
     ConfigError,
     CoordinatorError,
@@ -59,6 +59,7 @@ async def find(
     *,
     relays_do: bool,
     side_files: bool,
+    tried: Sequence[ManifestRef] = (),
 ) -> Found:
     """Look the model up once, and fetch its manifest.
 
@@ -71,6 +72,7 @@ async def find(
         begin: Called with the paths before the manifest is fetched; again for another layout.
         relays_do: True if sources that hold only parts are enough.
         side_files: Fetch the side files too, into memory.
+        tried: Manifests all of whose sources have lied: look for others.
 
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.
@@ -89,7 +91,7 @@ async def find(
             )
         return Found(located, manifest, paths)
 
-    found = await _first(locator, attempt)
+    found = await _first(locator, attempt, tried)
     if side_files:  # later readers of this pull may write them
         sides = await locator.side_files(found.manifest, found.located)
         manifest = replace(found.manifest, documents=found.manifest.documents | sides)
@@ -110,24 +112,27 @@ async def describe(locator: Locator) -> tuple[Located, Manifest]:
     return await _first(locator, attempt)
 
 
-async def _first(locator: Locator, attempt: Callable[[Located], Awaitable[T]]) -> T:
-    """Return the first result of `attempt` for the coordinator's answer and its alternatives.
-    Raises the error for the answer if there is none."""
+async def _first(
+    locator: Locator, attempt: Callable[[Located], Awaitable[T]], tried: Sequence[ManifestRef] = ()
+) -> T:
+    """Return the first result of `attempt` for the coordinator's answer and its alternatives,
+    without those in the layout and chunk size of one in `tried`. Raises the first error if there is
+    none."""
     with trace.span("pull.locate", model=locator.name) as span:
         located = await locator.locate()
         span.set(sources=len(located.sources))
-    try:
-        return await attempt(located)
-    except (LocalError, ConfigError):
-        raise
-    except MxError as error:
-        failure = error
-    for other in locator.alternatives(located):
+    failure: MxError | None = None
+    for each in (located, *locator.alternatives(located)):
+        if any(each.ref.same_chunks(ref) for ref in tried):
+            continue
         try:
-            return await attempt(other)
+            return await attempt(each)
+        except (LocalError, ConfigError):
+            raise
         except MxError as error:
-            log.info("%s in layout %s: %s", other.key, other.ref.layout.hex()[:16], str(error))
-    raise failure
+            failure = failure or error
+            log.info("%s in layout %s: %s", each.key, each.ref.layout.hex()[:16], str(error))
+    raise failure or NoSourceError(f"no other source of {located.key} is registered")
 
 
 async def _manifest(locator: Locator, located: Located) -> Manifest:
