@@ -25,7 +25,7 @@ def load(
         cancelled: Called while reading; returning True stops it.
 
     Raises:
-        CheckpointError: The checkpoint is malformed, or as a fallback not the pinned one.
+        CheckpointError: The checkpoint is malformed, or not the pinned one.
         MxError: As `load_checkpoint`, and for `out` as `Staging`.
     """
     assert options.disk is not None
@@ -40,7 +40,7 @@ def load(
         cancelled=cancelled,
     )
     ref, pin = loaded.manifest.ref, options.name.partition("@")[2]
-    if options.fall_back_to_disk and not ref.pinned_by(pin):
+    if not ref.pinned_by(pin):
         loaded.arena.release()
         held = f"{ref.identity.hex()} ({ref.pin.hex()} with its files)"
         raise CheckpointError(f"{options.disk} holds {held}, not {pin} as requested")

@@ -268,7 +268,8 @@ class Job:
             delivery,
             arena.hasher,
             several_connections=len(paths.chosen) > 1,
-            shortcut=not options.strong and options.device == "cpu",
+            # Who holds the weights for others has verified them against the identity itself.
+            shortcut=not (options.strong or options.hold) and options.device == "cpu",
         )
         closing.push_async_callback(self._end_transfer, transfer)
         sources = found.located.sources
@@ -527,8 +528,11 @@ class Job:
 
 def _none_opened(model: str, causes: list[MxError]) -> MxError:
     """Return the error of a pull that could not open any path to a source."""
-    if causes and all(isinstance(cause, LocalError | DigestError) for cause in causes):
+    if causes and all(isinstance(cause, LocalError) for cause in causes):
         return causes[-1]
+    lies = [cause for cause in causes if isinstance(cause, DigestError)]
+    if lies:
+        return lies[-1]
     untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
     kind = PeerUntrustedError if untrusted else NoSourceError
     return kind(

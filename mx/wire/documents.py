@@ -131,7 +131,9 @@ class Assembler:
             del self._partial[digest]
             if partial.hasher.digest() != digest:
                 raise DigestError(
-                    f"{name} does not match its digest", peer=self._who, hint="try another source"
+                    f"{name} from {self._who} does not match its digest",
+                    peer=self._who,
+                    hint="try another source",
                 )
             self._done[digest] = bytes(partial.data)
 

@@ -16,6 +16,8 @@ from mx.wire.v1 import common_pb2, peer_pb2
 
 #: The most bytes in one message.
 PIECE_BYTES = MIB
+#: The least rate of a page.
+LEAST_BYTES_PER_S = MIB
 
 
 def ranges_of(layers: Sequence[int]) -> list[tuple[int, int]]:
@@ -46,7 +48,8 @@ async def fetch_pages(
         ref: The manifest.
         layers: The layers whose pages are wanted, ascending.
         nbytes_of: Returns how long the page of a layer is.
-        stall_timeout_s: How long to wait for the next message.
+        stall_timeout_s: How long to wait for the next message, and for a page beyond the time that
+            the least rate allows.
 
     Raises:
         PeerProtocolError: The source sends what was not asked for.
@@ -58,13 +61,15 @@ async def fetch_pages(
     request = peer_pb2.PagesRequest(identity=ref.identity, layout=ref.layout, layers=ranges)
     wanted = set(layers)
     layer, page = -1, bytearray()
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + stall_timeout_s
     stream = stub.Pages(request)
     messages = aiter(stream)
     try:
         with translating(who):
             while True:
                 try:
-                    async with asyncio.timeout(stall_timeout_s):
+                    async with asyncio.timeout_at(min(until_s, loop.time() + stall_timeout_s)):
                         piece = await anext(messages)
                 except StopAsyncIteration:
                     break
@@ -74,6 +79,7 @@ async def fetch_pages(
                     ) from None
                 if not page:
                     layer = piece.layer
+                    until_s += nbytes_of(layer) / LEAST_BYTES_PER_S if layer in wanted else 0.0
                 fits = layer in wanted and len(page) + len(piece.data) <= nbytes_of(layer)
                 if not fits or (piece.layer, piece.offset) != (layer, len(page)) or not piece.data:
                     raise PeerProtocolError(
@@ -85,5 +91,6 @@ async def fetch_pages(
                     wanted.remove(layer)
                     yield layer, bytes(page)
                     page.clear()
+                    until_s = loop.time() + stall_timeout_s
     finally:
         stream.cancel()

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 COORDINATED = environment(MX_PEER_COORDINATED_READING="always")
 MISMATCH = "match the model's identity"
 #: Slow enough that relays have something to give.
-SLOW = ("--max-bandwidth", "2MB/s", "--chunk-bytes", "1MiB")
+SLOW = ("--max-bandwidth", "1MB/s", "--chunk-bytes", "1MiB")
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,14 @@ def test_a_relay_that_lies_when_it_has_everything(
     origin.signal(signal.SIGKILL)
     origin.wait()
     failed(start.module("puller", **here), liar, MISMATCH, code=EXIT_INTEGRITY)
+
+
+def test_a_relay_passes_on_nothing_that_it_has_not_verified(
+    run: Run, start: Started, weights: Weights
+) -> None:
+    """A process of this user is believed for oneself alone: others would blame the relay."""
+    coordinator, _ = start_coordinator(run)
+    liar = start.liar(coordinator, bytes="forged")
+    pinned = f"m@{weights.identity}"
+    where = ("--coordinator", coordinator, "--from", f"peer={liar}", "--json")
+    failed(run("pull", pinned, *where, "--hold"), liar, MISMATCH, code=EXIT_INTEGRITY)

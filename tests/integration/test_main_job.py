@@ -42,7 +42,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
         ({"attach": False}, "shm", "xxh3"),
         ({"attach": False, "verify": "strong"}, "shm", "strong"),
         ({"transport": "tcp"}, "tcp", "digest"),
-        ({"hold": True}, "shm", "xxh3"),
+        ({"hold": True}, "shm", "digest"),
     ],
 )
 def test_a_pull_gives_the_bytes_on_disk(

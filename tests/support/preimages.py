@@ -47,6 +47,8 @@ def _sums(data: bytes | memoryview) -> list[int]:
 
 
 def _forged_kib(right: bytes | memoryview, wanted: bytes | memoryview) -> bytes:
+    if right[:FREE_BYTES] == wanted:
+        return bytes(right)
     target, sums = _sums(right), _sums(wanted)
     first, second = _KEYS[-2:]
     words = [0] * 8
