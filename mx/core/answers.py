@@ -59,8 +59,8 @@ def in_order(sources: Iterable[Listed]) -> list[Listed]:
 
 def in_turn(sources: Iterable[Listed]) -> list[Listed]:
     """Return sources so that the first ones are a fair choice: origins come first, addresses take
-    turns, and at each address its groups do. So whoever registers many sources keeps nobody out of
-    an answer that has to be cut off."""
+    turns, and at each address its groups do. So an answer that has to be cut off still has
+    sources of others than who registers many."""
     in_group: Counter[tuple[bool, str, int]] = Counter()
     ranked: list[tuple[bool, int, int, Listed]] = []
     for listed in sources:

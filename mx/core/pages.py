@@ -1,6 +1,6 @@
 """Pages: the digests of a layer's blocks, believed only if the roots of its tensors say the same.
 
-A page is the 32-byte digests of all blocks of one layer, in layer order. Whoever sends it, it is
+A page is the 32-byte digests of all blocks of one layer, in layer order. From any sender it is
 right if each tensor's root follows from its part of the page. Pure; not thread-safe unless said.
 """
 

@@ -436,7 +436,7 @@ class TransferMachine:
             hopeless = not any(
                 self._may_read(load, self._missing.first) for load in self._open.values()
             )
-        else:  # whoever gives bytes gives pages too
+        else:  # a source that gives bytes gives pages too
             hopeless = bool(self._waiting) and not self._open
         self._ended = hopeless
         return [Fail(tuple(self._causes))] if hopeless else []

@@ -226,8 +226,8 @@ class ManifestRef:
 
     @property
     def scattered_content(self) -> bytes:
-        """As `content`, for memory that is laid out otherwise: whoever attaches to it by mistake
-        finds that it is not what the layout says."""
+        """As `content`, for memory that is laid out otherwise: a reader that attaches to it by
+        mistake finds that it is not what the layout says."""
         return self.identity + document_digest(b"rows of " + self.layout)
 
     def same_chunks(self, other: ManifestRef) -> bool:

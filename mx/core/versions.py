@@ -1,4 +1,4 @@
-"""The versions that two processes tell each other in the first frame of every call. Pure.
+"""The versions that both processes state in the first frame of every call. Pure.
 
 A peer that sends none is of version 1, before which there was nothing. What a peer sends is read
 strictly, but a version that this mx does not know is still read as one: the refusal names it.

@@ -4,8 +4,8 @@ Sources in one layout and chunk size can trade chunks, so a coordinator asks eac
 adopt those of the oldest source of the same weights. The memory stays as it is; rows say where the
 bytes of the adopted layout are in it.
 
-Nobody is believed. That the layout describes the same weights is proved with this source's own
-identity document; if it does not, the source disputes it, and is asked to adopt the next one or
+The coordinator is not believed. That the layout describes the same weights is proved with this
+source's own identity document; if it does not, the source disputes it, and is asked to adopt the next one or
 listed with its own.
 """
 

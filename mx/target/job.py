@@ -18,6 +18,7 @@ from mx.core.progress import Progress, progress_of
 from mx.core.types import Manifest, ManifestRef, SourceRecord
 from mx.errors import (
     ConfigError,
+    CoordinatorError,
     DigestError,
     IncompleteError,
     LocalError,
@@ -151,10 +152,14 @@ class Job:
                     raise
                 lies = error
                 self._tried.append(self.manifest.ref)
-            except NoSourceError as error:
-                raise lies or error from None
+            except (CoordinatorError, NoSourceError):
+                if lies is None:
+                    raise
+                raise lies from None
             await uncut(self._discard())
             self.manifest = self.pages = self._transfer = None
+            if self.reader_id:  # the coordinator may still know the other one, with its secret
+                self.reader_id = str(uuid.uuid4())
 
     async def _from_peers(self) -> PullReport:
         outcome, closing = Outcome(), AsyncExitStack()

@@ -28,6 +28,8 @@ FIRST_S = 0.1
 #: up to this.
 LONGEST_S = 1.0
 MOST_STALLS = 3
+#: The next source is asked too when no page has come for so long.
+PATIENCE_S = 0.25
 
 
 class PageFetcher:
@@ -65,10 +67,7 @@ class PageFetcher:
         pause_s = FIRST_S
         while self._transfer.pages.missing:
             before = len(self._transfer.pages.missing)
-            for source in self._candidates():
-                await self._ask(source)
-                if not self._transfer.pages.missing:
-                    return
+            await self._ask_all()
             for source_id, error in self._given_up.items():  # they may have connected since
                 self._transfer.exclude(source_id, error)
             if len(self._transfer.pages.missing) < before:
@@ -76,6 +75,34 @@ class PageFetcher:
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_S)
+
+    async def _ask_all(self) -> None:
+        """Ask one source after the other, the next one as soon as those before give nothing: any
+        number of sources may be silent."""
+        pages = self._transfer.pages
+        candidates = self._candidates()
+        asking: set[asyncio.Task[None]] = set()
+        try:
+            while pages.missing:
+                known = len(pages.missing)
+                source = next(candidates, None)
+                if source is not None:
+                    asking.add(asyncio.create_task(self._ask(source), name="mx-pages"))
+                while asking and pages.missing:
+                    done, asking = await asyncio.wait(
+                        asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    for task in done:
+                        task.result()
+                    if len(pages.missing) == known and source is not None:
+                        break
+                    known = len(pages.missing)
+                if source is None and not asking:
+                    return
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     def _candidates(self) -> Iterator[SourceRecord]:
         """Yield those that are read from first, then those that hold everything."""
@@ -107,6 +134,7 @@ class PageFetcher:
                     # Off the loop, which has leases to renew: a page may have a million digests.
                     await in_thread(check_page, transfer.manifest, layer, page)
                     transfer.put_page(layer, page)
+                    self._failing_since_s.pop(source.source_id, None)
         except DigestError as error:
             lie = DigestError(
                 f"{peer}: {error.message}", peer=peer, hint="the source lies; do not use it"

@@ -100,7 +100,8 @@ async def find(
 
 
 async def describe(locator: Locator) -> tuple[Located, Manifest]:
-    """Look the model up once, and fetch its manifest, as `find`, whoever can be reached.
+    """Look the model up once, and fetch its manifest, as `find`, even if no source can be
+    reached.
 
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.

@@ -106,3 +106,13 @@ def test_pages(
         succeeded(run("pull", *arguments), site.weights, out)
     else:
         failed(run("pull", *arguments, "--from", f"peer={liar}"), liar, out=out)
+
+
+def test_a_crowd_that_gives_no_pages(run: Run, site: Site, start: Started, tmp_path: Path) -> None:
+    """One process can register as any number of sources."""
+    out = tmp_path / "out"
+    start.liar(site.coordinator, model="crowded", pages="silent", crowd=30)
+    serve(run, site.weights.folder, "crowded", site.coordinator)
+    pinned = f"crowded@{site.weights.identity}"
+    where = ("--coordinator", site.coordinator, "--out", str(out), "--json", *TCP)
+    succeeded(run("pull", pinned, *where), site.weights, out)
