@@ -468,8 +468,8 @@ class Vouching(Protocol):
 
         Returns:
             A read-only view of bytes, 16 for each block, which no process can change. It lives as
-            long as references to it do, beyond the session's end. None where the source states none,
-            where the grant has no `content` (they could be any weights'), and after `close`.
+            long as references to it do, beyond the session's end. None where the source states
+            none, where the grant has no `content` (they could be any weights'), and after `close`.
         """
 
 

@@ -5,8 +5,8 @@ adopt those of the oldest source of the same weights. The memory stays as it is;
 bytes of the adopted layout are in it.
 
 The coordinator is not believed. That the layout describes the same weights is proved with this
-source's own identity document; if it does not, the source disputes it, and is asked to adopt the next one or
-listed with its own.
+source's own identity document; if it does not, the source disputes it, and is asked to adopt the
+next one or listed with its own.
 """
 
 from __future__ import annotations
