@@ -277,7 +277,7 @@ class Pull(Closable):
             raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
         if self._options.fall_back_to_disk:
             raise ConfigError("a pull that may begin again from disk has no signals")
-        layers = self._state.wait_planned()
+        layers = self._state.keep_memory()
         with self._lock:
             if self._closed:
                 raise ClosedError("the pull was closed")

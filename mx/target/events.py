@@ -103,6 +103,8 @@ class EventLog:
         self._condition = threading.Condition()
         self._events: dict[int, LayerEvent] = {}
         self._n_layers: int | None = None
+        self._kept = False
+        self._failing: MxError | None = None
         self._subscribers: list[_Subscriber] = []
         self._failure_watchers: list[Callable[[MxError], None]] = []
         self._wakers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -142,6 +144,15 @@ class EventLog:
             self._call(subscriber)
         return last
 
+    def begin_again(self) -> bool:
+        """Return True if the pull may begin again with other memory, which has no layers until
+        `planned`; False if its layers or its memory were given to the caller."""
+        with self._condition:
+            if self._events or self._kept:
+                return False
+            self._n_layers = None
+            return True
+
     def finished(self, report: PullReport) -> None:
         """Record that the pull is complete."""
         with self._condition:
@@ -153,6 +164,7 @@ class EventLog:
         """Call the failure watchers, before the pull's memory is freed and `failed` is called: no
         GPU work may wait for this pull any more, since freeing waits for the GPU."""
         with self._condition:
+            self._failing = self._failing or error
             watchers, self._failure_watchers = self._failure_watchers, []
         for watcher in watchers:
             watcher(error)
@@ -209,10 +221,10 @@ class EventLog:
         """Call `callback` with the pull's error when the pull fails, before its memory is freed; at
         once if it has failed. The callback must not raise."""
         with self._condition:
-            if self._error is None:
+            if self._failing is None:
                 self._failure_watchers.append(callback)
                 return
-        callback(self._error)
+        callback(self._failing)
 
     def _call(self, subscriber: _Subscriber) -> None:
         while True:
@@ -250,15 +262,17 @@ class EventLog:
         pull's error if it failed."""
         return self._block(lambda: self._layer(index))
 
-    def wait_planned(self) -> int:
-        """Block until it is known how many layers there are. Raises as `wait_layer`."""
-        return self._block(self._planned)
+    def keep_memory(self) -> int:
+        """Block until it is known how many layers there are; from then on the pull does not begin
+        again with other memory. Returns their number. Raises as `wait_layer`."""
+        return self._block(self._keep)
 
-    def _planned(self) -> int:
+    def _keep(self) -> int:
         if self._error is not None:
             raise another(self._error)
         if self._n_layers is None:
             raise LookupError
+        self._kept = True
         return self._n_layers
 
     def wait_end(self, timeout_s: float | None = None) -> PullReport:

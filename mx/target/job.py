@@ -130,10 +130,10 @@ class Job:
         except MxError as error:
             if not self.options.fall_back_to_disk or self.options.disk is None:
                 raise
-            if self._log.layers_ready:
-                raise  # callers have layers already, whose memory can't be replaced
             if isinstance(error, LocalError) or (isinstance(error, ConfigError) and self.manifest):
                 raise  # reading from disk would fail too
+            if not self._log.begin_again():
+                raise
         await uncut(self._discard())
         self.manifest = self.pages = self._transfer = None
         report = await self._from_disk()
@@ -148,7 +148,7 @@ class Job:
             try:
                 return await self._from_peers()
             except DigestError as error:
-                if self._log.layers_ready or self.manifest is None:
+                if self.manifest is None or not self._log.begin_again():
                     raise
                 lies = error
                 self._tried.append(self.manifest.ref)

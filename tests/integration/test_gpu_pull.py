@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from mx.cuda import blake3
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, DeviceMemory, Stream, device_key
 from mx.cuda.errors import CudaUnavailableError
-from mx.cuda.ring import PinnedRing
+from mx.cuda.ring import PinnedRing, Slot
 from mx.errors import CapacityError, ConfigError, DigestError
 from mx.memory import tensors as tensor_views
 from mx.memory.torch_source import describe
@@ -149,13 +150,18 @@ def test_a_failed_pull_lets_streams_go(
     settings: config.Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        PinnedRing, "push", lambda self, slot, target, nbytes, offset=0: slot.event.record(self._up)
-    )
+    queued = threading.Event()
+
+    def lose(self: PinnedRing, slot: Slot, target: int, nbytes: int, offset: int = 0) -> None:
+        assert queued.wait(60)
+        slot.event.record(self._up)
+
+    monkeypatch.setattr(PinnedRing, "push", lose)
     with pull(source, settings, transport="tcp") as found, Device.open(fake, "cuda:1") as device:
         signals = found.signals()
         with Stream(device) as stream:
             signals.wait_verified(0, stream.handle)
+            queued.set()
             stream.synchronize()
         with pytest.raises(DigestError, match="do not match the model's identity"):
             signals.check([0])

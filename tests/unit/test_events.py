@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mx.errors import ClosedError, PeerBusyError
+from mx.errors import ClosedError, MxError, PeerBusyError
 from mx.target.events import EventLog
 from mx.target.report import LayerEvent, PullReport
 
@@ -83,6 +83,30 @@ def test_the_first_outcome_counts() -> None:
     assert state.wait_end(0).model == "m"
 
 
+def test_a_pull_begins_again_only_while_nobody_has_its_layers_or_its_memory() -> None:
+    state = EventLog(0.0)
+    state.planned(2)
+    assert state.begin_again()
+    waiting = threading.Thread(target=state.keep_memory)  # there is no memory until `planned`
+    waiting.start()
+    state.planned(3)
+    waiting.join()
+    assert not state.begin_again()
+    state = EventLog(0.0)
+    state.planned(2)
+    state.layer_ready(event(0))
+    assert not state.begin_again()
+
+
+def test_who_comes_while_a_pull_is_failing_is_told_at_once() -> None:
+    state, told = EventLog(0.0), list[MxError]()
+    state.failing(ClosedError("first"))
+    state.on_failure(told.append)
+    assert [str(error) for error in told] == ["first"]
+    state.failed(ClosedError("first"))
+    assert len(told) == 1
+
+
 def test_a_waiter_whose_loop_was_closed_does_not_hinder_others() -> None:
     state = EventLog(0.0)
     loop = asyncio.new_event_loop()
@@ -113,7 +137,7 @@ def test_each_waiter_gets_an_error_of_its_own_and_its_traceback_does_not_grow() 
 
     waits: list[Callable[[], object]] = [
         state.wait_end,
-        state.wait_planned,
+        state.keep_memory,
         lambda: state.wait_layer(0),
         lambda: asyncio.run(state.wait_end_async()),
         lambda: asyncio.run(state.wait_layer_async(0)),
