@@ -86,8 +86,8 @@ class Entry:
     retry_at_s: float = 0.0
 
     @property
-    def source_id(self) -> str:
-        return self.path.source.source_id
+    def key(self) -> str:
+        return self.path.source.key
 
     @property
     def in_use(self) -> bool:
@@ -128,27 +128,27 @@ class Connections:
             for entry in self._entries
         )
 
-    def excluded(self, source_id: str) -> bool:
+    def excluded(self, key: str) -> bool:
         """Return True for a source that sent wrong bytes, or holds something else by now."""
-        return source_id in self._excluded
+        return key in self._excluded
 
-    def wants(self, source_id: str) -> bool:
+    def wants(self, key: str) -> bool:
         """Return True if paths to this source, which holds everything, are of use: it is new, or
         its paths failed and nothing else is left."""
-        if source_id in self._excluded:
+        if key in self._excluded:
             return False
-        mine = [entry for entry in self._entries if entry.source_id == source_id]
+        mine = [entry for entry in self._entries if entry.key == key]
         if any(entry.rest is Rest.BUSY for entry in mine):
             return False
         return not mine or self.idle
 
-    def has_no_path(self, source_id: str) -> bool:
+    def has_no_path(self, key: str) -> bool:
         """Return True for a neighbour to which no path is left, and for any excluded source."""
-        if source_id in self._excluded:
+        if key in self._excluded:
             return True
         usable = (State.CANDIDATE, State.OPENING, State.LIVE)
-        return source_id in self._neighbours and not any(
-            entry.state in usable for entry in self._entries if entry.source_id == source_id
+        return key in self._neighbours and not any(
+            entry.state in usable for entry in self._entries if entry.key == key
         )
 
     def waits(self, now_s: float) -> bool:
@@ -164,47 +164,45 @@ class Connections:
 
     def add(self, paths: Iterable[SourcePath]) -> None:
         """Add the paths to sources that are wanted (`wants`)."""
-        new = [path for path in paths if self.wants(path.source.source_id)]
-        self._forget({path.source.source_id for path in new})
+        new = [path for path in paths if self.wants(path.source.key)]
+        self._forget({path.source.key for path in new})
         self._entries += [Entry(path) for path in new]
 
-    def join(self, source_id: str, paths: Sequence[SourcePath]) -> None:
+    def join(self, key: str, paths: Sequence[SourcePath]) -> None:
         """Read from this neighbour beside all others, over those of its paths that go together."""
-        if source_id in self._excluded:
+        if key in self._excluded:
             return
-        self._neighbours.add(source_id)
-        if not any(entry.source_id == source_id for entry in self.in_use):
-            self._forget({source_id})
+        self._neighbours.add(key)
+        if not any(entry.key == key for entry in self.in_use):
+            self._forget({key})
             self._entries += [Entry(path) for path in paths]
 
-    def leave(self, source_id: str) -> list[Entry]:
+    def leave(self, key: str) -> list[Entry]:
         """Read no more from this source. Returns its entries that are in use, for the caller to
         close."""
-        self._give_up(source_id)
-        return [entry for entry in self.in_use if entry.source_id == source_id]
+        self._give_up(key)
+        return [entry for entry in self.in_use if entry.key == key]
 
     def coordinate(self) -> None:
         """From now on use neighbours only; the sources in use become neighbours."""
         self.coordinated = True
-        self._neighbours.update(entry.source_id for entry in self.in_use)
+        self._neighbours.update(entry.key for entry in self.in_use)
 
     def read_freely(self) -> None:
         """From now on use every source again."""
         self.coordinated = False
         self._neighbours.clear()
 
-    def _give_up(self, source_id: str) -> None:
+    def _give_up(self, key: str) -> None:
         """Let the source's paths that are not in use rest until it is found again."""
         for entry in self._entries:
             unused = entry.state is State.CANDIDATE or entry.rest is Rest.SLOW
-            if entry.source_id == source_id and unused:
+            if entry.key == key and unused:
                 self._lay_to_rest(entry, Rest.FAILED)
 
-    def _forget(self, source_ids: set[str]) -> None:
+    def _forget(self, keys: set[str]) -> None:
         """Remove these sources' paths that are not in use: newer ones take their place."""
-        self._entries = [
-            entry for entry in self._entries if entry.in_use or entry.source_id not in source_ids
-        ]
+        self._entries = [entry for entry in self._entries if entry.in_use or entry.key not in keys]
 
     def attachable(self) -> list[Entry]:
         """Return the candidates whose memory may be mapped, the best first."""
@@ -223,32 +221,32 @@ class Connections:
 
     def failed(self, entry: Entry, error: MxError | None, now_s: float) -> None:
         """Record that the entry could not be opened; `error` is None if opening was cancelled."""
-        if isinstance(error, StaleGenerationError) or entry.source_id in self._excluded:
+        if isinstance(error, DigestError | StaleGenerationError) or entry.key in self._excluded:
             self._exclude(entry)
         elif isinstance(error, PeerBusyError):
             self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
         else:
             self._lay_to_rest(entry, Rest.FAILED)
             if isinstance(error, PeerVersionError):  # whatever the path
-                self._give_up(entry.source_id)
+                self._give_up(entry.key)
 
     def lost(self, entry: Entry, error: MxError, now_s: float, *, lease_runs: bool) -> None:
         """Record that the entry's connection was given up. `lease_runs`: its lease still holds, so
         the source did not end it."""
-        source_id = entry.source_id
+        key = entry.key
         wrong = isinstance(error, DigestError | StaleGenerationError)
-        if wrong or source_id in self._excluded:
+        if wrong or key in self._excluded:
             self._exclude(entry)
-        elif isinstance(error, PathSlowError) and source_id not in self._neighbours:
+        elif isinstance(error, PathSlowError) and key not in self._neighbours:
             self._lay_to_rest(entry, Rest.SLOW)
         elif isinstance(error, PeerBusyError):
-            self._give_up(source_id)
+            self._give_up(key)
             self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
         else:
             whole_source = not isinstance(error, (*_PATH_ERRORS, PathSlowError)) or not lease_runs
             self._lay_to_rest(entry, Rest.FAILED)
             if whole_source:
-                self._give_up(source_id)
+                self._give_up(key)
 
     def _lay_to_rest(self, entry: Entry, rest: Rest, retry_at_s: float = 0.0) -> None:
         entry.step(Event.REST)
@@ -256,9 +254,9 @@ class Connections:
 
     def _exclude(self, gone: Entry) -> None:
         """Exclude the entry, and its source's others; those in use follow when they are lost."""
-        self._excluded.add(gone.source_id)
+        self._excluded.add(gone.key)
         for entry in self._entries:
-            if entry is gone or (entry.source_id == gone.source_id and not entry.in_use):
+            if entry is gone or (entry.key == gone.key and not entry.in_use):
                 entry.step(Event.EXCLUDE)
 
     # -- what to open ---------------------------------------------------------------------------
@@ -295,13 +293,13 @@ class Connections:
         return entry.state is State.CANDIDATE and self._considered(entry)
 
     def _considered(self, entry: Entry) -> bool:
-        return entry.source_id not in self._excluded and (
-            not self.coordinated or entry.source_id in self._neighbours
+        return entry.key not in self._excluded and (
+            not self.coordinated or entry.key in self._neighbours
         )
 
     def _beside(self, path: SourcePath, in_use: Sequence[SourcePath]) -> list[SourcePath]:
         """Return the paths in use that this one is compared with."""
-        source_id = path.source.source_id
-        if source_id in self._neighbours:
-            return [other for other in in_use if other.source.source_id == source_id]
-        return [other for other in in_use if other.source.source_id not in self._neighbours]
+        key = path.source.key
+        if key in self._neighbours:
+            return [other for other in in_use if other.source.key == key]
+        return [other for other in in_use if other.source.key not in self._neighbours]

@@ -39,8 +39,8 @@ class SourcePath:
         """What the path shares with others of the same value: one of them is enough."""
         if self.medium is Medium.NETWORK:
             ends = (self.rail.local_address, self.rail.remote_address) if self.rail else ()
-            return (self.source.source_id, self.medium, *ends)
-        return (self.source.source_id, self.medium)
+            return (self.source.key, self.medium, *ends)
+        return (self.source.key, self.medium)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _rank(path: SourcePath) -> tuple[object, ...]:
         path.source.state is not SourceState.SERVING,
         not path.attach,
         -path.gb_per_s,
-        path.source.source_id,
+        path.source.key,
         path.transport,
         str(path.rail or ""),
         path.rail.remote_address if path.rail else "",
@@ -216,7 +216,7 @@ def _why_not_another_source(path: SourcePath, chosen: Sequence[SourcePath]) -> s
     if not network or any(_host(other.source) == _host(path.source) for other in chosen):
         nearer = "nearer" if best.gb_per_s > path.gb_per_s else "as near"
         return f"{best.source.endpoint} is {nearer}"
-    if len({other.source.source_id for other in chosen}) >= MOST_SOURCES:
+    if len({other.source.key for other in chosen}) >= MOST_SOURCES:
         return f"{MOST_SOURCES} sources are enough"
     if path.source.state is not SourceState.SERVING:
         return f"{path.source.endpoint} is draining"
@@ -235,7 +235,7 @@ def why_not(path: SourcePath, chosen: Sequence[SourcePath]) -> str | None:
     if not chosen:
         return None
     best = chosen[0]
-    if path.source.source_id not in {other.source.source_id for other in chosen}:
+    if path.source.key not in {other.source.key for other in chosen}:
         reason = _why_not_another_source(path, chosen)
         if reason is not None:
             return reason

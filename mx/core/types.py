@@ -351,6 +351,12 @@ class SourceRecord:
     pin_only: bool = False
 
     @property
+    def key(self) -> str:
+        """Its id and endpoint: whoever claims another's id elsewhere has another key, and what it
+        does is not that one's fault."""
+        return f"{self.source_id}@{self.endpoint}"
+
+    @property
     def content(self) -> bytes:
         """What its process says that its memory holds."""
         return self.ref.scattered_content if self.table.scattered else self.ref.content

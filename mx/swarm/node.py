@@ -229,14 +229,14 @@ class Node:
             self._peers[number].stream.send(SwarmMessage(cancel=chunk))
         self._do(self._receiver.failed(number, chunk, time.monotonic()))
 
-    def lost(self, source_id: str, *, for_good: bool) -> None:
+    def lost(self, key: str, *, for_good: bool) -> None:
         """End the stream to a source to which no path is left; `for_good`: and never meet it
         again."""
-        self._patience.lost(source_id)
+        self._patience.lost(key)
         if for_good:
-            self.peers.ban(source_id)
+            self.peers.ban(key)
         else:
-            self.peers.leave(source_id)
+            self.peers.leave(key)
 
     def reaches(self, record: SourceRecord) -> bool:
         """Return True if there is a path to the source."""
@@ -258,11 +258,11 @@ class Node:
         self._count += 1
         number = self._count
         self._peers[number] = _Peer(record, stream, seeds, readable)
-        self._numbers[record.source_id] = number
+        self._numbers[record.key] = number
         self._receiver.joined(number, held if readable else 0, whole=seeds and readable)
         self._uploads.joined(number, stream, Reader(stream.address, record.source_id))
         if readable:
-            self._patience.joined(record.source_id, time.monotonic())
+            self._patience.joined(record.key, time.monotonic())
         if self.coordinated and seeds and readable and not self.complete:
             # The origin may not know it yet: so far perhaps one pull alone read from it.
             stream.send(SwarmMessage(coordinated=True))
@@ -271,12 +271,12 @@ class Node:
 
     def parted(self, number: int) -> None:
         """Remove the peer: its stream has ended."""
-        source_id = self._peers.pop(number).record.source_id
-        del self._numbers[source_id]
+        key = self._peers.pop(number).record.key
+        del self._numbers[key]
         for chunk in [c for c, n in self._reading.items() if n == number]:
             del self._reading[chunk]
         self._uploads.gone(number)
-        if self.reading_from.pop(source_id, None) is not None:
+        if self.reading_from.pop(key, None) is not None:
             self._changed()
         self._do(self._receiver.gone(number, time.monotonic()))
 
@@ -329,7 +329,7 @@ class Node:
                 self._uploads.request(number, chunk, available=self.holdings.has(chunk))
             case "allow":
                 requested = number in self._receiver.requested(chunk)
-                if requested and self._allow(peer.record.source_id, chunk):
+                if requested and self._allow(peer.record.key, chunk):
                     self._take_over(chunk, number)
                 else:
                     peer.stream.send(SwarmMessage(cancel=chunk))
@@ -349,7 +349,7 @@ class Node:
         if late is not None and late != number:
             peer = self._peers[late]
             peer.stream.send(SwarmMessage(cancel=chunk))
-            self._withdraw(peer.record.source_id, chunk)
+            self._withdraw(peer.record.key, chunk)
 
     def _do(self, commands: Iterable[Command]) -> None:
         for each in commands:
@@ -361,11 +361,11 @@ class Node:
                 case Cancel(_, chunk):
                     if self._reading.get(chunk) == each.peer:
                         del self._reading[chunk]
-                        self._withdraw(peer.record.source_id, chunk)
+                        self._withdraw(peer.record.key, chunk)
                     peer.stream.send(SwarmMessage(cancel=chunk))
                 case ReadFreely(_, chunk):
                     self._connect(peer)
-                    if self._allow(peer.record.source_id, chunk):
+                    if self._allow(peer.record.key, chunk):
                         self._take_over(chunk, each.peer)
                 case Decline(_, chunk):
                     peer.stream.send(SwarmMessage(decline=chunk))
@@ -379,15 +379,15 @@ class Node:
         to all others at once would take a second of a core."""
         if not peer.connected:
             peer.connected = True
-            self.reading_from[peer.record.source_id] = (peer.stream, peer.record)
+            self.reading_from[peer.record.key] = (peer.stream, peer.record)
             self._changed()
 
-    def _allow(self, source_id: str, chunk: int) -> bool:
-        return self._reads is not None and self._reads.allow(source_id, chunk)
+    def _allow(self, source: str, chunk: int) -> bool:
+        return self._reads is not None and self._reads.allow(source, chunk)
 
-    def _withdraw(self, source_id: str, chunk: int) -> None:
+    def _withdraw(self, source: str, chunk: int) -> None:
         if self._reads is not None:
-            self._reads.withdraw(source_id, chunk)
+            self._reads.withdraw(source, chunk)
 
     # -- announcements ----------------------------------------------------------------------------
 

@@ -109,33 +109,32 @@ class Peers:
         now_s, keep = time.monotonic(), {**self._streams, **self._greeting}
         self.known.prune(now_s, keep)
         for record in sources:
-            source_id = record.source_id
-            if source_id == self._own_id:
+            if record.source_id == self._own_id:
                 continue
             if not self.known.name(record, now_s, listed=listed, keep=keep):
                 continue
             # Peers may name pulls only: no bound holds for how many origins are dialled.
             origin = record.role is SourceRole.ORIGIN and listed
-            if not origin or self._busy_with(source_id):
+            if not origin or self._busy_with(record.key):
                 continue
             if self._host.reaches(record):  # else it would suggest chunks that can't be read
                 self._start(self._greet(record, None))
-        relays = [each.source_id for each in self.known if each.role is SourceRole.RELAY]
+        relays = [each.key for each in self.known if each.role is SourceRole.RELAY]
         self._greet_all(self._neighbours.listed(relays))
 
-    def leave(self, source_id: str) -> None:
+    def leave(self, key: str) -> None:
         """Close the stream to this source, if there is one."""
-        if source_id in self._streams:
-            self._streams[source_id].close()
+        if key in self._streams:
+            self._streams[key].close()
 
-    def ban(self, source_id: str) -> None:
+    def ban(self, key: str) -> None:
         """Leave this source, and never connect to it again: it sent wrong bytes, or holds something
         else by now."""
-        self.known.ban(source_id)
-        self.leave(source_id)
+        self.known.ban(key)
+        self.leave(key)
 
-    def _busy_with(self, source_id: str) -> bool:
-        return source_id in self._streams or source_id in self._greeting
+    def _busy_with(self, key: str) -> bool:
+        return key in self._streams or key in self._greeting
 
     def _greet_all(self, names: Iterable[str]) -> None:
         for name in () if self._closed else names:  # ending streams make place for neighbours
@@ -150,18 +149,18 @@ class Peers:
     async def _greet(self, record: SourceRecord, neighbours: Neighbours | None) -> None:
         """Dial a peer and send a hello; if it accepts, serve the stream until it ends. For an
         origin `neighbours` is None: it is no neighbour, since it does not read here."""
-        source_id, own = record.source_id, self._own()
+        key, own = record.key, self._own()
         if own is None:
             return
-        self._greeting[source_id] = None
+        self._greeting[key] = None
         try:
             stream = await self._dial(record)
         except MxError as error:
             log.info("could not dial %s: %s", record.endpoint, str(error))
-            self._forget(source_id, neighbours)
+            self._forget(key, neighbours)
             return
-        self._greeting[source_id] = stream
-        hello = peer_pb2.Hello(source_id=source_id, own=codec.source_to_wire(own))
+        self._greeting[key] = stream
+        hello = peer_pb2.Hello(source_id=record.source_id, own=codec.source_to_wire(own))
         hello.have = to_bytes(self._host.held)
         stream.send(SwarmMessage(hello=hello))
         timeout = asyncio.get_running_loop().call_later(WELCOME_TIMEOUT_S, stream.close)
@@ -176,17 +175,17 @@ class Peers:
                 raise PeerProtocolError(f"{stream.peer} did not answer the hello with a welcome")
             timeout.cancel()
             welcome = message.welcome
-            if not welcome.accepted or self._greeting.get(source_id) is not stream:
+            if not welcome.accepted or self._greeting.get(key) is not stream:
                 stream.close()
                 return
-            del self._greeting[source_id]
+            del self._greeting[key]
             if neighbours is not None:
-                self._greet_all(neighbours.answered(source_id, True))
+                self._greet_all(neighbours.answered(key, True))
             number = self._begin(
                 record, stream, welcome.have, seeds=welcome.seeds, neighbours=neighbours
             )
             if neighbours is not None:
-                self.trades(source_id, +1)
+                self.trades(record.source_id, +1)
             if welcome.coordinated:
                 self._host.coordinate()
 
@@ -196,32 +195,32 @@ class Peers:
             timeout.cancel()
             if number >= 0:
                 if neighbours is not None:
-                    self.trades(source_id, -1)
-                self._end(source_id, number, neighbours)
-            elif self._greeting.get(source_id) is stream:
-                self._forget(source_id, neighbours)
+                    self.trades(record.source_id, -1)
+                self._end(key, number, neighbours)
+            elif self._greeting.get(key) is stream:
+                self._forget(key, neighbours)
 
-    def _forget(self, source_id: str, neighbours: Neighbours | None) -> None:
+    def _forget(self, key: str, neighbours: Neighbours | None) -> None:
         """Forget a peer that did not answer the hello, or refused."""
-        del self._greeting[source_id]
-        self.known.forget(source_id)
+        del self._greeting[key]
+        self.known.forget(key)
         if neighbours is not None:
-            self._greet_all(neighbours.answered(source_id, False))
+            self._greet_all(neighbours.answered(key, False))
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
         """Answer the hello of a peer; if it becomes a neighbour, serve the stream until it ends."""
-        source_id = record.source_id
+        key = record.key
         # When two peers dial at the same time, the stream from the lesser id is kept.
-        crossed = source_id in self._greeting and self._own_id < source_id
+        crossed = key in self._greeting and self._own_id < record.source_id
         answer = None
-        if source_id not in self._streams and not crossed and not self.known.banned(source_id):
-            answer = self._neighbours.greeting(source_id)
+        if key not in self._streams and not crossed and not self.known.banned(key):
+            answer = self._neighbours.greeting(key)
         if answer is None or not answer.welcome:
             await stream.refuse()
             return
         if answer.drop is not None:
             self.leave(answer.drop)
-        superseded = self._greeting.pop(source_id, None)
+        superseded = self._greeting.pop(key, None)
         if superseded is not None:
             superseded.close()
         self.known.name(record, time.monotonic(), listed=True, keep=self._streams)
@@ -232,7 +231,7 @@ class Peers:
         try:
             complain(stream, await stream.listen(lambda message: self._host.heard(number, message)))
         finally:
-            self._end(source_id, number, self._neighbours)
+            self._end(key, number, self._neighbours)
 
     def _begin(
         self,
@@ -247,16 +246,16 @@ class Peers:
             number = self._host.joined(record, stream, have, seeds=seeds)
         except MxError:  # its hello or welcome is malformed: another peer may take its place
             if neighbours is not None:
-                self._greet_all(neighbours.gone(record.source_id))
+                self._greet_all(neighbours.gone(record.key))
             raise
-        self._streams[record.source_id] = stream
+        self._streams[record.key] = stream
         return number
 
-    def _end(self, source_id: str, number: int, neighbours: Neighbours | None) -> None:
-        del self._streams[source_id]
+    def _end(self, key: str, number: int, neighbours: Neighbours | None) -> None:
+        del self._streams[key]
         self._host.parted(number)
         if neighbours is not None:
-            self._greet_all(neighbours.gone(source_id))
+            self._greet_all(neighbours.gone(key))
 
     def end(self) -> None:
         """Close every stream."""

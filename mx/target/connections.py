@@ -32,7 +32,7 @@ class Swarm(Protocol):
 
     @property
     def reading_from(self) -> Mapping[str, tuple[object, SourceRecord]]:
-        """The peers to read from, by source id; a changed first item means to connect anew."""
+        """The peers to read from, by key; a changed first item means to connect anew."""
 
     def shared(self, medium: Medium) -> None:
         """Act on a source's word that other pulls read there too. Repeated while it holds."""
@@ -43,7 +43,7 @@ class Swarm(Protocol):
     def waits(self) -> bool:
         """Return True while peers may still give what is missing."""
 
-    def lost(self, source_id: str, *, for_good: bool) -> None:
+    def lost(self, key: str, *, for_good: bool) -> None:
         """Leave this peer: no path to it is left; `for_good`: nor will there be one."""
 
     def reading_began(self) -> None:
@@ -211,13 +211,13 @@ class ConnectionPool:
         if known is not None:
             self._left[entry.path.source.endpoint] = known.message
         if known is not None and not isinstance(known, ConfigError):
-            complaint = (entry.source_id, entry.path.label, known.message)
+            complaint = (entry.key, entry.path.label, known.message)
             if complaint not in self._complaints:  # it may be tried again and again
                 self._complaints.add(complaint)
                 self._causes.append(known)
         elif error is not None:
             self._fatal = error
-        self._report_lost(entry.source_id)
+        self._report_lost(entry.key)
         self._outcome.changed.set()
 
     async def _lose(self, number: int, error: MxError) -> None:
@@ -230,7 +230,7 @@ class ConnectionPool:
         lease_runs = connection.lease.check() is None
         self._connections.lost(entry, error, time.monotonic(), lease_runs=lease_runs)
         await self._connector.give_back(connection)
-        self._report_lost(entry.source_id)
+        self._report_lost(entry.key)
 
     def _check_leases(self) -> None:
         """Give up connections whose lease is lost. (Sinks do so too, but an idle one has none.)"""
@@ -251,16 +251,16 @@ class ConnectionPool:
         elif not self._swarm.coordinated and self._connections.coordinated:
             self._connections.read_freely()
         peers = self._swarm.reading_from
-        for source_id in [each for each in self._joined if each not in peers]:
-            del self._joined[source_id]
-            self._leave(source_id)
-        for source_id, (stream, record) in peers.items():
-            if self._joined.get(source_id) != stream:
-                self._joined[source_id] = stream
-                self._connections.join(source_id, self._plan([record]).paths)
+        for key in [each for each in self._joined if each not in peers]:
+            del self._joined[key]
+            self._leave(key)
+        for key, (stream, record) in peers.items():
+            if self._joined.get(key) != stream:
+                self._joined[key] = stream
+                self._connections.join(key, self._plan([record]).paths)
 
-    def _leave(self, source_id: str) -> None:
-        entries = self._connections.leave(source_id)
+    def _leave(self, key: str) -> None:
+        entries = self._connections.leave(key)
         for entry in entries:
             if entry in self._opening:
                 self._opening[entry].cancel()
@@ -269,8 +269,8 @@ class ConnectionPool:
                 left = PeerLeftError(f"{connection.peer} is not needed", peer=connection.peer)
                 self._transfer.connection_lost(number, left)
 
-    def _report_lost(self, source_id: str) -> None:
+    def _report_lost(self, key: str) -> None:
         # Neighbours go on reading here after the pull: its end is no reason to leave them.
-        if not self._closed and self._connections.has_no_path(source_id):
-            excluded = self._connections.excluded(source_id)
-            self._swarm.lost(source_id, for_good=excluded)
+        if not self._closed and self._connections.has_no_path(key):
+            excluded = self._connections.excluded(key)
+            self._swarm.lost(key, for_good=excluded)

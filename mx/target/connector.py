@@ -110,7 +110,7 @@ class Connector:
         self, source: SourceRecord, region_nbytes: tuple[int, ...], layout: Layout
     ) -> ExtentMap:
         """Return where a layout's bytes are in a source's memory, as the source itself says."""
-        key = (source.source_id, source.generation)
+        key = (source.key, source.generation)
         if key not in self._extents or _failed(self._extents[key]):
             asking = self._ask_places(source, region_nbytes, layout)
             self._extents[key] = asyncio.create_task(asking, name="mx-table")
@@ -162,7 +162,7 @@ class Connector:
         return connection, granted.region_nbytes
 
     async def _grant_for(self, path: SourcePath) -> tuple[Lease, Granted]:
-        key = (path.source.source_id, path.transport)
+        key = (path.source.key, path.transport)
         task = self._granted.get(key)
         if task is None or (task.done() and (task.exception() or task.result()[0].check())):
             task = asyncio.create_task(self._lease(path), name="mx-grant")

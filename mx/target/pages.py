@@ -60,7 +60,6 @@ class PageFetcher:
         self._stall_timeout_s = stall_timeout_s
         self._failing_since_s: dict[str, float] = {}
         self._stalls: Counter[str] = Counter()
-        self._given_up: dict[str, MxError] = {}
 
     async def run(self) -> None:
         """Ask sources until every page is known."""
@@ -68,8 +67,6 @@ class PageFetcher:
         while self._transfer.pages.missing:
             before = len(self._transfer.pages.missing)
             await self._ask_all()
-            for source_id, error in self._given_up.items():  # they may have connected since
-                self._transfer.exclude(source_id, error)
             if len(self._transfer.pages.missing) < before:
                 pause_s = FIRST_S
             else:
@@ -106,15 +103,13 @@ class PageFetcher:
 
     def _candidates(self) -> Iterator[SourceRecord]:
         """Yield those that are read from first, then those that hold everything."""
-        reading = {
-            each.path.source.source_id for each in self._transfer.connections if not each.lost
-        }
+        reading = {each.path.source.key for each in self._transfer.connections if not each.lost}
         ordered = sorted(
-            self._sources(), key=lambda each: (each.source_id not in reading, not each.whole)
+            self._sources(), key=lambda each: (each.key not in reading, not each.whole)
         )
         ref = self._transfer.manifest.ref
         for source in ordered:
-            if source.source_id not in self._given_up and source.ref.same_chunks(ref):
+            if not self._transfer.excludes(source.key) and source.ref.same_chunks(ref):
                 yield source
 
     async def _ask(self, source: SourceRecord) -> None:
@@ -134,7 +129,7 @@ class PageFetcher:
                     # Off the loop, which has leases to renew: a page may have a million digests.
                     await in_thread(check_page, transfer.manifest, layer, page)
                     transfer.put_page(layer, page)
-                    self._failing_since_s.pop(source.source_id, None)
+                    self._failing_since_s.pop(source.key, None)
         except DigestError as error:
             lie = DigestError(
                 f"{peer}: {error.message}", peer=peer, hint="the source lies; do not use it"
@@ -148,17 +143,16 @@ class PageFetcher:
                 return
             failure = PeerProtocolError(f"{peer} does not give the block digests", peer=peer)
         now_s = time.monotonic()
-        since_s = self._failing_since_s.setdefault(source.source_id, now_s)
+        since_s = self._failing_since_s.setdefault(source.key, now_s)
         if now_s - since_s < self._stall_timeout_s:
             return
-        del self._failing_since_s[source.source_id]
-        self._stalls[source.source_id] += 1
-        if self._stalls[source.source_id] >= MOST_STALLS:
+        del self._failing_since_s[source.key]
+        self._stalls[source.key] += 1
+        if self._stalls[source.key] >= MOST_STALLS:
             self._give_up(source, failure)
         else:
-            transfer.exclude(source.source_id, failure)
+            transfer.exclude(source.key, failure)
 
     def _give_up(self, source: SourceRecord, error: MxError) -> None:
         self._causes.append(error)
-        self._given_up[source.source_id] = error
-        self._transfer.exclude(source.source_id, error)
+        self._transfer.exclude(source.key, error, for_good=True)

@@ -265,7 +265,7 @@ class Resolver:
         except MxError:  # `run` looks again, and running reads don't depend on it
             return
         self._listed = len(sources)
-        new = [each for each in sources if each.whole and self._connections.wants(each.source_id)]
+        new = [each for each in sources if each.whole and self._connections.wants(each.key)]
         if new:
             self._connections.add(self._plan(new).paths)
             self._outcome.changed.set()

@@ -18,7 +18,7 @@ from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
 from mx.core.types import Manifest
-from mx.errors import ClosedError, MxError, PathSlowError
+from mx.errors import ClosedError, MxError, PathSlowError, another
 from mx.memory.arena import Hasher, MakeHasher, host_hasher
 from mx.runtime import unexpected
 from mx.target.reads import CONNECTION_ERRORS, Connection
@@ -123,6 +123,7 @@ class Transfer:
             self._grid, pages.get, several_connections=several_connections
         )
         self._connections: dict[int, Connection] = {}
+        self._excluded: dict[str, MxError] = {}
         self._in_flight: dict[Part, _PartSink] = {}
         self.started = False
         self._prefilled: dict[tuple[str, str], PathReport] = {}
@@ -210,7 +211,10 @@ class Transfer:
         return nbytes
 
     def add_connection(self, connection: Connection) -> int:
-        """Begin reading through a session. Returns the connection's number."""
+        """Begin reading through a session. Returns the connection's number. Raises the error for
+        which its source was excluded."""
+        if connection.path.source.key in self._excluded:
+            raise another(self._excluded[connection.path.source.key])
         self.start()
         with self._lock:
             number = len(self._connections)
@@ -219,7 +223,7 @@ class Transfer:
                 number,
                 connection.session.depth,
                 time.monotonic(),
-                source=connection.path.source.source_id,
+                source=connection.path.source.key,
                 peer=connection.peer,
                 bytes_per_s=connection.path.gb_per_s * 1e9,
             )
@@ -246,11 +250,17 @@ class Transfer:
             commands = self._machine.page_known(layer, time.monotonic())
         self._run(commands)
 
-    def exclude(self, source_id: str, error: MxError) -> None:
-        """Give up all connections to a source that has lied."""
+    def exclude(self, key: str, error: MxError, *, for_good: bool = False) -> None:
+        """Give up all connections to a source; `for_good`: and refuse new ones."""
+        if for_good:
+            self._excluded[key] = error
         for number, connection in enumerate(self.connections):
-            if connection.path.source.source_id == source_id:
+            if connection.path.source.key == key:
                 self.connection_lost(number, error)
+
+    def excludes(self, key: str) -> bool:
+        """Return True if the source was excluded for good."""
+        return key in self._excluded
 
     def abort(self, error: MxError) -> None:
         """Fail, for a reason of the caller's."""

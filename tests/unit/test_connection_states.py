@@ -100,15 +100,20 @@ def test_patience_with_busy_sources_ends_and_begins_anew_with_a_connection() -> 
     assert not Connections(patience_s=10.0).waits(0.0)  # for nothing
 
 
+@pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("error", [DigestError("wrong"), StaleGenerationError("changed")])
-def test_an_excluded_source_never_comes_back(error: MxError) -> None:
+def test_an_excluded_source_never_comes_back(error: MxError, opens: bool) -> None:
     connections = Connections()
     connections.add([TCP0, TCP1, UCX0])
-    first, second = live(connections, TCP0, TCP1)
-    connections.lost(first, error, 0.0, lease_runs=True)
-    assert connections.excluded(first.source_id) and connections.has_no_path(first.source_id)
+    first, second = live(connections, TCP0, TCP1) if opens else connections.assign(0.0)
+    if opens:
+        connections.lost(first, error, 0.0, lease_runs=True)
+    else:
+        connections.failed(first, error, 0.0)
+        connections.opened(second)
+    assert connections.excluded(first.key) and connections.has_no_path(first.key)
     connections.add([TCP0, UCX0])
-    connections.join(first.source_id, [UCX0])
+    connections.join(first.key, [UCX0])
     assert connections.assign(0.0) == []
     connections.lost(second, PeerLostError("cut"), 0.0, lease_runs=True)
     assert second.state is State.EXCLUDED
@@ -121,10 +126,10 @@ def test_all_paths_to_a_source_of_another_version_rest_until_it_is_found_again()
     connections.failed(first, PeerVersionError("speaks wire 3"), 0.0)
     connections.failed(second, PeerVersionError("speaks wire 3"), 0.0)
     (other,) = live(connections, OTHER)
-    assert not connections.wants(first.source_id)
+    assert not connections.wants(first.key)
     connections.lost(other, PeerLostError("gone"), 0.0, lease_runs=False)
     assert connections.assign(0.0) == [] and connections.idle
-    assert connections.wants(first.source_id)  # it may be another process by now
+    assert connections.wants(first.key)  # it may be another process by now
 
 
 def test_in_coordinated_reading_neighbours_alone_are_used_and_their_paths_compared_alone() -> None:
@@ -134,11 +139,11 @@ def test_in_coordinated_reading_neighbours_alone_are_used_and_their_paths_compar
     connections.coordinate()
     connections.add([LATER])
     assert connections.assign(0.0) == []
-    connections.join(LATER.source.source_id, [LATER])
+    connections.join(LATER.source.key, [LATER])
     live(connections, LATER)  # beside the first, on whose host it is
-    (left,) = connections.leave(LATER.source.source_id)
+    (left,) = connections.leave(LATER.source.key)
     connections.lost(left, PeerLostError("left"), 0.0, lease_runs=True)
-    assert connections.has_no_path(LATER.source.source_id)
+    assert connections.has_no_path(LATER.source.key)
     connections.read_freely()
     assert connections.assign(0.0) == []  # OTHER is as near as the first
 
@@ -157,7 +162,7 @@ def test_whatever_happens_what_is_in_use_goes_together(seed: int) -> None:
     open_: list[Entry] = []
     for _ in range(150):
         now_s += rng.random()
-        name = rng.choice("abc")
+        name = source(rng.choice("abc")).key
         match rng.randrange(7):
             case 0:
                 connections.add(rng.sample(paths, 3))
@@ -175,13 +180,13 @@ def test_whatever_happens_what_is_in_use_goes_together(seed: int) -> None:
             case 4:
                 (connections.coordinate if rng.random() < 0.5 else connections.read_freely)()
             case 5:
-                connections.join(name, [each for each in paths if each.source.source_id == name])
+                connections.join(name, [each for each in paths if each.source.key == name])
             case 6:
                 connections.leave(name)
         before = [entry.path for entry in connections.in_use]
         for entry in connections.assign(now_s):
-            assert entry.state is State.OPENING and not connections.excluded(entry.source_id)
-            mine = [each for each in before if each.source.source_id == entry.source_id]
+            assert entry.state is State.OPENING and not connections.excluded(entry.key)
+            mine = [each for each in before if each.source.key == entry.key]
             assert all(each.bottleneck != entry.path.bottleneck for each in mine)
             before.append(entry.path)
             opening.append(entry)

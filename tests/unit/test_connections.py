@@ -71,8 +71,8 @@ class FakeSwarm:
     def waits(self) -> bool:
         return self.expects
 
-    def lost(self, source_id: str, *, for_good: bool) -> None:
-        self.lost_ids.append(source_id)
+    def lost(self, key: str, *, for_good: bool) -> None:
+        self.lost_ids.append(key)
 
     def reading_began(self) -> None: ...
 
@@ -150,7 +150,7 @@ class Stage:
 
     def join(self, path: SourcePath) -> None:
         self.joined = [path]
-        self.swarm.reading_from[path.source.source_id] = (object(), path.source)
+        self.swarm.reading_from[path.source.key] = (object(), path.source)
         self.outcome.changed.set()
 
     def end(self) -> None:
@@ -458,7 +458,7 @@ def test_a_busy_source_is_not_tried_before_its_retry_time() -> None:
     stage = Stage(dict.fromkeys(paths, busy(retry_after_s=30.0)), patience_s=0.6)
     stage.play()
     assert sorted(map(stage.tried.count, (TCP0, TCP1, UCX0, OTHER))) == [1, 1, 1, 1]
-    assert not stage.connections.wants(A.source_id)
+    assert not stage.connections.wants(A.key)
 
 
 def test_a_source_that_gave_the_place_to_another_reader_is_tried_again() -> None:
@@ -514,4 +514,4 @@ def test_the_end_of_a_pull_is_no_reason_to_leave_a_neighbour(ends: bool) -> None
     stage.swarm.expects = True
     stage.play(stage.coordinate, lambda: stage.join(LATER), lambda: None, stage.end)
     assert LATER in stage.tried
-    assert (LATER.source.source_id in stage.swarm.lost_ids) is not ends
+    assert (LATER.source.key in stage.swarm.lost_ids) is not ends

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.core.swarm.known import KNOWN_S, MOST_BANNED, KnownPeers
-from mx.core.types import SourceRecord
+from mx.core.types import SourceRecord, SourceRole
 from tests.support.records import make_documents, make_record
 
 RECORD = make_record(make_documents("w"))
@@ -31,7 +31,7 @@ def test_peers_that_a_peer_names_do_not_displace_listed_ones() -> None:
         assert known.name(peer(name), 20.0, listed=True)
     assert names(known) == ["a", "b", "c"]
     assert not known.name(peer("x"), 21.0, listed=False)
-    assert known.name(peer("d"), 22.0, listed=True, keep={"a"})
+    assert known.name(peer("d"), 22.0, listed=True, keep={peer("a").key})
     assert names(known) == ["a", "c", "d"]
 
 
@@ -40,26 +40,36 @@ def test_peers_that_were_not_named_for_long_are_dropped() -> None:
     for name in "abc":
         known.name(peer(name), 0.0, listed=True)
     known.name(peer("b"), KNOWN_S, listed=True)
-    known.prune(KNOWN_S + 1, keep={"c"})
+    known.prune(KNOWN_S + 1, keep={peer("c").key})
     assert names(known) == ["b", "c"]
 
 
 def test_another_peers_record_does_not_replace_a_listed_one() -> None:
     known = KnownPeers()
     known.name(peer("a"), 0.0, listed=True)
-    known.name(replace(peer("a"), endpoint="10.9.9.9:1"), 1.0, listed=False)
-    assert known.record("a").endpoint == RECORD.endpoint
+    claims = replace(peer("a"), role=SourceRole.ORIGIN)
+    known.name(claims, 1.0, listed=False)
+    assert known.record(claims.key).role is RECORD.role
+
+
+def test_what_a_peer_does_under_the_id_of_another_is_not_the_others_fault() -> None:
+    known, liar = KnownPeers(), replace(peer("a"), endpoint="10.9.9.9:1")
+    known.name(liar, 0.0, listed=True)
+    known.ban(liar.key)
+    assert not known.name(liar, 1.0, listed=True)
+    assert known.name(peer("a"), 1.0, listed=True)
+    assert known.record(peer("a").key).endpoint == RECORD.endpoint
 
 
 def test_banned_peers_stay_unknown_and_their_number_is_bounded() -> None:
     known = KnownPeers()
     known.name(peer("a"), 0.0, listed=True)
-    known.ban("a")
-    assert known.banned("a") and "a" not in known
+    known.ban(peer("a").key)
+    assert known.banned(peer("a").key) and not names(known)
     assert not known.name(peer("a"), 1.0, listed=True)
     for number in range(MOST_BANNED):
         known.ban(str(number))
-    assert not known.banned("a") and known.banned("0")
+    assert not known.banned(peer("a").key) and known.banned("0")
 
 
 @given(
@@ -73,8 +83,9 @@ def test_the_table_is_bounded_and_keeps_the_peers_in_keep(
     there: set[str] = set()
     for name, listed, seconds in named:
         now_s += seconds
-        known.prune(now_s, keep)
-        known.name(peer(name), now_s, listed=listed, keep=keep)
+        kept = {peer(each).key for each in keep}
+        known.prune(now_s, kept)
+        known.name(peer(name), now_s, listed=listed, keep=kept)
         assert len(known) <= 5
         assert there & keep <= set(names(known))
         there = set(names(known))

@@ -56,10 +56,10 @@ class Reads:
 
     def read_freely(self) -> None: ...
 
-    def allow(self, source_id: str, chunk: int) -> bool:
+    def allow(self, source: str, chunk: int) -> bool:
         return True
 
-    def withdraw(self, source_id: str, chunk: int) -> None: ...
+    def withdraw(self, source: str, chunk: int) -> None: ...
 
     def reaches(self, source: SourceRecord) -> bool:
         return source.source_id in self.reached
@@ -132,7 +132,7 @@ async def greeted(
             node.coordinate()
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
-        assert list(node.reading_from) == ["near"]
+        assert [record.source_id for _, record in node.reading_from.values()] == ["near"]
     finally:
         for each in neighbours:
             each.stream.close()
@@ -190,7 +190,7 @@ def test_neighbours_that_were_dialled_are_reported_to_the_server() -> None:
                 while not traded:
                     await asyncio.sleep(0.01)
             assert traded == [("near", +1)]
-            node.peers.leave("near")
+            node.peers.leave(record.key)
             async with asyncio.timeout(60):
                 while len(traded) < 2:
                     await asyncio.sleep(0.01)
@@ -228,5 +228,37 @@ def test_sources_that_a_peer_names_are_not_dialled() -> None:
 
     def name(number: int) -> str:
         return f"00000000-0000-4000-8000-{number:012}"
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_claims_the_id_of_another_is_blamed_alone() -> None:
+    """The id of a source is in every listing: what a peer does that greets with it is not the
+    source's fault, which is dialled all the same."""
+
+    async def run() -> None:
+        dialled: list[str] = []
+        there = asyncio.Event()
+
+        async def dial(record: SourceRecord) -> PeerStream:
+            dialled.append(record.endpoint)
+            there.set()
+            return FakeNeighbour(record.source_id).stream
+
+        liar = FakeNeighbour("source")
+        claimed = replace(liar.record, role=SourceRole.RELAY)
+        honest = replace(claimed, endpoint="10.0.0.1:7000")
+        node = node_of(Reads(["source"]), dial, make_record(make_documents("w"), source_id="own"))
+        try:
+            trading = asyncio.create_task(node.trade(claimed, b"", liar.stream))
+            await asyncio.sleep(0)
+            node.lost(claimed.key, for_good=True)  # as after wrong bytes from the liar
+            liar.stream.close()
+            await trading
+            node.peers.met([claimed, honest])
+            await asyncio.wait_for(there.wait(), 5)
+            assert dialled == [honest.endpoint]
+        finally:
+            await node.close()
 
     asyncio.run(run())

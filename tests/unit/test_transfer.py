@@ -356,3 +356,14 @@ def test_blake3_decides_where_the_shortcut_does_not_agree() -> None:
     session.land(bytes(len(BYTES)))
     assert again.listener.ready == []
     assert again.listener.lost == [0]
+
+
+def test_a_source_that_is_excluded_for_good_while_it_connects_is_not_read_from() -> None:
+    setting = Setting()
+    connecting = connection_of(HeldSession())
+    lie = DigestError("the page is of another model", peer="peer")
+    setting.transfer.exclude(connecting.path.source.key, lie, for_good=True)
+    assert setting.transfer.excludes(connecting.path.source.key)
+    with pytest.raises(DigestError, match="of another model"):
+        setting.transfer.add_connection(connecting)
+    assert setting.connection().reads  # another's

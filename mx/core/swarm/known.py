@@ -28,7 +28,7 @@ class _Known:
 
 
 class KnownPeers:
-    """The peers that one pull knows, by source id."""
+    """The peers that one pull knows, by key."""
 
     def __init__(self, *, most: int = MOST_KNOWN) -> None:
         self._most = most
@@ -41,16 +41,16 @@ class KnownPeers:
     def __iter__(self) -> Iterator[SourceRecord]:
         return (known.record for known in self._known.values())
 
-    def __contains__(self, source_id: str) -> bool:
-        return source_id in self._known
+    def __contains__(self, key: str) -> bool:
+        return key in self._known
 
-    def record(self, source_id: str) -> SourceRecord:
+    def record(self, key: str) -> SourceRecord:
         """Return the record of a known peer.
 
         Raises:
             KeyError: The peer is not known.
         """
-        return self._known[source_id].record
+        return self._known[key].record
 
     def name(
         self, record: SourceRecord, now_s: float, *, listed: bool, keep: Container[str] = ()
@@ -61,20 +61,20 @@ class KnownPeers:
             record: The peer.
             now_s: The time.
             listed: A coordinator or a source lists it, or it greeted this pull.
-            keep: The source ids of peers that must not be dropped for it.
+            keep: The keys of peers that must not be dropped for it.
 
         Returns:
             False if it is banned, or the table is full.
         """
-        source_id = record.source_id
-        if source_id in self._banned:
+        key = record.key
+        if key in self._banned:
             return False
-        known = self._known.get(source_id)
+        known = self._known.get(key)
         if known is not None and known.listed and not listed:
             return True  # another peer's record does not replace a listed one
         if known is None and len(self._known) >= self._most and not self._evict(listed, keep):
             return False
-        self._known[source_id] = _Known(record, now_s, listed)
+        self._known[key] = _Known(record, now_s, listed)
         return True
 
     def _evict(self, listed: bool, keep: Container[str]) -> bool:
@@ -84,9 +84,9 @@ class KnownPeers:
             False if no peer may be dropped.
         """
         candidates = [
-            (known.listed, known.named_at_s, source_id)
-            for source_id, known in self._known.items()
-            if source_id not in keep and (listed or not known.listed)
+            (known.listed, known.named_at_s, key)
+            for key, known in self._known.items()
+            if key not in keep and (listed or not known.listed)
         ]
         if not candidates:
             return False
@@ -95,24 +95,24 @@ class KnownPeers:
 
     def prune(self, now_s: float, keep: Container[str]) -> None:
         """Drop the peers that were not named for `KNOWN_S`, except those in `keep`."""
-        for source_id in [
-            source_id
-            for source_id, known in self._known.items()
-            if now_s - known.named_at_s > KNOWN_S and source_id not in keep
+        for key in [
+            key
+            for key, known in self._known.items()
+            if now_s - known.named_at_s > KNOWN_S and key not in keep
         ]:
-            del self._known[source_id]
+            del self._known[key]
 
-    def forget(self, source_id: str) -> None:
+    def forget(self, key: str) -> None:
         """Drop a peer that did not answer, or refused. It is known again when it is named again."""
-        self._known.pop(source_id, None)
+        self._known.pop(key, None)
 
-    def ban(self, source_id: str) -> None:
+    def ban(self, key: str) -> None:
         """Drop a peer for good."""
-        self.forget(source_id)
-        self._banned[source_id] = None
+        self.forget(key)
+        self._banned[key] = None
         while len(self._banned) > MOST_BANNED:
             del self._banned[next(iter(self._banned))]
 
-    def banned(self, source_id: str) -> bool:
+    def banned(self, key: str) -> bool:
         """Return True if the peer is banned."""
-        return source_id in self._banned
+        return key in self._banned

@@ -32,16 +32,16 @@ class Patience:
         """Record that a peer has announced chunks."""
         self._news_at_s = now_s
 
-    def joined(self, source_id: str, now_s: float) -> None:
+    def joined(self, key: str, now_s: float) -> None:
         """Record a new peer that can be read from."""
         self._alone_since_s = None
         # A source that comes and goes must not keep the pull waiting for ever.
-        if source_id not in self._lost:
+        if key not in self._lost:
             self._news_at_s = now_s
 
-    def lost(self, source_id: str) -> None:
+    def lost(self, key: str) -> None:
         """Record that no path to the source is left."""
-        self._lost.add(source_id)
+        self._lost.add(key)
 
     def waits(self, now_s: float, *, given: bool) -> bool:
         """Return True while peers are worth waiting for; `given`: one holds what is missing."""
