@@ -126,7 +126,8 @@ def keeps_to_limits(bench: Bench) -> None:
     exposure.revoke("mine")
     bench.finish(running)
     require(exposure.sent_to("mine") == 0, "bytes are counted for a grant that was revoked")
-    beyond = bench.peek(view[MIB:])
-    require(beyond == bytes([GUARD]) * len(beyond), "more was sent than the limiter let through")
+    # A read of several streams is not sent in order: what counts is how much of it was.
+    sent_nbytes = nbytes - bench.peek(view).count(GUARD)
+    require(sent_nbytes <= MIB, "more was sent than the limiter let through")
     exposure.close()
     require(exposure.join(bench.harness.deadline_s), "join waits for a limiter's pause")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.hosts import Hosts, Link, unavailable
 from mx.errors import EXIT_INCOMPLETE, EXIT_NO_SOURCE, EXIT_OK
-from tests.integration.conftest import HostCommand
+from tests.integration.conftest import HostCommand, environment
 from tests.integration.test_main_job import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("coordinated")]
@@ -67,6 +67,18 @@ with mx.serve(base, model=f"base-{host}", **common) as held:
 """
 
 
+#: Prints the listing, a line of endpoints and layers each, for each line that it gets.
+LISTING = """
+for _ in sys.stdin:
+    found = mx.list_sources("m", coordinator=coordinator, settings=settings)
+    held = {
+        each.record.endpoint: sum(end - begin for begin, end in each.record.table.held)
+        for each in found
+    }
+    print(json.dumps(held), flush=True)
+"""
+
+
 class Script(HostCommand):
     """A Python script in one of the hosts."""
 
@@ -88,6 +100,7 @@ class Lan:
     out: Path
     started: contextlib.ExitStack
     origin: HostCommand
+    _asked: subprocess.Popen[str] | None = None
 
     @property
     def weights(self) -> Path:
@@ -118,13 +131,31 @@ class Lan:
 
     def listed(self) -> dict[str, int]:
         """Return how many layers each host's source holds, by the coordinator's list."""
-        command = HostCommand(self.hosts, DIRECTORY, "sources", "m", *self.options)
-        try:
-            sources = command.json()["sources"]
-        finally:
-            command.end()
+        if self._asked is None:
+            self._asked = self.started.enter_context(self._lister())
+        asked, answers = self._asked.stdin, self._asked.stdout
+        assert asked is not None and answers is not None
+        asked.write("\n")
+        asked.flush()
+        sources = json.loads(answers.readline())
         hosts = {link.address(name): name for name, link in self.links.items()}
-        return {hosts[s["endpoint"].partition(":")[0]]: s["layers_held"] for s in sources}
+        return {hosts[endpoint.partition(":")[0]]: held for endpoint, held in sources.items()}
+
+    @contextlib.contextmanager
+    def _lister(self) -> Iterator[subprocess.Popen[str]]:
+        """A process beside the coordinator: a new one for each look would use up a core."""
+        command = [*self.hosts.prefix(DIRECTORY), sys.executable, "-c", PREAMBLE + LISTING]
+        with subprocess.Popen(
+            [*command, self.links[DIRECTORY].address(DIRECTORY), self.coordinator],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def until_listed(self, command: HostCommand, found: Callable[[dict[str, int]], bool]) -> None:
         seen: dict[str, int] = {}
