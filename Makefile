@@ -13,13 +13,13 @@ READY := .venv/.ready
 PROTO_READY := .venv-proto/.ready
 PROTO_OUT ?= .
 # Test files that run at a time: the tests wait for processes much of their time.
-JOBS ?= 2
+JOBS ?= 3
 PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
 GRPCIO_TOOLS := grpcio-tools==1.71.2
 
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
-	@echo "make test [ARGS=...]        the tests, two files at a time (JOBS=...; ARGS go to pytest)"
+	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
