@@ -352,8 +352,8 @@ class SourceRecord:
 
     @property
     def key(self) -> str:
-        """Its id and endpoint: whoever claims another's id elsewhere has another key, and what it
-        does is not that one's fault."""
+        """Its id and endpoint. A process elsewhere that claims the same id has another key, so that
+        what it does is not blamed on this source."""
         return f"{self.source_id}@{self.endpoint}"
 
     @property
