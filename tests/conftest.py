@@ -85,6 +85,23 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _call_failed = pytest.StashKey[bool]()
 
 
+class _FailuresAtOnce:
+    """Prints a failure when it happens: a run that is cut off prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")  # None in workers
+        if report.failed and reporter is not None:
+            reporter.write_line("")
+            reporter.write_line(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_FailuresAtOnce(config))
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What this process holds of the things that a test may leave behind."""
