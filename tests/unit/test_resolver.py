@@ -156,7 +156,7 @@ async def test_new_sources_are_found_beside_those_in_use() -> None:
     stage.locator.sources = CoordinatorError("it is gone for a while")
     await stage.until_looked_up(2)
     stage.locator.sources = [A, B]
-    stage.connections.unwanted = {A.source_id}
+    stage.connections.unwanted = {A.key}
     await stage.until_looked_up(3)
     await stage.close()
     assert stage.connections.added == [B.source_id]
