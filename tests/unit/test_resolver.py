@@ -106,12 +106,12 @@ class FakeConnections:
         self.unwanted: set[str] = set()
         self.added: list[str] = []
 
-    def wants(self, source_id: str) -> bool:
-        return source_id not in self.unwanted
+    def wants(self, key: str) -> bool:
+        return key not in self.unwanted
 
     def add(self, paths: Sequence[SourcePath]) -> None:
-        self.added += [path.source.source_id for path in paths]
-        self.unwanted.update(path.source.source_id for path in paths)
+        self.added += [path.source.key for path in paths]
+        self.unwanted.update(path.source.key for path in paths)
 
 
 class Stage:
@@ -159,7 +159,7 @@ async def test_new_sources_are_found_beside_those_in_use() -> None:
     stage.connections.unwanted = {A.key}
     await stage.until_looked_up(3)
     await stage.close()
-    assert stage.connections.added == [B.source_id]
+    assert stage.connections.added == [B.key]
     assert [A.source_id, B.source_id] in stage.reported
     assert not stage.resolver.waits()
     assert stage.causes == []
