@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import mmap
 import os
@@ -36,6 +37,7 @@ class Kind(Enum):
         return self in (Kind.GPU, Kind.GPU_VMM)
 
 
+@functools.lru_cache(maxsize=16)
 def pattern(nbytes: int, seed: int) -> bytes:
     """Return bytes that differ at any two offsets a power of two apart, and between seeds."""
     period = random.Random(seed).randbytes(min(nbytes, MIB + 1))

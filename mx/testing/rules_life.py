@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mx.core.topology import Gpu, GpuPeer, Place
 from mx.errors import ClosedError, MxError, NotAllowedError, SourceError
-from mx.testing.bench import Bench, SinkError, require
+from mx.testing.bench import Bench, RuleBroken, SinkError, require
 from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind
 from mx.transport import (
@@ -74,9 +74,10 @@ def reaches_both_ways(bench: Bench) -> None:
     # Many that differ in everything, and some that differ in their devices and GPUs alone.
     near = [p for p in places if (p.boot_id, p.uid, p.pid_namespace) == ("boot-1", 0, 1)]
     sample = bench.random.sample(places, 60) + bench.random.sample(near, 60)
-    for here, there in itertools.product(sample, repeat=2):
+    for here, there in itertools.combinations_with_replacement(sample, 2):
         path, back = bench.transport.reach(here, there), bench.transport.reach(there, here)
-        require(path == back, f"{here} -> {there}: {path}, but back: {back}")
+        if path != back:  # texts of places take longer than all else here
+            raise RuleBroken(f"{here} -> {there}: {path}, but back: {back}")
         name = path.transport if path else bench.transport.name
         require(name == bench.transport.name, f"the path is called {name}")
 
