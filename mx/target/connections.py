@@ -93,6 +93,8 @@ class ConnectionPool:
         self._outcome = outcome
         self._log = log
         self._causes = causes
+        #: Set once a path was opened, or could not be, or there is none.
+        self.tried = asyncio.Event()
         self._opening: dict[Entry, asyncio.Task[Connection]] = {}
         self._live: dict[int, tuple[Entry, Connection]] = {}
         self._useless: list[Connection] = []  # open, but the transfer can't read through them
@@ -117,6 +119,8 @@ class ConnectionPool:
             self._check_leases()
             self._follow_swarm()
             self._open()
+            if not self._opening:
+                self.tried.set()
             if self._fatal is not None:
                 raise self._fatal
             if self._connections.idle and not self._swarm.coordinated:
@@ -197,6 +201,7 @@ class ConnectionPool:
 
     def _opened(self, entry: Entry, task: asyncio.Task[Connection]) -> None:
         del self._opening[entry]
+        self.tried.set()
         error = None if task.cancelled() else task.exception()
         if not task.cancelled() and error is None:
             try:

@@ -321,7 +321,7 @@ class Job:
         closing.push_async_callback(pool.close)
         if unmapped is not None:
             pool.take(*unmapped)
-        await beside(pool.run(), resolver.run(), pool.tick(), fetcher.run())
+        await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
         self._raise_failure(manifest, transfer, outcome)
         if options.hold and pages.missing:  # others will ask for them here
             await self._fetch_rest(fetcher)
@@ -529,6 +529,13 @@ class Job:
     def close(self) -> None:
         """Make work on threads (reading disk, prefilling) stop soon; then cancel `run`."""
         self._closed = True
+
+
+async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
+    """Fetch pages, after a path was opened: on a narrow link they would delay that, and all bytes
+    with it, and they are needed only for bytes that are there."""
+    await pool.tried.wait()
+    await fetcher.run()
 
 
 def _none_opened(model: str, causes: list[MxError]) -> MxError:
