@@ -60,8 +60,8 @@ def pull(
     verify: Annotated[
         str,
         typer.Option(
-            help="chunks: digests that guard against accidents. strong: also the identity, "
-            "against peers that lie.",
+            help="chunks: blake3 against the model's identity; what processes of your own user "
+            "hold in memory is taken at their word. strong: blake3 for everything.",
             metavar="chunks|strong",
             autocompletion=lambda: ["chunks", "strong"],
         ),
@@ -152,7 +152,10 @@ def pull(
         if as_json:
             outcome.emit(report.to_json())
         else:
-            outcome.write(_summary(report, out=out, kept=hold or out is not None))
+            compared = "@" in model or all(path.transport != "disk" for path in report.paths)
+            outcome.write(
+                _summary(report, out=out, kept=hold or out is not None, compared=compared)
+            )
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
@@ -178,17 +181,18 @@ def _closing(pull: Pull) -> Iterator[Pull]:
         raise
 
 
-def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
+def _summary(report: PullReport, *, out: str | None, kept: bool, compared: bool) -> str:
     from mx.core.reference import with_pin
 
     # Nothing is copied to attach: a rate of it would say nothing.
     attached = all(path.attached for path in report.paths)
     moved = sum(path.bytes for path in report.paths if path.transport != "resume")
     rate = "" if attached or not report.seconds else f" ({format_rate(moved / report.seconds)})"
+    verified = f"verified by {report.verified}" if compared else "compared with nothing (no pin)"
     lines = [
         f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)}{rate}, "
         f"{count(report.layers, 'layer')}, the first after {format_seconds(report.first_layer_s)}, "
-        f"verified by {report.verified}"
+        f"{verified}"
     ]
     for path in report.paths:
         if path.transport == "resume":

@@ -139,6 +139,7 @@ def _announce(source: Source, *, as_json: bool) -> None:
                 "revision": source.model.revision,
                 "variant": source.model.variant,
                 "manifest": source.identity_hex,
+                "identity": source.identity_hex,
                 "pin": ref.pin.hex(),
                 "pin_covers_files": bool(ref.packaging),
                 "pin_only": source.stats().pin_only,

@@ -18,7 +18,7 @@ import grpc.aio
 from mx.core.pages import check_page
 from mx.core.types import SourceRecord
 from mx.errors import DigestError, MxError, PeerProtocolError
-from mx.runtime import in_thread
+from mx.runtime import in_thread, uncut
 from mx.target.transfer import Transfer
 from mx.wire.channel import Remote, Role
 from mx.wire.pages import fetch_pages
@@ -126,9 +126,9 @@ class PageFetcher:
             )
             async with aclosing(stream) as found:
                 async for layer, page in found:
-                    # Off the loop, which has leases to renew: a page may have a million digests.
-                    await in_thread(check_page, transfer.manifest, layer, page)
-                    transfer.put_page(layer, page)
+                    # Off the loop, which has leases to renew: a page may have a million digests,
+                    # and layers that it makes ready are reported to the caller, who may take long.
+                    await uncut(in_thread(self._put, layer, page))
                     self._failing_since_s.pop(source.key, None)
         except DigestError as error:
             lie = DigestError(
@@ -152,6 +152,10 @@ class PageFetcher:
             self._give_up(source, failure)
         else:
             transfer.exclude(source.key, failure)
+
+    def _put(self, layer: int, page: bytes) -> None:
+        check_page(self._transfer.manifest, layer, page)
+        self._transfer.put_page(layer, page)
 
     def _give_up(self, source: SourceRecord, error: MxError) -> None:
         self._causes.append(error)
