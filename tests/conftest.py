@@ -95,7 +95,7 @@ class _FailuresAtOnce:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")  # None in workers
         if report.failed and reporter is not None:
             reporter.write_line("")
-            reporter.write_line(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
+            reporter.write_line(f"{report.nodeid}: its {report.when} failed\n{report.longreprtext}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
