@@ -84,7 +84,8 @@ def _unknown(
     pin: str,
 ) -> UnknownModelError:
     if fits and pin:
-        held = ", ".join(b.identity.hex()[:16] for b in fits[:5])
+        refs = [ref for binding in fits for ref in binding.pinned("")]
+        held = ", ".join(ref.pin.hex()[:16] for ref in refs[:5])
         return UnknownModelError(
             f"{key.name} is not {pin} here, but {held}",
             hint="check the pin, or ask a coordinator that has those weights",
