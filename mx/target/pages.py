@@ -18,7 +18,7 @@ import grpc.aio
 from mx.core.pages import check_page
 from mx.core.types import SourceRecord
 from mx.errors import DigestError, MxError, PeerProtocolError
-from mx.runtime import in_thread, uncut
+from mx.runtime import in_thread
 from mx.target.transfer import Transfer
 from mx.wire.channel import Remote, Role
 from mx.wire.pages import fetch_pages
@@ -128,7 +128,7 @@ class PageFetcher:
                 async for layer, page in found:
                     # Off the loop, which has leases to renew: a page may have a million digests,
                     # and layers that it makes ready are reported to the caller, who may take long.
-                    await uncut(in_thread(self._put, layer, page))
+                    await in_thread(self._put, layer, page)
                     self._failing_since_s.pop(source.key, None)
         except DigestError as error:
             lie = DigestError(

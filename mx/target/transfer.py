@@ -124,6 +124,8 @@ class Transfer:
         )
         self._connections: dict[int, Connection] = {}
         self._excluded: dict[str, MxError] = {}
+        self._put = threading.Condition()
+        self._putting = 0
         self._in_flight: dict[Part, _PartSink] = {}
         self.started = False
         self._prefilled: dict[tuple[str, str], PathReport] = {}
@@ -244,11 +246,19 @@ class Transfer:
         self._listener.connection_lost(number, error)
 
     def put_page(self, layer: int, page: bytes) -> None:
-        """Use a page that `check_page` found right."""
-        with self._lock:
-            self.pages.put(layer, page)
-            commands = self._machine.page_known(layer, time.monotonic())
-        self._run(commands)
+        """Use a page that `check_page` found right. Reports the layer if that makes it ready, so
+        the caller may take long; `join` waits for it."""
+        with self._put:
+            self._putting += 1
+        try:
+            with self._lock:
+                self.pages.put(layer, page)
+                commands = self._machine.page_known(layer, time.monotonic())
+            self._run(commands)
+        finally:
+            with self._put:
+                self._putting -= 1
+                self._put.notify_all()
 
     def exclude(self, key: str, error: MxError, *, for_good: bool = False) -> None:
         """Give up all connections to a source; `for_good`: and refuse new ones."""
@@ -323,9 +333,9 @@ class Transfer:
             connection.session.close()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until no session touches the arena, and drop the references to it and to what
-        sources vouch for: else both would live until the garbage collector finds the cycle of
-        transfer, listener and sinks."""
+        """Wait until no session and no reported layer touches the arena, and drop the references to
+        it and to what sources vouch for: else both would live until the garbage collector finds the
+        cycle of transfer, listener and sinks."""
         deadline_s = time.monotonic() + timeout_s
         joined = all(
             [
@@ -333,6 +343,9 @@ class Transfer:
                 for each in self.connections
             ]
         )
+        with self._put:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            joined &= self._put.wait_for(lambda: not self._putting, left_s)
         if joined:
             with self._lock:
                 self._in_flight.clear()

@@ -367,3 +367,25 @@ def test_a_source_that_is_excluded_for_good_while_it_connects_is_not_read_from()
     with pytest.raises(DigestError, match="of another model"):
         setting.transfer.add_connection(connecting)
     assert setting.connection().reads  # another's
+
+
+def test_join_waits_for_a_layer_that_a_page_has_made_ready_and_not_for_ever() -> None:
+    setting = Setting(page=False)
+    session = setting.connection()
+    while session.reads:
+        session.land()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def ready(layer: int, arena: Span, by: VerifiedBy) -> None:
+        entered.set()
+        assert go_on.wait(60)
+
+    setting.listener.layer_ready = ready  # type: ignore[method-assign]
+    putting = threading.Thread(target=setting.transfer.put_page, args=(0, PAGE))
+    putting.start()
+    assert entered.wait(60)
+    setting.transfer.close()
+    assert not setting.transfer.join(0.05)
+    go_on.set()
+    assert setting.transfer.join(60)
+    putting.join()
