@@ -83,7 +83,7 @@ def test_the_first_outcome_counts() -> None:
     assert state.wait_end(0).model == "m"
 
 
-def test_a_pull_begins_again_only_while_nobody_has_its_layers_or_its_memory() -> None:
+def test_a_pull_begins_again_only_while_no_caller_has_its_layers_or_its_memory() -> None:
     state = EventLog(0.0)
     state.planned(2)
     assert state.begin_again()
