@@ -114,7 +114,7 @@ class _CheckedRequests:
     does not come within `FIRST_MESSAGE_S`."""
 
     def __init__(self, requests: AsyncIterator[object], method: str) -> None:
-        self._requests = aiter(requests)
+        self._requests = requests
         self._method = method
         self._deadline_s: float | None = FIRST_MESSAGE_S
 
@@ -123,11 +123,14 @@ class _CheckedRequests:
 
     async def __anext__(self) -> object:
         timeout_s, self._deadline_s = self._deadline_s, None
+        # Asked for only now: gRPC's generator warns if it is made and never run, as it would be
+        # by a method that ends before it reads.
+        requests = aiter(self._requests)
         if timeout_s is None:
-            return _checked(await anext(self._requests))
+            return _checked(await anext(requests))
         try:
             async with asyncio.timeout(timeout_s):
-                return _checked(await anext(self._requests))
+                return _checked(await anext(requests))
         except TimeoutError:
             raise PeerProtocolError(
                 f"{self._method}: nothing was sent within {timeout_s:g} s"

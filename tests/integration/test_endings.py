@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -220,6 +221,18 @@ def test_a_lease_that_is_no_length_is_refused(lease_s: float) -> None:
             await lease.open(Place(), ["tcp"], 5.0)
 
     asyncio.run(lease_on(OddPeer(granted(lease_s)), use))
+
+
+def test_a_method_that_ends_before_it_reads_leaves_nothing_unawaited() -> None:
+    class Silent(OddPeer):
+        async def Open(self, requests: Any, context: Any) -> None:
+            await context.write(granted(60.0))
+
+    async def use(lease: Lease) -> None:
+        await lease.open(Place(), ["tcp"], 5.0)
+
+    asyncio.run(lease_on(Silent(), use))
+    gc.collect()  # a generator that never ran would warn here, and warnings are errors
 
 
 def test_a_lease_whose_place_was_given_to_another_says_when_to_ask_again() -> None:
