@@ -26,7 +26,7 @@ from mx.errors import MxError
 from mx.target.reads import Connection
 from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
-from mx.transport import Read, Span
+from mx.transport import Read, View
 
 READS = 4000
 
@@ -51,7 +51,7 @@ class _AtOnce:
             read.sink.done()
         self._busy = False
 
-    def adopt(self, arena: Span) -> None:
+    def adopt(self, arena: View) -> None:
         pass
 
     def attach(self, region: int) -> memoryview:
@@ -86,7 +86,7 @@ class _Listener:
         self.layers = 0
         self.error: Sequence[MxError] = ()
 
-    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
+    def layer_ready(self, layer: int, arena: View, by: VerifiedBy) -> None:
         self.layers += 1
 
     def connection_lost(self, connection: int, error: MxError) -> None: ...

@@ -67,3 +67,18 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         raise ValueError(f"{source.nbytes} bytes do not fit into {nbytes}")
     with _locked(target, _WRITABLE) as to, _locked(source, _SIMPLE) as origin:
         ctypes.memmove(to, origin, nbytes)
+
+
+def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
+    """Return a writable view of bytes at an address in this process.
+
+    Args:
+        address: The address of the first byte.
+        nbytes: How many.
+        owner: The object that keeps the memory. The view, and every view of it, keeps the owner.
+    """
+    if not nbytes:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.owner = owner  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 # C0 and C1 controls, DEL, marks that change the direction of text, line and paragraph separators;
 # and halves of surrogate pairs, which cannot be encoded.
@@ -34,3 +35,10 @@ def plain(text: str) -> str:
 def plain_lines(text: str) -> str:
     """Return the text without control characters other than line feeds and tabs."""
     return _CONTROL_BUT_LINES.sub("", text) if has_control(text) else text
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names, and how many more there are: "a, b, c and 4 more"."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {len(names) - most} more"

@@ -25,7 +25,8 @@ from typing import Protocol, runtime_checkable
 
 from mx.core.paths import Medium, Path, Rail
 from mx.core.topology import Place
-from mx.errors import LocalError, MxError, release_frames
+from mx.errors import MxError, release_frames
+from mx.views import DeviceView, ScatteredView, Span, View, contiguous, host_view, spans_of
 
 __all__ = [
     "BLOCK_DIGEST_BYTES",
@@ -42,6 +43,7 @@ __all__ = [
     "Rail",
     "Read",
     "ReportedErrors",
+    "ScatteredView",
     "Sending",
     "Session",
     "Sink",
@@ -50,9 +52,12 @@ __all__ = [
     "Transport",
     "Unavailable",
     "Viable",
+    "View",
     "Vouching",
     "Witness",
+    "contiguous",
     "host_view",
+    "spans_of",
 ]
 
 
@@ -77,38 +82,6 @@ class Unavailable:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceView:
-    """Bytes in GPU memory, as a byte memoryview is bytes in the host's. `device` is "cuda:UUID",
-    `address` a device pointer valid in this process; the view refers to `owner`, which keeps the
-    memory."""
-
-    device: str
-    address: int
-    nbytes: int
-    owner: object = None
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def __getitem__(self, part: slice) -> DeviceView:
-        start, stop, step = part.indices(self.nbytes)
-        if step != 1:
-            raise ValueError("a device view is contiguous")
-        return DeviceView(self.device, self.address + start, max(0, stop - start), self.owner)
-
-
-#: Contiguous bytes, wherever they are.
-Span = memoryview | DeviceView
-
-
-def host_view(span: Span) -> memoryview:
-    """Return the span as host memory. Raises LocalError if it is on a device."""
-    if isinstance(span, memoryview):
-        return span
-    raise LocalError(f"this transport cannot reach the memory of {span.device}")
-
-
-@dataclass(frozen=True, slots=True)
 class TlsFiles:
     """PEM files of mutual TLS: this process's certificate and key, and the CA of its peers."""
 
@@ -125,10 +98,14 @@ class ExposedRegion:
     joined; `address` its first byte's address in this process. `memfd` is the descriptor of a
     sealed memfd that holds exactly this region from its offset 0, or None; the exposure may send
     duplicates of it but never closes it.
+
+    A scattered view is memory that somebody else laid out, and may change (`address` is 0 and there
+    is no memfd). Readers name places by their offsets in the view all the same. A transport that
+    can't gather bytes from several places refuses such a region.
     """
 
     index: int
-    view: Span
+    view: View
     address: int
     device: str = "cpu"
     memfd: int | None = None
@@ -361,11 +338,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`len(view)` bytes from `region_offset` of the source's region into a writable view."""
+    """`len(view)` bytes from `region_offset` of the source's region into a writable view, without
+    holes if it is scattered."""
 
     region: int
     region_offset: int
-    view: Span
+    view: View
 
 
 @dataclass(slots=True)

@@ -7,19 +7,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mx import config, runtime, trace
+from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
+from mx.api.holding import hold, lend
 from mx.core.limits import Bounds
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ClosedError, ConfigError, CoordinatorError, CoordinatorVersionError
 from mx.runtime import uncut
-from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
+from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.storage.names import model_name_of
 from mx.text import has_control
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Readers of live memory have leases of this length at most: its owner waits for them before it
+#: writes.
+LIVE_LEASE_S = 2.0
 #: Seconds between two attempts to reach a coordinator that does not answer yet.
 _ASK_AGAIN_S = 0.5
 
@@ -105,7 +110,7 @@ class Source(Closable):
             A read-only view that keeps the memory alive.
 
         Raises:
-            LocalError: The weights are in a GPU.
+            LocalError: The weights are in a GPU, or lent where they are.
         """
         return host_view(self._held.arena.view)
 
@@ -250,56 +255,6 @@ def source_options(settings: config.Settings, coordinator: str | None = None) ->
     )
 
 
-def hold(
-    what: str | Path | Any,
-    key: ModelKey,
-    device: str,
-    settings: config.Settings,
-    *,
-    on_progress: Callable[[int, int], None] | None = None,
-    cancelled: Callable[[], bool] = lambda: False,
-) -> HeldModel:
-    """Copy a checkpoint, a state dict or a module into memory of its own, and hash it.
-
-    Args:
-        what: As for `serve`.
-        key: The name, revision and variant to hold it as.
-        device: "cpu" or "cuda:UUID".
-        settings: The chunk size is taken from them.
-        on_progress: As for `serve`.
-        cancelled: As for `serve`.
-
-    Returns:
-        The model in memory, which the caller owns.
-
-    Raises:
-        MxError: As `serve`.
-    """
-    if isinstance(what, str | Path):
-        with trace.span("serve.load", path=str(what)) as span:
-            held = hold_checkpoint(
-                Path(what),
-                key,
-                device=device,
-                chunk_nbytes=settings.chunk_bytes or None,
-                shortcuts=device == "cpu",
-                threads=2,
-                progress=on_progress,
-                cancelled=cancelled,
-            )
-            span.set(nbytes=held.manifest.layout.payload_nbytes)
-            return held
-    from mx.memory.torch_source import describe
-
-    return hold_tensors(
-        *describe(what),
-        key,
-        device=device,
-        chunk_nbytes=settings.chunk_bytes or None,
-        shortcuts=device == "cpu",
-    )
-
-
 async def _join_or_embed(
     address: str,
     *,
@@ -396,6 +351,8 @@ def serve(
     coordinator: str | None = None,
     embed: bool = True,
     device: str = "cpu",
+    copy: bool = True,
+    non_persistent_buffers: bool = False,
     max_readers: int | None = None,
     max_bandwidth: int | str | None = None,
     wait_s: float | None = None,
@@ -405,9 +362,15 @@ def serve(
 ) -> Source:
     """Load a model into memory, register it and let other processes read it.
 
+    With `copy=False` a module's or a state dict's tensors are lent: other processes read them where
+    they are, and nothing is copied. The source keeps their memory until it is closed. Write to them
+    only inside `Source.changing`: mx can't see a write, and readers would get bytes whose digests
+    are wrong. A tensor that is replaced, resized or freed is noticed, and withdrawn.
+
     Args:
         what: A checkpoint (a safetensors file or a folder), a state dict of CPU tensors, or a
-            `torch.nn.Module`. Tensors are copied: later changes to them are not served.
+            `torch.nn.Module`. Tensors are copied, and later changes to them not served, unless
+            `copy` is False.
         model: NAME or NAME:REVISION; by default the name of the checkpoint's folder.
         revision: The revision, where `model` names none; "main" if empty.
         variant: The variant; "checkpoint" if empty.
@@ -415,6 +378,9 @@ def serve(
             settings; if that is the default and no coordinator answers there, embeds one.
         embed: False never embeds a coordinator.
         device: Where to hold the model: "cpu", or "cuda:N" for a copy in that GPU's memory.
+        copy: False lends the tensors where they are.
+        non_persistent_buffers: With `copy=False`, whether to lend the buffers of a module that its
+            state dict leaves out, too: then the identity is not that of the checkpoint.
         max_readers: Readers at a time at most; None takes the settings' number, 0 is no bound.
         max_bandwidth: What all readers get together at most: "500MB/s", or bytes per second; None
             takes the settings' bandwidth, 0 is no bound.
@@ -443,6 +409,8 @@ def serve(
         max_bandwidth=max_bandwidth,
         wait_s=wait_s,
     )
+    if not copy and where != "cpu":
+        raise ConfigError("tensors are lent where they are", hint="leave out `device`")
     key = _key_of(what, model, revision, variant)
     address = coordinator or settings.coordinator
     named_by = "`coordinator`" if coordinator else ""
@@ -450,7 +418,11 @@ def serve(
         named_by = settings.origin("coordinator")
     loop = runtime.acquire()
     try:
-        server = loop.run(start_source(source_options(settings, address), transports()))
+        options = source_options(settings, address)
+        if not copy:
+            lease_s = min(options.reader_lease_s, LIVE_LEASE_S)
+            options = replace(options, reader_lease_s=lease_s)
+        server = loop.run(start_source(options, transports()))
         embedded: Coordinator | None = None
         held: HeldModel | None = None
         try:
@@ -464,7 +436,18 @@ def serve(
                     cancelled=cancelled,
                 )
             )
-            held = hold(what, key, where, settings, on_progress=on_progress, cancelled=cancelled)
+            if copy:
+                held = hold(
+                    what, key, where, settings, on_progress=on_progress, cancelled=cancelled
+                )
+            else:
+                held = lend(
+                    what,
+                    key,
+                    settings,
+                    non_persistent=non_persistent_buffers,
+                    cancelled=cancelled,
+                )
             loop.run(offer(server, held, address))
         except BaseException:
             loop.run(server.close())

@@ -1,20 +1,22 @@
 """Where the bytes of a layout are in the memory of one process. Pure.
 
-An arena that is laid out as the layout says has one span a layer. A source that was laid out
-otherwise, and has adopted another source's layout, has rows: layer-space ranges and their places in
-its regions. A reader plans its reads of both in the same way::
+An arena that is laid out as the layout says has one span a layer. Memory that was laid out
+otherwise has rows: layer-space ranges and their places in its regions. That is the memory of an
+engine, which a source lends or a pull fills, and an arena whose source has adopted another source's
+layout. Each process applies its own map, so that between two of them only places in layer space are
+named::
 
-    extents = ExtentMap.of_table(manifest.layout, table)  # of the source
-    for segment in grid.segments(part):  # without padding
-        end = segment.offset + segment.nbytes
-        for piece in extents.places(part.layer, segment.offset, end):
-            ...  # read piece.nbytes at piece.region_offset of piece.region
+    extents = ExtentMap.of_rows(layout, rows)
+    begins, places = extents.in_arena(layout)  # as a contiguous arena would have them
+    view = ScatteredView.over(begins, [memory_at(p.region_offset, p.nbytes) for p in places], ...)
+
+Tables carry the rows to people and tools, and to transports whose readers need addresses.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -47,7 +49,8 @@ class ExtentMap:
     def __init__(
         self, begins: Sequence[list[int]], spans: Sequence[list[_Span]], *, contiguous: bool
     ) -> None:
-        """Use `of_arena`, `of_table` or `relaid`. `begins` and `spans` are by layer, ascending."""
+        """Use `of_arena`, `of_rows`, `of_table` or `relaid`. `begins` and `spans` are by layer,
+        ascending."""
         self._begins = begins
         self._spans = spans
         #: True if the layers are in one region as an arena has them, or in several in order.
@@ -59,6 +62,31 @@ class ExtentMap:
         layers = layout.layers
         spans = [[_Span(layer.nbytes, 0, layer.arena_offset)] for layer in layers]
         return cls([[0] for _ in layers], spans, contiguous=True)
+
+    @classmethod
+    def of_rows(cls, layout: Layout, rows: Iterable[TableRow]) -> ExtentMap:
+        """Return the map of memory that somebody else laid out.
+
+        Args:
+            layout: The layout.
+            rows: Where its tensors are, ascending by layer and offset, without overlaps.
+        """
+        begins: list[list[int]] = [[] for _ in layout.layers]
+        spans: list[list[_Span]] = [[] for _ in layout.layers]
+        for layer, offset, nbytes, region, region_offset in rows:
+            begins[layer].append(offset)
+            spans[layer].append(_Span(offset + nbytes, region, region_offset - offset))
+        return cls(begins, spans, contiguous=False)
+
+    def in_arena(self, layout: Layout) -> tuple[list[int], list[PlacedExtent]]:
+        """Return every extent, in order, and where in a contiguous arena it would begin."""
+        found: list[int] = []
+        places: list[PlacedExtent] = []
+        for layer, begins, spans in zip(layout.layers, self._begins, self._spans, strict=True):
+            for begin, (end, region, shift) in zip(begins, spans, strict=True):
+                found.append(layer.arena_offset + begin)
+                places.append(PlacedExtent(region, begin + shift, begin, end - begin))
+        return found, places
 
     @classmethod
     def of_table(cls, layout: Layout, table: AddressTable) -> ExtentMap:
@@ -152,7 +180,7 @@ class ExtentMap:
                 begin = piece.offset + shift
                 span = _Span(begin + piece.nbytes, piece.region, piece.region_offset - begin)
                 last = spans[wanted.layer]
-                if last and _continues(last[-1], begin, span):
+                if self.contiguous and last and _continues(last[-1], begin, span):
                     last[-1] = span
                 else:
                     begins[wanted.layer].append(begin)

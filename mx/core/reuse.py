@@ -12,6 +12,7 @@ from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES
 from mx.core.pages import Pages
 from mx.core.types import Manifest
+from mx.views import HostView
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Held:
 
     manifest: Manifest
     pages: Pages
-    view: memoryview
+    view: HostView
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Copy:
     in it."""
 
     index: int
-    blocks: tuple[tuple[memoryview, int], ...]
+    blocks: tuple[tuple[HostView, int], ...]
 
 
 def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[int, Copy]:
@@ -46,7 +47,7 @@ def same_chunks(manifest: Manifest, pages: Pages, held: Iterable[Held]) -> dict[
     Returns:
         The chunks all of whose blocks are held.
     """
-    places: dict[bytes, tuple[memoryview, int]] = {}
+    places: dict[bytes, tuple[HostView, int]] = {}
     for each in held:
         for digest, offset in _blocks(each):
             places.setdefault(digest, (each.view, offset))

@@ -13,6 +13,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from mx.core.digest import document_digest, pin_of
 from mx.core.grid import ChunkGrid
@@ -287,8 +288,7 @@ class Region:
     layers: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TableRow:
+class TableRow(NamedTuple):
     """An extent of scattered memory: layer-space range -> (region, offset in it)."""
 
     layer: int

@@ -281,4 +281,5 @@ class BorrowedArena(_HostMemory):
         self.view = memoryview(b"")
 
 
+#: Memory in one piece, laid out by mx.
 Arena = HostArena | MemfdArena | BorrowedArena | DeviceArena

@@ -14,8 +14,9 @@ from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.cuda.vmm import VmmMemory
 from mx.errors import CapacityError, ClosedError, LocalError
-from mx.transport import DeviceView, Span
+from mx.transport import DeviceView, Span, View
 from mx.units import MIB, format_bytes
+from mx.views import HostView
 
 #: Device memory that a pull needs besides the model: for digests, and for the driver.
 _SPARE_BYTES = 64 * MIB
@@ -203,12 +204,12 @@ class HostReader:
         elif len(span):
             yield from self._ring(span.device).read(span.address, len(span))
 
-    def whole(self, span: Span) -> memoryview:
-        """Return a host span itself, or a copy of a device span in new host memory.
+    def whole(self, span: View) -> HostView:
+        """Return a host view itself, or a copy of a device span in new host memory.
 
         Raises CudaError.
         """
-        if isinstance(span, memoryview):
+        if not isinstance(span, DeviceView):
             return span
         copy = memoryview(mmap.mmap(-1, len(span))) if len(span) else memoryview(b"")
         if len(span):

@@ -1,14 +1,13 @@
-"""Reads a state dict or a module: its tensors, which of them share memory, and their bytes."""
+"""torch's tensors and modules, as arrays. The only module, beside `tensors`, that imports torch."""
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mx.core.layout import TensorSpec, contiguous_strides, permuted_stride
-from mx.core.types import Alias
 from mx.errors import ConfigError
+from mx.memory.arrays import Array, array_of
+from mx.memory.describe import Described, describe_arrays
 from mx.memory.extras import torch_missing
 from mx.memory.tensors import TORCH_DTYPES
 
@@ -20,141 +19,129 @@ except ModuleNotFoundError as error:
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-#: The first byte, the end and the name of each tensor with bytes of its own, ascending. None lies
-#: within another one, so the ends ascend too.
-_Owners = list[tuple[int, int, str]]
 
-
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a view of memory that holds its values as they are.
-
-    A conjugated or negated view is copied, since its memory holds other values. A subclass that
-    computes its values or keeps them elsewhere is refused with ConfigError.
-    """
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor):
-        raise ConfigError(
-            f"{name} is a {type(tensor).__name__}, whose values are not in its own memory",
-            hint="make a plain tensor of it, or serve the checkpoint's folder",
-        )
-    _dtype_name(name, tensor)
-    return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _dtype_name(name: str, tensor: torch.Tensor) -> str:
-    if tensor.device.type != "cpu":
-        raise ConfigError(
-            f"{name} is on {tensor.device}; this version serves CPU tensors",
-            hint="move it with .cpu(), or serve the checkpoint's folder",
-        )
-    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
-        raise ConfigError(f"{name} is {tensor.dtype}, {tensor.layout}: it cannot be served")
-    return _NAMES[tensor.dtype]
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return a dense tensor's strides as its spec has them, () for row-major; None for others."""
-    return permuted_stride(tensor.shape, tensor.stride())
-
-
-def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the start of the first to the end of the last element."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.element_size())
-
-
-def _alias_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return a view's strides with one spelling for all that view the same elements.
-
-    The stride of a dimension with one element means nothing, and differs with how torch made it.
-    """
-    dense = permuted_stride(shape, stride)
-    if dense is not None:
-        return dense or contiguous_strides(shape)
-    return tuple(s if n > 1 else 1 for n, s in zip(shape, stride, strict=True))
-
-
-def _owner(owners: _Owners, start: int, end: int) -> tuple[int, int, str] | None:
-    """Return the owner that bytes [start, end) lie within."""
-    # The last to begin by `start` is the last to end, too: if it does not hold them, none does.
-    at = bisect_right(owners, start, key=lambda owner: owner[0])
-    return owners[at - 1] if at and owners[at - 1][1] >= end else None
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a dense tensor's memory, in storage order."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy().data)
-
-
-def describe(
-    what: Any,
-) -> tuple[list[TensorSpec], list[Alias], dict[str, memoryview]]:
-    """Describe the tensors of a mapping of CPU tensors or a `torch.nn.Module`.
-
-    A dense tensor, whatever the order of its dimensions (a transposed weight, channels last), is
-    described in storage order: its bytes are its memory, its strides are in its spec. Any view that
-    lies within the memory of a dense tensor and has its dtype is an alias of that one, be it a
-    slice, a transpose or an expanded view. What is neither (a slice with gaps, or an expanded view,
-    of memory that no dense tensor here covers) is copied to row-major order: its source copies all
-    tensors anyway. One that lends its memory where it is has to refuse such a tensor instead.
-
-    The same tensors, sharing memory in the same way, have the same description whatever their order
-    in the mapping.
+def torch_array(name: str, tensor: object) -> Array | None:
+    """Return a torch tensor as an array; None if it is something else.
 
     Args:
-        what: The mapping or the module.
+        name: What errors call it.
+        tensor: The tensor. The array's owner is its storage, which keeps the memory.
+
+    Raises:
+        ConfigError: Its values are not in memory of its own: it is on the meta device, sparse, a
+            conjugated or negated view, or of a subclass that computes its values or keeps them
+            elsewhere (DTensor, quantised tensors).
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    if not _is_plain(tensor):
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__}, whose values are not in its own memory",
+            hint="give its plain local tensor, or use the checkpoint's folder",
+        )
+    if tensor.is_meta:
+        raise ConfigError(
+            f"{name} is on the meta device, without memory",
+            hint="module.to_empty(device='cpu') allocates it, or the engine's own loader does",
+        )
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"{name} is on {tensor.device}; this version works with CPU tensors",
+            hint="move it with .cpu(), or use the checkpoint's folder",
+        )
+    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+        raise ConfigError(f"{name} is {tensor.dtype}, {tensor.layout}: no checkpoint has that")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(
+            f"{name} is a conjugated or negated view: its memory holds other values",
+            hint="use .resolve_conj() or .resolve_neg()",
+        )
+    storage = tensor.untyped_storage()
+    return Array(
+        _NAMES[tensor.dtype],
+        tuple(tensor.shape),
+        tensor.stride(),
+        "cpu",
+        tensor.data_ptr(),
+        (storage.data_ptr(), storage.nbytes()),
+        storage,
+    )
+
+
+def tensors_in(module: torch.nn.Module, *, non_persistent: bool = False) -> dict[str, Any]:
+    """Return the parameters and buffers of a module by the names that its state dict has.
+
+    These are the tensors themselves: unlike `state_dict` this runs no hooks, which may copy.
+
+    Args:
+        module: The module.
+        non_persistent: Whether to return the buffers that a state dict leaves out, too.
+    """
+    found: dict[str, Any] = {}
+    for path, each in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        left_out = () if non_persistent else each._non_persistent_buffers_set
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):
+            if tensor is not None and name not in left_out:
+                found[prefix + name] = tensor
+    return found
+
+
+def live_tensors(what: Any, *, non_persistent: bool = False) -> Callable[[], Mapping[str, Any]]:
+    """Return a function that returns the tensors of a module or a mapping as they are then.
+
+    Args:
+        what: A `torch.nn.Module`, or a mapping of names to tensors. The function refers to it.
+        non_persistent: As in `tensors_in`.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(what, torch.nn.Module):
+        return lambda: tensors_in(what, non_persistent=non_persistent)
+    if isinstance(what, Mapping) and all(isinstance(name, str) for name in what):
+        return lambda: what
+    raise ConfigError(
+        f"cannot take tensors from a {type(what).__name__}",
+        hint="give a path, a state dict of tensors, or a torch.nn.Module",
+    )
+
+
+def describe(what: Any) -> Described:
+    """Describe the tensors of a mapping of CPU tensors or a `torch.nn.Module`, to copy them.
+
+    What is not dense, and not within a dense tensor, is copied to row-major order, and so is what
+    a conjugated or negated view shows. See `describe_arrays`.
+
+    Args:
+        what: The mapping or the module, whose state dict is taken.
 
     Returns:
-        The specs, the aliases, and the bytes by name. The byte views refer to the tensors' own
-        memory and keep it alive; only a tensor with gaps or overlaps that is no alias, or a
-        conjugated or negated view, is copied.
+        The description. Its arrays keep the tensors' own memory alive.
 
     Raises:
         ConfigError: `what` is of another type, or a tensor can't be served.
     """
-    if isinstance(what, torch.nn.Module):
-        what = what.state_dict()
-    if not isinstance(what, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in what.items()
-    ):
-        raise ConfigError(
-            f"cannot serve a {type(what).__name__}",
-            hint="give a path, a state dict of tensors, or a torch.nn.Module",
-        )
-    tensors: dict[str, torch.Tensor] = {name: _plain(name, t) for name, t in what.items()}
-    strides = {name: _stride(tensor) for name, tensor in tensors.items()}
-    specs: list[TensorSpec] = []
-    aliases: list[Alias] = []
-    views: dict[str, memoryview] = {}
-    # By storage, dtype, and the place of elements in memory.
-    owners_of: dict[tuple[int, torch.dtype, int], _Owners] = {}
-    # Dense before others and large before small, so that an alias always comes after its owner. Of
-    # dense ones that share all their memory a row-major one is the owner, since checkpoints hold
-    # that order. Then by name, so that one model always gives one identity.
-    order = sorted(
-        tensors,
-        key=lambda n: (strides[n] is None, -_span_nbytes(tensors[n]), bool(strides[n]), n),
-    )
-    for name in order:
-        tensor, stride = tensors[name], strides[name]
-        dtype, shape = _dtype_name(name, tensor), tuple(tensor.shape)
-        start, nbytes = tensor.data_ptr(), _span_nbytes(tensor)
-        storage = tensor.untyped_storage().data_ptr()
-        key = (storage, tensor.dtype, start % tensor.element_size())
-        owners = owners_of.setdefault(key, [])
-        owner = _owner(owners, start, start + nbytes) if nbytes else None
-        if owner is not None:
-            view_stride = _alias_stride(shape, tensor.stride())
-            aliases.append(Alias(name, owner[2], dtype, shape, start - owner[0], view_stride))
-            continue
-        if stride is None:
-            tensor, stride = tensor.contiguous(), ()
-        elif nbytes:
-            insort(owners, (start, start + nbytes, name))
-        specs.append(TensorSpec(name, dtype, shape, stride))
-        views[name] = _bytes_of(tensor)
-    return specs, aliases, views
+    tensors = what.state_dict() if isinstance(what, torch.nn.Module) else live_tensors(what)()
+    plain = {name: _resolved(tensor) for name, tensor in tensors.items()}
+
+    def dense(name: str) -> Array:
+        tensor = plain[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} has gaps or overlaps", hint="make it contiguous")
+        return array_of(name, tensor.detach().contiguous())
+
+    return describe_arrays({name: array_of(name, each) for name, each in plain.items()}, dense)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor's class does not compute its values or keep them elsewhere."""
+    own = type(tensor).__torch_dispatch__
+    return own is torch.Tensor.__torch_dispatch__ and not is_lazy(tensor)
+
+
+def _resolved(tensor: object) -> object:
+    """Return a tensor whose memory holds its values: a copy of a conjugated or negated view."""
+    if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
+        return tensor.detach().resolve_conj().resolve_neg()
+    return tensor

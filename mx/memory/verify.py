@@ -9,10 +9,10 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Manifest
 from mx.errors import DigestError
 from mx.memory.device import HostReader
-from mx.transport import Span
+from mx.transport import View, contiguous
 
 
-def wrong_tensors(manifest: Manifest, layer: int, space: Span, reader: HostReader) -> Iterator[int]:
+def wrong_tensors(manifest: Manifest, layer: int, space: View, reader: HostReader) -> Iterator[int]:
     """Hash a layer's tensors, on the host, and yield those that differ from their roots.
 
     Args:
@@ -31,14 +31,14 @@ def wrong_tensors(manifest: Manifest, layer: int, space: Span, reader: HostReade
     for number, (offset, nbytes) in enumerate(place.extents):
         digests = [
             block_digest(piece[at : at + BLOCK_BYTES])
-            for piece in reader.pieces(space[offset : offset + nbytes])
+            for piece in reader.pieces(contiguous(space[offset : offset + nbytes]))
             for at in range(0, len(piece), BLOCK_BYTES)
         ]
         if tensor_root(nbytes, b"".join(digests)) != manifest.roots[place.first_tensor + number]:
             yield number
 
 
-def check_layer(manifest: Manifest, arena: Span, layer: int, reader: HostReader) -> None:
+def check_layer(manifest: Manifest, arena: View, layer: int, reader: HostReader) -> None:
     """Hash every block of a layer, on the host, and compare its tensors with the identity.
 
     Args:

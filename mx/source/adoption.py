@@ -137,5 +137,6 @@ def _relaid(own: HeldModel, bound: ManifestRef, documents: Mapping[bytes, bytes]
         manifest=manifest,
         pages=Pages.whole(manifest, relaid_digests(pages, *layouts)),
         shortcuts=shortcuts,
-        extents=ExtentMap.of_arena(before.layout).relaid(*layouts),
+        extents=(own.extents or ExtentMap.of_arena(before.layout)).relaid(*layouts),
+        _scattered=None,
     )

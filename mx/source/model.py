@@ -23,25 +23,31 @@ from mx.core.types import (
     SourceState,
 )
 from mx.memory.arena import Arena, MemfdArena
+from mx.memory.arrays import Array
+from mx.memory.describe import Described
 from mx.memory.device import DeviceArena
+from mx.memory.live import LiveMemory, Tensors
 from mx.storage.load import destination, load_checkpoint
-from mx.storage.reader import fill_from_tensors
-from mx.transport import DeviceView, ExposedRegion
+from mx.storage.reader import fill_from_tensors, hash_in_place
+from mx.transport import DeviceView, ExposedRegion, ScatteredView, Span, View
+
+#: What a source's bytes are in.
+Memory = Arena | LiveMemory
 
 
 @dataclass(eq=False)
 class HeldModel:
     """A model that a source serves.
 
-    The arena is sealed. The server releases it when no exposure is left, unless it is `borrowed`:
-    then its owner does. `extents` says where the manifest's bytes are in it; None: where the
-    manifest's layout says. A source that has adopted another layout (`mx.source.adoption`) has
-    extents; `own` is what it was before.
+    Its memory is a sealed arena, or live memory that is lent. The server releases it when no
+    exposure is left, unless it is `borrowed`: then its owner does. `extents` says where the
+    manifest's bytes are in it; None: where the manifest's layout says. Live memory has extents, and
+    a source that has adopted another layout (`mx.source.adoption`); `own` is what it was before.
     """
 
     key: ModelKey
     manifest: Manifest
-    arena: Arena
+    arena: Memory
     #: The block digests of the layers that are known.
     pages: Pages
     #: The shortcut digests of all blocks, layer after layer; b"" if they are not known.
@@ -56,6 +62,8 @@ class HeldModel:
     growing: bool = False
     extents: ExtentMap | None = None
     own: HeldModel | None = None
+    #: The view of `extents`, once it was needed.
+    _scattered: ScatteredView | None = field(default=None, repr=False)
 
     @property
     def laid_out(self) -> HeldModel:
@@ -74,21 +82,44 @@ class HeldModel:
             setattr(self, each.name, getattr(other, each.name))
 
     @property
+    def live(self) -> bool:
+        """True if the memory is an engine's, which may change."""
+        return isinstance(self.arena, LiveMemory)
+
+    @property
     def device(self) -> str:
         """The device that holds the bytes: "cpu" or "cuda:UUID"."""
         view = self.arena.view
         return view.device if isinstance(view, DeviceView) else "cpu"
+
+    def view(self) -> View:
+        """Return the memory as an arena of the manifest's layout."""
+        if self.extents is None or (self.own is None and self.live):
+            return self.arena.view
+        if self._scattered is None:
+            begins, places = self.extents.in_arena(self.manifest.layout)
+            spans = [self._span_at(place.region_offset, place.nbytes) for place in places]
+            nbytes = self.manifest.layout.arena_nbytes
+            self._scattered = ScatteredView.over(begins, spans, nbytes)
+        return self._scattered
+
+    def _span_at(self, offset: int, nbytes: int) -> Span:
+        if isinstance(self.arena, LiveMemory):
+            return self.arena.span_at(offset, nbytes)
+        return self.arena.view[offset : offset + nbytes]
 
     def regions(self) -> list[ExposedRegion]:
         """Return the memory to expose, read-only; with its memfd if readers may attach to it.
 
         They may not if the memory is not what a reader's own arena would be.
         """
-        arena, view = self.arena, self.arena.view
-        if isinstance(view, memoryview):
+        view = self.view()
+        if not isinstance(view, DeviceView):
             view = view.toreadonly()
-        memfd = None if self.growing or self.extents is not None else arena.memfd
-        return [ExposedRegion(0, view, arena.address, self.device, memfd)]
+        if isinstance(view, ScatteredView):
+            return [ExposedRegion(0, view, 0, self.device)]
+        memfd = None if self.growing else self.arena.memfd
+        return [ExposedRegion(0, view, self.arena.address, self.device, memfd)]
 
     def record(
         self, endpoint: str, place: Place, transports: Sequence[str], state: SourceState
@@ -102,7 +133,8 @@ class HeldModel:
             state: The source's state.
         """
         layers = len(self.manifest.layout.layers)
-        nbytes, extents = len(self.arena.view), self.extents
+        extents = self.extents
+        nbytes = self.arena.nbytes if isinstance(self.arena, LiveMemory) else len(self.arena.view)
         contiguous = (0, layers) if extents is None else None
         return SourceRecord(
             source_id=self.source_id,
@@ -222,3 +254,33 @@ def hold_tensors(
         raise
     pages = Pages.whole(manifest, filled.pages)
     return HeldModel(key, manifest, arena, pages, filled.shortcuts)
+
+
+def lend_tensors(
+    described: Described,
+    arrays: Mapping[str, Array],
+    tensors: Tensors,
+    key: ModelKey,
+    *,
+    chunk_nbytes: int | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> HeldModel:
+    """Hash tensors where they are, and return them as a model to lend. Nothing is copied.
+
+    Args:
+        described: The tensors.
+        arrays: All of them by name, those included that share others' memory.
+        tensors: Returns them as they are at the moment.
+        key: The key to serve them under.
+        chunk_nbytes: The chunk size; None: the default one.
+        cancelled: Polled; if it returns True, hashing stops with an error.
+
+    Raises:
+        MxError: As `plan_layout`.
+    """
+    layout = manifests.plan_layout(described.specs, described.aliases)
+    memory = LiveMemory(layout, arrays, tensors)
+    filled = hash_in_place(layout, memory.view, cancelled=cancelled)
+    manifest = manifests.encode(layout, Packaging(), filled.roots, chunk_nbytes=chunk_nbytes)
+    pages = Pages.whole(manifest, filled.pages)
+    return HeldModel(key, manifest, memory, pages, filled.shortcuts, extents=memory.extents)

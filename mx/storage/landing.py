@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 
 from mx.core.digest import (
@@ -15,6 +16,20 @@ from mx.core.digest import (
 )
 from mx.core.grid import block_count
 from mx.core.types import Layout
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The digests that were computed while an arena was filled.
+
+    `roots` has the root of each tensor. `pages` has the digests of each layer's blocks, 32 bytes
+    each, in layer order. `shortcuts` has the shortcut digests of the same blocks, 16 bytes each,
+    layer after layer; b"" if they were not asked for.
+    """
+
+    roots: dict[str, bytes]
+    pages: list[bytes]
+    shortcuts: bytes
 
 
 class Landing:
@@ -82,6 +97,27 @@ class Landing:
             over = not self._tensors_left[layer]
         if over and self._on_layer is not None:
             self._on_layer(layer)
+
+    def inherit(self, index: int, before: Filled) -> None:
+        """Take over the digests of a tensor that has not changed.
+
+        Args:
+            index: The tensor's index in `layout.tensors`.
+            before: The digests of all tensors, in the same layout.
+        """
+        tensor = self._layout.tensors[index]
+        first, end = self._first_block[index], self._first_block[index + 1]
+        of_layer = self._first_block[self._layout.layers[tensor.layer].first_tensor]
+        page = before.pages[tensor.layer]
+        self._digests[DIGEST_BYTES * first : DIGEST_BYTES * end] = page[
+            DIGEST_BYTES * (first - of_layer) : DIGEST_BYTES * (end - of_layer)
+        ]
+        if self._shortcuts:
+            part = slice(SHORTCUT_BYTES * first, SHORTCUT_BYTES * end)
+            self._shortcuts[part] = before.shortcuts[part]
+        if self._sizes[index]:
+            self._roots[index] = before.roots[tensor.name]
+            self._tensors_left[tensor.layer] -= 1
 
     def roots(self) -> dict[str, bytes]:
         """Return the root of each tensor, by name.

@@ -11,7 +11,7 @@ from mx.core.types import Manifest
 from mx.memory.device import HostReader
 from mx.memory.verify import wrong_tensors
 from mx.storage.writer import CheckpointWriter
-from mx.transport import Span, host_view
+from mx.transport import View
 
 
 class Output:
@@ -58,7 +58,7 @@ class Output:
         """The layers that an earlier run recorded as written, in execution order."""
         return sorted(self._writer.claimed)
 
-    def read_back(self, layer: int, view: Span) -> list[int]:
+    def read_back(self, layer: int, view: View) -> list[int]:
         """Read a layer of `left` into its place in host memory, and hash it. Blocks.
 
         Args:
@@ -69,7 +69,7 @@ class Output:
             The layer's chunks all of whose tensors are right. A tensor that a chunk holds only in
             part counts as a whole: its root tells nothing about the parts.
         """
-        self._writer.read_layer(layer, host_view(view))
+        self._writer.read_layer(layer, self._reader.whole(view))
         grid, extents = self._manifest.grid, self._manifest.layout.layers[layer].extents
         wrong: set[int] = set()
         for number in wrong_tensors(self._manifest, layer, view, self._reader):
@@ -78,12 +78,12 @@ class Output:
         self._writer.have_layer(layer, not wrong)
         return [index for index in grid.of_layer(layer) if index not in wrong]
 
-    def layer_ready(self, layer: int, view: Span) -> None:
+    def layer_ready(self, layer: int, view: View) -> None:
         """Queue a layer to be written. `view` must stay as it is until `finish` or `abort`."""
         with self._lock:
             self._futures.append(self._pool.submit(self._write, layer, view))
 
-    def _write(self, layer: int, view: Span) -> None:
+    def _write(self, layer: int, view: View) -> None:
         try:
             self._writer.write_layer(layer, self._reader.whole(view))
         except BaseException as error:  # noqa: BLE001 - reported, and ends the pull

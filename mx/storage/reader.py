@@ -11,36 +11,22 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import ClosedError
-from mx.storage.landing import Landing
+from mx.storage.landing import Filled, Landing
 from mx.storage.safetensors import Checkpoint
 from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, ArenaWriter, SpanReader
 from mx.units import MIB
+from mx.views import View, host_view
 
 SPAN_BYTES = 4 * MIB
 RING_BYTES = 16 * MIB
 #: Threads that copy from memory and hash.
 _COPY_THREADS = 2
-
-
-@dataclass(frozen=True)
-class Filled:
-    """The digests that were computed while an arena was filled.
-
-    `roots` has the root of each tensor. `pages` has the digests of each layer's blocks, 32 bytes
-    each, in layer order. `shortcuts` has the shortcut digests of the same blocks, 16 bytes each,
-    layer after layer; b"" if they were not asked for.
-    """
-
-    roots: dict[str, bytes]
-    pages: list[bytes]
-    shortcuts: bytes
 
 
 def fill(
@@ -171,6 +157,52 @@ def fill_from_tensors(
 
         job.run(work, _COPY_THREADS)
         return job.filled()
+
+
+def hash_in_place(
+    layout: Layout,
+    arena: View,
+    *,
+    only: Collection[str] | None = None,
+    before: Filled | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Filled:
+    """Hash tensors where they are, in host memory, with their shortcut digests.
+
+    Args:
+        layout: The layout.
+        arena: The memory, laid out so; it may be scattered, a tensor in one piece.
+        only: The names of the tensors to hash; None: all.
+        before: The digests of the others.
+        cancelled: Polled; returning True stops it.
+
+    Raises:
+        ClosedError: `cancelled` returned True.
+    """
+    job = _Job(layout, True, None, cancelled, None)
+    pieces = deque[tuple[int, int]]()
+    for index, tensor in enumerate(layout.tensors):
+        if before is not None and only is not None and tensor.name not in only:
+            job.landing.inherit(index, before)
+        else:
+            pieces += ((index, offset) for offset in range(0, tensor.nbytes, SPAN_BYTES))
+
+    def work() -> None:
+        while job.goes_on():
+            try:
+                index, offset = pieces.popleft()
+            except IndexError:
+                return
+            tensor = layout.tensors[index]
+            base = layout.layers[tensor.layer].arena_offset + tensor.offset
+            for start in range(offset, min(offset + SPAN_BYTES, tensor.nbytes), BLOCK_BYTES):
+                end = min(start + BLOCK_BYTES, tensor.nbytes)
+                job.landing.landed(
+                    index, start // BLOCK_BYTES, host_view(arena[base + start : base + end])
+                )
+
+    job.run(work, _COPY_THREADS)
+    return job.filled()
 
 
 def _arena(view: memoryview, memfd: int | None, layout: Layout) -> ArenaWriter:

@@ -22,6 +22,7 @@ from mx.storage.row_major import row_major
 from mx.storage.safetensors import weight_map
 from mx.storage.staging import JOURNAL, Staging
 from mx.units import MIB
+from mx.views import HostView, host_view
 
 
 def default_packaging(layout: Layout) -> Packaging:
@@ -92,7 +93,7 @@ class CheckpointWriter:
         """How many layers another run can resume from if this one ends without `commit`."""
         return 0 if self._records is None else len(self._records.layers)
 
-    def read_layer(self, index: int, layer_view: memoryview) -> None:
+    def read_layer(self, index: int, layer_view: HostView) -> None:
         """Read a claimed or written layer back from disk, as far as possible.
 
         Args:
@@ -100,10 +101,10 @@ class CheckpointWriter:
             layer_view: The layer's space, of its `nbytes` bytes or more. Bytes that can't be read
                 stay as they are.
         """
-        with self._using(), layer_view.cast("B") as layer:
+        with self._using(), _as_bytes(layer_view) as layer:
             for tensor, fd, position in self._pieces[index]:
                 with (
-                    layer[tensor.offset : tensor.offset + tensor.nbytes] as stored,
+                    host_view(layer[tensor.offset : tensor.offset + tensor.nbytes]) as stored,
                     closing(row_major(tensor, stored, back=True)) as pieces,
                 ):
                     for at, rows in pieces:
@@ -118,7 +119,7 @@ class CheckpointWriter:
             elif self._records is not None:
                 self._records.layers.discard(index)
 
-    def write_layer(self, index: int, layer_view: memoryview) -> None:
+    def write_layer(self, index: int, layer_view: HostView) -> None:
         """Write a layer's tensors to their files.
 
         Args:
@@ -131,12 +132,12 @@ class CheckpointWriter:
         """
         if index not in self._layers_left:
             return
-        with self._using(), layer_view.cast("B") as layer:
-            if layer.nbytes < self._manifest.layout.layers[index].nbytes:
+        with self._using(), _as_bytes(layer_view) as layer:
+            if len(layer) < self._manifest.layout.layers[index].nbytes:
                 raise ValueError(f"layer {index} is larger than the view of it")
             for tensor, fd, position in self._pieces[index]:
                 with (
-                    layer[tensor.offset : tensor.offset + tensor.nbytes] as stored,
+                    host_view(layer[tensor.offset : tensor.offset + tensor.nbytes]) as stored,
                     closing(row_major(tensor, stored)) as pieces,
                 ):
                     for at, rows in pieces:
@@ -326,6 +327,16 @@ class CheckpointWriter:
     def _close_files(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
+
+
+@contextmanager
+def _as_bytes(view: HostView) -> Iterator[HostView]:
+    """Give a view of bytes, released at the end of the block."""
+    if isinstance(view, memoryview):
+        with view.cast("B") as found:
+            yield found
+    else:
+        yield view
 
 
 def _read_some(fd: int, view: memoryview, position: int) -> int:

@@ -17,7 +17,7 @@ from mx.target.events import EventLog, Outcome
 from mx.target.reads import Connection
 from mx.target.report import LeftSource
 from mx.target.transfer import Transfer
-from mx.transport import Medium
+from mx.transport import Medium, ScatteredView
 
 #: Pause between looks for connections that are too slow.
 TICK_S = 0.25
@@ -184,7 +184,9 @@ class ConnectionPool:
         if connection.lease.coordinated:
             self._swarm.shared(connection.path.medium)
         now_s = connection.opened_at_s = time.monotonic()
-        connection.session.adopt(self._transfer.arena)
+        arena = self._transfer.arena
+        if not isinstance(arena, ScatteredView):  # else each read stands for itself
+            connection.session.adopt(arena)
         self._log.reading_began(now_s)
         number = self._transfer.add_connection(connection)
         self._connections.opened(entry)

@@ -12,10 +12,9 @@ from dataclasses import replace
 import grpc.aio
 
 from mx import trace
-from mx.core.extents import ExtentMap
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
-from mx.core.types import Layout, SourceRecord
+from mx.core.types import Layout
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.cuda.staged import StagedSession
@@ -25,10 +24,9 @@ from mx.target.options import PullOptions
 from mx.target.reads import Connection, ReadLease
 from mx.transport import Grant, Session, Span, Transport, Vouching
 from mx.wire.address import resolve
-from mx.wire.channel import Remote, Role, dial
+from mx.wire.channel import dial
 from mx.wire.lease import Granted, Lease
 from mx.wire.pacing import PacedSession
-from mx.wire.rows import fetch_table
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,6 @@ class Connector:
         self._device: Device | None = None
         self._users: Counter[ReadLease] = Counter()  # sessions, open or being opened
         self._begun: dict[SourcePath, asyncio.Task[tuple[Connection, tuple[int, ...]]]] = {}
-        self._extents: dict[tuple[str, int], asyncio.Task[ExtentMap]] = {}  # by id and generation
 
     def begin(self, paths: Sequence[SourcePath]) -> None:
         """Start to connect ahead of `open`, while the manifest is fetched."""
@@ -93,9 +90,7 @@ class Connector:
             await self.give_back(connection)
             connection, regions = await self._traced(path)
         try:
-            if path.source.table.scattered:
-                connection.extents = await self._places(path.source, regions, layout)
-            elif (offered_nbytes := sum(regions[:1])) < layout.arena_nbytes:
+            if (offered_nbytes := sum(regions[:1])) < layout.arena_nbytes:
                 raise PeerProtocolError(
                     f"{connection.peer} offers {offered_nbytes} bytes for a model that takes "
                     f"{layout.arena_nbytes}",
@@ -105,43 +100,6 @@ class Connector:
             await self.give_back(connection)
             raise
         return connection
-
-    async def _places(
-        self, source: SourceRecord, region_nbytes: tuple[int, ...], layout: Layout
-    ) -> ExtentMap:
-        """Return where a layout's bytes are in a source's memory, as the source itself says."""
-        key = (source.key, source.generation)
-        if key not in self._extents or _failed(self._extents[key]):
-            asking = self._ask_places(source, region_nbytes, layout)
-            self._extents[key] = asyncio.create_task(asking, name="mx-table")
-        return await asyncio.shield(self._extents[key])
-
-    async def _ask_places(
-        self, source: SourceRecord, region_nbytes: tuple[int, ...], layout: Layout
-    ) -> ExtentMap:
-        if len(source.table.regions) != len(region_nbytes):
-            raise PeerProtocolError(
-                f"{source.endpoint} grants {len(region_nbytes)} regions, and has registered "
-                f"{len(source.table.regions)}",
-                peer=source.endpoint,
-            )
-        regions = tuple(
-            replace(region, nbytes=nbytes)
-            for region, nbytes in zip(source.table.regions, region_nbytes, strict=True)
-        )
-        granted = replace(source, table=replace(source.table, regions=regions))
-        table = await fetch_table(
-            self.channel(source.endpoint),
-            granted,
-            most_rows=sum(len(layer.extents) for layer in layout.layers),
-            who=Remote(Role.SOURCE, source.endpoint, self._options.tls),
-            timeout_s=self._options.connect_timeout_s,
-        )
-        try:
-            return await in_thread(ExtentMap.of_table, layout, table)
-        except PeerProtocolError as error:
-            error.peer = source.endpoint
-            raise
 
     async def _traced(self, path: SourcePath) -> tuple[Connection, tuple[int, ...]]:
         with trace.span("pull.connect", source=path.source.endpoint, transport=path.label):
@@ -279,9 +237,8 @@ class Connector:
 
     async def close(self) -> None:
         """Close every session and wait for its end, then end their leases."""
-        begun = [*self._begun.values(), *self._granted.values(), *self._extents.values()]
+        begun = [*self._begun.values(), *self._granted.values()]
         self._begun.clear()
-        self._extents.clear()
         self._granted.clear()
         for task in begun:
             task.cancel()
@@ -299,7 +256,3 @@ class Connector:
         await asyncio.gather(*(lease.close() for lease in leases))
         for channel in channels.values():
             await channel.close(None)
-
-
-def _failed(task: asyncio.Task[ExtentMap]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -13,7 +13,7 @@ from mx.storage.output import Output
 from mx.target.events import EventLog, Outcome
 from mx.target.report import LayerEvent, VerifiedBy
 from mx.target.transfer import Transfer
-from mx.transport import Span
+from mx.transport import View
 
 
 class Delivery:
@@ -62,7 +62,7 @@ class Delivery:
             chunks = self._output.read_back(layer, self._place(transfer.arena, layer))
             transfer.prefill("resume", self._output.folder, chunks, time.monotonic() - began_s)
 
-    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
+    def layer_ready(self, layer: int, arena: View, by: VerifiedBy) -> None:
         """Deliver a layer: every chunk of it is in the arena, and right."""
         if self._strong:
             by = VerifiedBy.STRONG
@@ -70,7 +70,7 @@ class Delivery:
             self.verified_by = by
         self.announce(arena, layer, by)
 
-    def check_attached(self, arena: Span) -> None:
+    def check_attached(self, arena: View) -> None:
         """With `strong`, hash every byte of a source's mapped memory, on a GPU piece by piece.
         Blocks.
 
@@ -81,7 +81,7 @@ class Delivery:
             for layer in range(len(self._manifest.layout.layers)):
                 check_layer(self._manifest, arena, layer, self._reader)
 
-    def announce(self, arena: Span, layer: int, by: VerifiedBy) -> None:
+    def announce(self, arena: View, layer: int, by: VerifiedBy) -> None:
         """Write a layer that is ready, and fire its event."""
         if self._output is not None:
             self._output.layer_ready(layer, self._place(arena, layer))
@@ -91,7 +91,7 @@ class Delivery:
             if self._log.layer_ready(event):
                 self._outcome.complete()
 
-    def _place(self, arena: Span, layer: int) -> Span:
+    def _place(self, arena: View, layer: int) -> View:
         place = self._manifest.layout.layers[layer]
         return arena[place.arena_offset : place.arena_offset + place.nbytes]
 

@@ -22,7 +22,7 @@ from mx.core.types import Manifest
 from mx.errors import DigestError
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
-from mx.transport import Span, host_view
+from mx.transport import View, host_view
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2
@@ -34,7 +34,7 @@ class Prefillable(Protocol):
     @property
     def manifest(self) -> Manifest: ...
     @property
-    def arena(self) -> Span: ...
+    def arena(self) -> View: ...
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float) -> int: ...
 
 
@@ -109,7 +109,7 @@ def _learn_pages(held: Held) -> None:
         place = layout.layers[layer]
         space = held.view[place.arena_offset : place.arena_offset + place.nbytes]
         page = b"".join(
-            block_digest(space[at : min(at + BLOCK_BYTES, offset + nbytes)])
+            block_digest(host_view(space[at : min(at + BLOCK_BYTES, offset + nbytes)]))
             for offset, nbytes in place.extents
             for at in range(offset, offset + nbytes, BLOCK_BYTES)
         )
@@ -120,13 +120,13 @@ def _learn_pages(held: Held) -> None:
 
 def _copied(transfer: Prefillable, page: bytes, copy: Copy) -> bool:
     """Copy a chunk and hash the copy. Returns True if it is what the page says."""
-    arena, grid = host_view(transfer.arena), transfer.manifest.grid
+    arena, grid = transfer.arena, transfer.manifest.grid
     base = transfer.manifest.layout.layers[grid.layer_of[copy.index]].arena_offset
     places = grid.blocks(copy.index)
-    views = [arena[base + offset : base + offset + nbytes] for offset, nbytes in places]
+    views = [host_view(arena[base + offset : base + offset + nbytes]) for offset, nbytes in places]
     hasher, landed = BlockHasher(views), 0
     for view, (held, offset) in zip(views, copy.blocks, strict=True):
-        copy_bytes(view, held[offset : offset + len(view)])
+        copy_bytes(view, host_view(held[offset : offset + len(view)]))
         landed += len(view)
         hasher.landed(landed)  # while the bytes are in the cache
     digests, first = hasher.block_digests(), DIGEST_BYTES * grid.first_block[copy.index]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from mx.core.extents import ExtentMap
 from mx.core.planner import SourcePath
 from mx.core.striping import ConnectionLoad
 from mx.errors import (
@@ -62,8 +61,6 @@ class Connection:
     #: What the process that holds the memory says the shortcut digests of all blocks are, where the
     #: kernel vouches that it is this user's.
     vouched: memoryview | None = None
-    #: Where the bytes are in the source's memory; None: where the pull's own arena has them.
-    extents: ExtentMap | None = None
 
     @property
     def peer(self) -> str:

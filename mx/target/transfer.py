@@ -23,13 +23,13 @@ from mx.memory.arena import Hasher, MakeHasher, host_hasher
 from mx.runtime import unexpected
 from mx.target.reads import CONNECTION_ERRORS, Connection
 from mx.target.report import PathReport, VerifiedBy
-from mx.transport import Piece, Read, Span, host_view
+from mx.transport import Piece, Read, Span, View, contiguous, host_view
 
 
 class TransferListener(Protocol):
     """Called on any thread with what happens in a transfer; must not block."""
 
-    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
+    def layer_ready(self, layer: int, arena: View, by: VerifiedBy) -> None:
         """Every chunk of the layer is in the arena, and verified."""
 
     def connection_lost(self, connection: int, error: MxError) -> None:
@@ -86,14 +86,14 @@ class _PartSink:
 
 
 class Transfer:
-    """Reads one model into `arena` (writable, `layout.arena_nbytes` long; the caller keeps it until
-    `join` has returned)."""
+    """Reads one model into `arena` (writable, `layout.arena_nbytes` long, each tensor in one piece;
+    the caller keeps it until `join` has returned)."""
 
     def __init__(
         self,
         manifest: Manifest,
         pages: Pages,
-        arena: Span,
+        arena: View,
         listener: TransferListener,
         make_hasher: MakeHasher = host_hasher,
         *,
@@ -131,7 +131,7 @@ class Transfer:
         self._prefilled: dict[tuple[str, str], PathReport] = {}
 
     @property
-    def arena(self) -> Span:
+    def arena(self) -> View:
         """The memory that is filled; empty once the transfer is joined."""
         return self._arena
 
@@ -393,7 +393,7 @@ class Transfer:
         place = grid.part(part.chunk, part.begin, part.end)
         base = grid.layout.layers[place.layer].arena_offset
         blocks = [
-            arena[base + offset : base + offset + nbytes]
+            contiguous(arena[base + offset : base + offset + nbytes])
             for offset, nbytes in grid.blocks(part.chunk)[part.begin : part.end]
         ]
         vouched = self._vouched(connection, part)
@@ -404,24 +404,11 @@ class Transfer:
         sink = _PartSink(self, connection, part, blocks, hasher, vouched)
         with self._lock:
             self._in_flight[part] = sink
-        extents, segments = self._connections[connection].extents, grid.segments(place)
-        if extents is None:  # the source's region is laid out as this arena is
-            pieces = [
-                Piece(0, at.arena_offset, arena[at.arena_offset : at.arena_offset + at.nbytes])
-                for at in segments
-            ]
-        else:
-            pieces = [
-                Piece(
-                    at.region,
-                    at.region_offset,
-                    arena[base + at.offset : base + at.offset + at.nbytes],
-                )
-                for segment in segments
-                for at in extents.places(
-                    place.layer, segment.offset, segment.offset + segment.nbytes
-                )
-            ]
+        # The source's region is laid out as this arena is.
+        pieces = [
+            Piece(0, at.arena_offset, arena[at.arena_offset : at.arena_offset + at.nbytes])
+            for at in grid.segments(place)
+        ]
         return sink, Read(f"chunk {part.chunk}", pieces, sink)
 
     def _vouched(self, connection: int, part: Part) -> memoryview | None:

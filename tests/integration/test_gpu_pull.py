@@ -24,12 +24,12 @@ from mx.cuda.errors import CudaUnavailableError
 from mx.cuda.ring import PinnedRing, Slot
 from mx.errors import CapacityError, ConfigError, DigestError
 from mx.memory import tensors as tensor_views
-from mx.memory.torch_source import describe
 from mx.source.model import hold_checkpoint, hold_tensors
 from mx.transport import DeviceView
 from mx.units import MIB
 from tests.integration.conftest import free_port
 from tests.support import fake_kernels
+from tests.support.described import describe
 from tests.support.fake_cuda import FakeDriver, fake_uuid
 
 pytestmark = pytest.mark.integration

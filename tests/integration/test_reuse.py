@@ -15,12 +15,12 @@ from mx.core import reuse
 from mx.core.pages import Pages
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
-from mx.memory.torch_source import describe
 from mx.source.model import HeldModel, hold_tensors
 from mx.transport import host_view
 from mx.units import MIB
 from tests.integration.conftest import error_of
 from tests.integration.test_main_job import same
+from tests.support.described import describe
 
 pytestmark = pytest.mark.integration
 

@@ -18,7 +18,8 @@ from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, kind_nbytes
 from mx.core.manifest import encode, plan_layout
 from mx.core.types import Layout, Manifest
-from mx.storage.reader import SPAN_BYTES, Filled, fill
+from mx.storage.landing import Filled
+from mx.storage.reader import SPAN_BYTES, fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.writer import CheckpointWriter
 

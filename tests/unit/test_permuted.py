@@ -26,10 +26,10 @@ from mx.core.manifest import encode
 from mx.core.types import Alias, Manifest, Packaging, Tensor
 from mx.errors import CapacityError
 from mx.memory.tensors import TORCH_DTYPES, state_dict
-from mx.memory.torch_source import describe
 from mx.storage.row_major import row_major
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.writer import CheckpointWriter
+from tests.support.described import describe
 
 DTYPES = list(TORCH_DTYPES.values())
 

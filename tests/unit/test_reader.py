@@ -24,9 +24,9 @@ from mx.core.types import DTYPE_BITS, Layout
 from mx.errors import ClosedError
 from mx.memory.arena import HostArena, MemfdArena
 from mx.storage import spans
-from mx.storage.landing import Landing
+from mx.storage.landing import Filled, Landing
 from mx.storage.load import load_checkpoint
-from mx.storage.reader import RING_BYTES, SPAN_BYTES, Filled, fill, fill_from_tensors
+from mx.storage.reader import RING_BYTES, SPAN_BYTES, fill, fill_from_tensors
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
 from mx.transport import host_view

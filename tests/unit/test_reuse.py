@@ -15,6 +15,7 @@ from mx.core.reuse import Held, same_chunks
 from mx.core.types import Manifest, Packaging
 from mx.storage.reader import fill_from_tensors
 from mx.target import prefill
+from mx.views import host_view
 from tests.support.checkpoints import make_arena
 
 #: Whole blocks, of which a tensor has some, and ends of tensors.
@@ -106,7 +107,7 @@ def test_a_chunk_is_the_same_if_each_of_its_blocks_is_held_somewhere(
     for index, copy in copies.items():
         assert copy.index == index
         found = [
-            bytes(view[offset : offset + len(block)])
+            bytes(host_view(view[offset : offset + len(block)]))
             for (view, offset), block in zip(copy.blocks, new.blocks(index), strict=True)
         ]
         assert found == new.blocks(index)
@@ -165,7 +166,7 @@ def test_held_memory_that_was_written_to_is_not_believed() -> None:
     new, old = Weights(NEW), Weights(OLD)
     spoilt = same_chunks(new.manifest, new.pages, [old.held])[0]
     ((view, offset),) = spoilt.blocks
-    view[offset + 5] ^= 1
+    host_view(view[offset + 5 : offset + 6])[0] ^= 1
     filling = Filling(new.manifest)
     prefill.reuse(filling, new.pages, [old.held], lambda: False)
     left = {0, *changed_chunks(new)}

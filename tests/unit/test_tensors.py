@@ -9,7 +9,7 @@ from mx.core.layout import TensorSpec, contiguous_strides, plan_layout
 from mx.core.types import Alias
 from mx.errors import ConfigError, ManifestError
 from mx.memory.tensors import state_dict
-from mx.memory.torch_source import describe
+from tests.support.described import describe
 
 
 def packed_alias(shape: tuple[int, ...], offset: int, stride: tuple[int, ...]) -> Alias:

@@ -18,7 +18,7 @@ from mx.errors import ClosedError, DigestError, LocalError, MxError, PeerLostErr
 from mx.target.reads import Connection
 from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
-from mx.transport import Read, Session, Span, host_view
+from mx.transport import Read, Session, View, host_view
 from mx.units import MIB
 from tests.support.records import make_documents, make_record
 
@@ -61,7 +61,7 @@ class HeldSession:
     def fail(self, error: MxError) -> None:
         self.reads.pop(0).sink.failed(error)
 
-    def adopt(self, arena: Span) -> None:
+    def adopt(self, arena: View) -> None:
         pass
 
     def attach(self, region: int) -> memoryview:
@@ -105,7 +105,7 @@ class Listener:
         self.broke: MxError | None = None
         self.raises: BaseException | None = None
 
-    def layer_ready(self, layer: int, arena: Span, by: VerifiedBy) -> None:
+    def layer_ready(self, layer: int, arena: View, by: VerifiedBy) -> None:
         self.ready.append(layer)
         self.verified_by.append(by)
         if self.raises is not None:
@@ -376,7 +376,7 @@ def test_join_waits_for_a_layer_that_a_page_has_made_ready_and_not_for_ever() ->
         session.land()
     entered, go_on = threading.Event(), threading.Event()
 
-    def ready(layer: int, arena: Span, by: VerifiedBy) -> None:
+    def ready(layer: int, arena: View, by: VerifiedBy) -> None:
         entered.set()
         assert go_on.wait(60)
 

@@ -2,30 +2,37 @@
 
 After the HELLO the source sends its content's label and INFO with the grant's control page, then an
 ENTRY for each region, with a duplicate of its memfd where it has a sealed one, then DIGESTS with a
-duplicate of the sealed memfd of its blocks' digests, if it has any. The reader reports on the
-connection when it becomes busy and when idle.
+duplicate of the sealed memfd of its blocks' digests, if it has any, then the places of each
+scattered region: in columns, the offset in the region, the address and the length of each. The
+reader reports on the connection when it becomes busy and when idle.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 
 from mx import forks
+from mx.buffers import address_of
 from mx.errors import LocalError
-from mx.transport import ExposedRegion, ExposeOptions
+from mx.transport import ExposedRegion, ExposeOptions, ScatteredView, host_view
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.exposure import GrantState
 from mx_transports.toolkit.local import BATCH, LocalExposure
 from mx_transports.toolkit.stream import SocketStream
 
-MAGIC = b"mxshm\0\0\2"
+MAGIC = b"mxshm\0\0\3"
 #: Number of regions, bytes of digests.
 INFO = struct.Struct("!IQ")
-#: Index, nbytes, address, whether a descriptor comes along.
-ENTRY = struct.Struct("!IQQ?")
+#: Index, nbytes, address, whether a descriptor comes along, the number of its places if scattered.
+ENTRY = struct.Struct("!IQQ?I")
 MAX_REGIONS = 1 << 16
+#: The most places of all regions, and what they are sent as: 64 bits each, big-endian.
+MAX_PLACES = 1 << 21
+PLACE = "Q"
 #: Those of 64 TiB in blocks of 1 MiB.
 MAX_DIGESTS_BYTES = 1 << 30
 DIGESTS = b"D"
@@ -49,12 +56,21 @@ class ShmExposure(LocalExposure):
         descriptors = [
             region.memfd if kernel.fully_sealed(region.memfd) else None for region in regions
         ]
+        self._places = [_places(region) for region in regions]
+        if sum(map(len, self._places)) > 3 * MAX_PLACES:
+            raise LocalError(f"shm exposes tensors in at most {MAX_PLACES} places")
         self._regions = [
             (
-                ENTRY.pack(region.index, len(region.view), region.address, descriptor is not None),
+                ENTRY.pack(
+                    region.index,
+                    len(region.view),
+                    region.address,
+                    descriptor is not None,
+                    len(places) // 3,
+                ),
                 descriptor,
             )
-            for region, descriptor in zip(regions, descriptors, strict=True)
+            for region, descriptor, places in zip(regions, descriptors, self._places, strict=True)
         ]
         self._digests_nbytes = len(digests)
         #: The memfd of the digests, or -1; under `lock`.
@@ -72,6 +88,7 @@ class ShmExposure(LocalExposure):
 
     def released(self) -> None:
         self._regions.clear()
+        self._places.clear()
         with self.lock:
             self._close_digests()
 
@@ -105,6 +122,7 @@ class ShmExposure(LocalExposure):
             )
         if digests >= 0:
             stream.send_descriptors(DIGESTS, [digests])
+        stream.send_all([memoryview(places).cast("B") for places in self._places if places])
         return True
 
     def _count_reads(self, stream: SocketStream, grant: GrantState) -> None:
@@ -118,6 +136,22 @@ class ShmExposure(LocalExposure):
         finally:
             if busy:
                 self.count_reads(grant, -1)
+
+
+def _places(region: ExposedRegion) -> array[int]:
+    """Return the places of a scattered region, in columns and in network order; empty for others.
+
+    Raises:
+        LocalError: Some are not in host memory.
+    """
+    if not isinstance(region.view, ScatteredView):
+        return array(PLACE)
+    begins, spans = region.view.located()
+    views = [host_view(span) for span in spans]
+    columns = array(PLACE, [*begins, *map(address_of, views), *map(len, views)])
+    if sys.byteorder == "little":
+        columns.byteswap()
+    return columns
 
 
 def _memfd_of(digests: memoryview) -> int:

@@ -6,11 +6,14 @@ import contextlib
 import mmap
 import os
 import select
+import sys
 import threading
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mx.errors import ClosedError, LocalError, NotAllowedError, PeerLostError
+from mx.errors import ClosedError, LocalError, NotAllowedError, PeerLostError, PeerRefusedError
 from mx.transport import BLOCK_DIGEST_BYTES, Grant, Read
 from mx.units import MIB
 from mx_transports.shm.exposure import (
@@ -21,7 +24,9 @@ from mx_transports.shm.exposure import (
     INFO,
     MAGIC,
     MAX_DIGESTS_BYTES,
+    MAX_PLACES,
     MAX_REGIONS,
+    PLACE,
 )
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.local import BATCH, LocalSource, LocalTicket
@@ -34,11 +39,36 @@ STEP_BYTES = 2 * MIB
 _MAP_NORESERVE = 0x4000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _RemoteRegion:
+    """A region in the source's process. A scattered one has columns of its places: where each
+    begins in the region, its address, its length."""
+
     nbytes: int
     address: int
     descriptor: int | None
+    begins: Sequence[int] = ()
+    addresses: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+
+    def parts(self, offset: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Yield (address, destination) for each place that `len(view)` bytes from `offset` touch.
+
+        Raises:
+            ValueError: Some of them have no place.
+        """
+        if not self.begins:
+            yield self.address + offset, view
+            return
+        done, at = 0, bisect_right(self.begins, offset) - 1
+        while done < len(view):
+            inside = offset + done - self.begins[at] if 0 <= at < len(self.begins) else -1
+            if not 0 <= inside < self.lengths[at]:
+                raise ValueError("a read reaches where the source has no memory")
+            nbytes = min(self.lengths[at] - inside, len(view) - done)
+            yield self.addresses[at] + inside, view[done : done + nbytes]
+            done += nbytes
+            at += 1
 
 
 class ShmSource(LocalSource):
@@ -58,16 +88,36 @@ class ShmSource(LocalSource):
             or digests_nbytes % BLOCK_DIGEST_BYTES
         ):
             raise self.wrong("its greeting is malformed")
+        places: dict[int, int] = {}
         while len(self.regions) < count:
             batch = min(BATCH, count - len(self.regions))
             entries, descriptors = self.receive(ENTRY.size * batch, batch)
-            for index, nbytes, address, attached in ENTRY.iter_unpack(entries):
-                if index in self.regions or (attached and not descriptors):
+            for index, nbytes, address, attached, scattered in ENTRY.iter_unpack(entries):
+                if index in self.regions or (attached and (scattered or not descriptors)):
                     raise self.wrong("its list of regions is malformed")
                 descriptor = descriptors.pop(0) if attached else None
                 self.regions[index] = _RemoteRegion(nbytes, address, descriptor)
+                places[index] = scattered
         if digests_nbytes:
             self._receive_digests(digests_nbytes)
+        if sum(places.values()) > MAX_PLACES:
+            raise self.wrong("its list of places is too long")
+        for index, scattered in places.items():
+            self._receive_places(self.regions[index], scattered)
+
+    def _receive_places(self, region: _RemoteRegion, count: int) -> None:
+        columns = array(PLACE, bytes(8 * 3 * count))
+        if not count:
+            return
+        self.fill(memoryview(columns).cast("B"))
+        if sys.byteorder == "little":
+            columns.byteswap()
+        begins, addresses, lengths = (columns[i * count : (i + 1) * count] for i in range(3))
+        ends = [begin + nbytes for begin, nbytes in zip(begins, lengths, strict=True)]
+        limits = [*begins[1:], region.nbytes]
+        if any(end > limit for end, limit in zip(ends, limits, strict=True)):
+            raise self.wrong("its list of places is malformed")
+        region.begins, region.addresses, region.lengths = begins, addresses, lengths
 
     def _receive_digests(self, nbytes: int) -> None:
         said, found = self.receive(len(DIGESTS), 1)
@@ -99,9 +149,10 @@ class ShmSource(LocalSource):
             SourceError: It does not.
         """
         for region in self.regions.values():
+            address = region.addresses[0] if region.begins else region.address
             if region.descriptor is None and region.nbytes:
                 view = memoryview(bytearray(1))
-                kernel.read_process(self.ticket.pid, [(region.address, view)], self.peer)
+                kernel.read_process(self.ticket.pid, [(address, view)], self.peer)
                 return
 
 
@@ -191,7 +242,10 @@ class ShmSession(ThreadedSession):
         for each in slices:
             region = self._source.regions[each.region]
             if region.descriptor is None:
-                remote.append((region.address + each.offset, each.view))
+                try:
+                    remote += region.parts(each.offset, each.view)
+                except ValueError as error:
+                    raise PeerRefusedError(f"{self.peer}: {error}", peer=self.peer) from None
             else:
                 kernel.read_descriptor(region.descriptor, each.offset, each.view, self.peer)
         if remote:

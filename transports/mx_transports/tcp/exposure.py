@@ -63,8 +63,8 @@ class TcpExposure(SendingExposure):
     def _find(self, generation: int, pieces: memoryview, views: list[memoryview]) -> int:
         """Append each piece's memory to `views`; anything but OK means that none may be sent."""
         for region, offset, nbytes in PIECE.iter_unpack(pieces):
-            view = self.view(region, offset, nbytes)
-            if view is None:
+            found = self.views(region, offset, nbytes)
+            if found is None:
                 return framing.OUT_OF_RANGE
-            views.append(view)
+            views += found
         return self.status(generation)

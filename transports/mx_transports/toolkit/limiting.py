@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from mx.transport import Limiter
 from mx.units import KIB
@@ -22,26 +22,37 @@ def pause(seconds: float, ended: Callable[[], bool]) -> None:
 
 
 def paced(
-    view: memoryview,
+    views: Sequence[memoryview],
     limiter: Limiter,
     grant_id: str,
     streams: Callable[[], int],
     ended: Callable[[], bool],
-) -> Iterator[memoryview]:
-    """Yield a view slice by slice, each when it may be sent.
+) -> Iterator[list[memoryview]]:
+    """Yield views slice by slice, each when it may be sent.
 
     Args:
-        view: What is to be sent.
+        views: What is to be sent, in order.
         limiter: That of the exposure's options.
         grant_id: Whom it is sent to.
         streams: How many connections the grant has: they share its slice, so that a reader gains
             nothing by having many.
         ended: Whether pauses are of no use any more.
     """
-    sent = 0
-    while sent < len(view):
-        size = max(LEAST_SLICE, limiter.slice_nbytes(grant_id) // max(1, streams()))
-        part = view[sent : sent + size]
-        pause(limiter.delay_s(len(part)), ended)
-        yield part
-        sent += len(part)
+    left_nbytes = sum(map(len, views))
+    parts: list[memoryview] = []
+    size = room = 0
+    for view in views:
+        done = 0
+        while done < len(view):
+            if not parts:
+                size = max(LEAST_SLICE, limiter.slice_nbytes(grant_id) // max(1, streams()))
+                size = room = min(size, left_nbytes)
+            part = view[done : done + room]
+            parts.append(part)
+            done += len(part)
+            room -= len(part)
+            if not room:
+                pause(limiter.delay_s(size), ended)
+                yield parts
+                left_nbytes -= size
+                parts = []

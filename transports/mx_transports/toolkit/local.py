@@ -293,6 +293,11 @@ class LocalSource:
         self.descriptors += found
         return data, found
 
+    def fill(self, view: memoryview) -> None:
+        """Receive so many bytes."""
+        assert self._stream is not None
+        self._stream.fill(view)
+
     # --- while it is open
 
     def register(self, poll: select.poll) -> None:

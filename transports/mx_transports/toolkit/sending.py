@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 
 from mx.errors import LocalError
-from mx.transport import ExposedRegion, ExposeOptions, host_view
+from mx.transport import ExposedRegion, ExposeOptions, ScatteredView, View, host_view, spans_of
 from mx_transports.toolkit import limiting
 from mx_transports.toolkit.exposure import GrantState, SocketExposure
 from mx_transports.toolkit.listeners import ListeningSocket
@@ -40,7 +40,7 @@ class SendingExposure(SocketExposure):
         tls: ssl.SSLContext | None = None,
     ) -> None:
         try:
-            self._views = {region.index: host_view(region.view) for region in regions}
+            self._views = {region.index: _in_host(region.view) for region in regions}
         except LocalError:
             for listener in listeners:
                 listener.close()
@@ -66,16 +66,23 @@ class SendingExposure(SocketExposure):
     def released(self) -> None:
         self._views.clear()
 
-    def view(self, region: int, offset: int, nbytes: int) -> memoryview | None:
-        """Return so many bytes of a region, or None where it has none there.
+    def views(self, region: int, offset: int, nbytes: int) -> list[memoryview] | None:
+        """Return so many bytes of a region, in order, or None where it has none there.
 
-        The holder of the view keeps the region's memory; `released` waits for no view but those
-        that `serve` has.
+        A region that lies in one place gives one view, a scattered one a view for each place. The
+        holder of a view keeps the region's memory; `released` waits for no view but those that
+        `serve` has.
         """
         view = self._views.get(region)
         if view is None or offset + nbytes > len(view):
             return None
-        return view[offset : offset + nbytes]
+        part = view[offset : offset + nbytes]
+        if isinstance(part, memoryview):
+            return [part]
+        try:
+            return [host_view(span) for span in spans_of(part)]
+        except LocalError:  # it reaches into a hole
+            return None
 
     @contextlib.contextmanager
     def reading(self, grant: GrantState) -> Iterator[None]:
@@ -111,18 +118,26 @@ class SendingExposure(SocketExposure):
             stream.send_all([head, *views], on_sent)
             return
         stream.send_all([head])
-        for view in views:
-            for part in limiting.paced(
-                view,
-                self._limiter,
-                grant.grant_id,
-                lambda: len(grant.streams),
-                lambda: grant.revoked,
-            ):
-                stream.send_all([part])
-                self._count_sent(grant, len(part))
+        for parts in limiting.paced(
+            views,
+            self._limiter,
+            grant.grant_id,
+            lambda: len(grant.streams),
+            lambda: grant.revoked,
+        ):
+            stream.send_all(parts)
+            self._count_sent(grant, sum(map(len, parts)))
 
     def _count_sent(self, grant: GrantState, nbytes: int) -> None:
         with self.lock:
             self._sent_bytes += nbytes
             grant.sent_nbytes += nbytes
+
+
+def _in_host(view: View) -> memoryview | ScatteredView:
+    """Return a view whose bytes are all in host memory. Raises LocalError if some are not."""
+    if isinstance(view, ScatteredView):
+        for span in view.located()[1]:
+            host_view(span)
+        return view
+    return host_view(view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from mx.transport import Read, Span, host_view, slices
+from mx.transport import Piece, Read, ScatteredView, Span, host_view, slices
 
 View = TypeVar("View", memoryview, Span)
 
@@ -16,6 +16,21 @@ class Slice(NamedTuple, Generic[View]):
     region: int
     offset: int
     view: View
+
+
+def in_place(piece: Piece, as_view: Callable[[Span], View]) -> Iterator[Slice[View]]:
+    """Yield a piece's contiguous parts, one for each place where its destination lies.
+
+    Args:
+        piece: The piece.
+        as_view: As in `steps`.
+    """
+    if isinstance(piece.view, ScatteredView):
+        begins, spans = piece.view.located()
+        for begin, span in zip(begins, spans, strict=True):
+            yield Slice(piece.region, piece.region_offset + begin, as_view(span))
+    else:
+        yield Slice(piece.region, piece.region_offset, as_view(piece.view))
 
 
 def steps(
@@ -39,7 +54,7 @@ def steps(
     landed = 0
     for pieces, nbytes in slices(read, step_nbytes):
         landed += nbytes
-        yield [Slice(p.region, p.region_offset, as_view(p.view)) for p in pieces], landed
+        yield [each for piece in pieces for each in in_place(piece, as_view)], landed
 
 
 def host_steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Slice[memoryview]], int]]:
@@ -49,3 +64,13 @@ def host_steps(read: Read, step_nbytes: int) -> Iterator[tuple[list[Slice[memory
         LocalError: A destination is on a device. Some of the steps may have been yielded.
     """
     return steps(read, step_nbytes, host_view)
+
+
+def host_pieces(read: Read) -> Iterator[Slice[memoryview]]:
+    """Yield the parts of a read whose destinations are contiguous, in host memory.
+
+    Raises:
+        LocalError: A destination is on a device. Some of the parts may have been yielded.
+    """
+    for piece in read.pieces:
+        yield from in_place(piece, host_view)

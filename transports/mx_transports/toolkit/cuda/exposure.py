@@ -17,7 +17,7 @@ from mx.cuda import driver as cuda
 from mx.cuda.device import Device
 from mx.cuda.errors import CudaError
 from mx.errors import LocalError
-from mx.transport import DeviceView, ExposedRegion, ExposeOptions
+from mx.transport import DeviceView, ExposedRegion, ExposeOptions, ScatteredView
 from mx_transports.toolkit import kernel
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.wire import Allocation, Export, RemoteRegion, Where
@@ -204,6 +204,8 @@ class GpuExposure(LocalExposure):
 
 def _described(region: ExposedRegion) -> RemoteRegion:
     nbytes = len(region.view)
+    if isinstance(region.view, ScatteredView):
+        raise LocalError(f"region {region.index} lies in several places, and is not exported")
     if isinstance(region.view, DeviceView):
         return RemoteRegion(region.index, region.view.address, nbytes, Where.DEVICE)
     # A descriptor of memory that can still be written is not handed out.

@@ -1,0 +1,109 @@
+"""Takes weights into a source: copied into memory of mx's own, or lent where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mx import config, trace
+from mx.core.types import ModelKey
+from mx.errors import ConfigError
+from mx.memory.arrays import arrays_of
+from mx.memory.describe import describe_arrays
+from mx.source.model import HeldModel, hold_checkpoint, hold_tensors, lend_tensors
+
+
+def hold(
+    what: str | Path | Any,
+    key: ModelKey,
+    device: str,
+    settings: config.Settings,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> HeldModel:
+    """Copy a checkpoint, a state dict or a module into memory of its own, and hash it.
+
+    Args:
+        what: As for `serve`.
+        key: The name, revision and variant to hold it as.
+        device: "cpu" or "cuda:UUID".
+        settings: The chunk size is taken from them.
+        on_progress: As for `serve`.
+        cancelled: As for `serve`.
+
+    Returns:
+        The model in memory, which the caller owns.
+
+    Raises:
+        MxError: As `serve`.
+    """
+    if isinstance(what, str | Path):
+        with trace.span("serve.load", path=str(what)) as span:
+            held = hold_checkpoint(
+                Path(what),
+                key,
+                device=device,
+                chunk_nbytes=settings.chunk_bytes or None,
+                shortcuts=device == "cpu",
+                threads=2,
+                progress=on_progress,
+                cancelled=cancelled,
+            )
+            span.set(nbytes=held.manifest.layout.payload_nbytes)
+            return held
+    from mx.memory.torch_source import describe
+
+    found = describe(what)
+    return hold_tensors(
+        found.specs,
+        found.aliases,
+        found.views(),
+        key,
+        device=device,
+        chunk_nbytes=settings.chunk_bytes or None,
+        shortcuts=device == "cpu",
+    )
+
+
+def lend(
+    what: Any,
+    key: ModelKey,
+    settings: config.Settings,
+    *,
+    non_persistent: bool = False,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> HeldModel:
+    """Hash the tensors of a module or a state dict where they are. Nothing is copied.
+
+    Args:
+        what: The module or the state dict; the model refers to it.
+        key: The name, revision and variant to lend it as.
+        settings: The chunk size is taken from them.
+        non_persistent: Whether to lend the buffers that a state dict leaves out, too.
+        cancelled: As for `serve`.
+
+    Returns:
+        The model, whose memory is the tensors' own.
+
+    Raises:
+        MxError: As `serve`.
+    """
+    if isinstance(what, str | Path):
+        raise ConfigError(
+            "only tensors in memory can be lent", hint="serve a path without `copy=False`"
+        )
+    from mx.memory.torch_source import live_tensors
+
+    tensors = live_tensors(what, non_persistent=non_persistent)
+    arrays = arrays_of(tensors())
+    with trace.span("serve.lend", tensors=len(arrays)):
+        return lend_tensors(
+            describe_arrays(arrays),
+            arrays,
+            tensors,
+            key,
+            chunk_nbytes=settings.chunk_bytes or None,
+            cancelled=cancelled,
+        )

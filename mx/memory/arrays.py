@@ -1,0 +1,231 @@
+"""Tensors of any library as their form and their place in memory.
+
+torch's tensors are understood, and objects that have `__cuda_array_interface__`,
+`__array_interface__` or DLPack (numpy, CuPy, JAX and others): none of these libraries is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mx.buffers import memory_at
+from mx.core.layout import contiguous_strides, permuted_stride
+from mx.core.types import DTYPE_BITS
+from mx.cuda.device import device_key
+from mx.cuda.driver import load
+from mx.errors import ConfigError
+from mx.views import DeviceView, Span
+
+#: What numpy's array interface calls the dtypes of safetensors.
+_TYPESTRS = {
+    "|b1": "BOOL",
+    "|u1": "U8",
+    "|i1": "I8",
+    "<i2": "I16",
+    "<u2": "U16",
+    "<f2": "F16",
+    "<i4": "I32",
+    "<u4": "U32",
+    "<f4": "F32",
+    "<c8": "C64",
+    "<f8": "F64",
+    "<i8": "I64",
+    "<u8": "U64",
+}
+#: DLPack's (type code, bits): int, uint, float, bfloat, complex, bool.
+_DLPACK = {
+    (0, 8): "I8",
+    (0, 16): "I16",
+    (0, 32): "I32",
+    (0, 64): "I64",
+    (1, 8): "U8",
+    (1, 16): "U16",
+    (1, 32): "U32",
+    (1, 64): "U64",
+    (2, 16): "F16",
+    (2, 32): "F32",
+    (2, 64): "F64",
+    (4, 16): "BF16",
+    (5, 64): "C64",
+    (6, 8): "BOOL",
+}
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A tensor's form, and where its elements are.
+
+    `dtype` is as safetensors spells it, `stride` in elements, `device` "cpu" or "cuda:UUID".
+    `address` is that of the first element. `storage` is the address of the allocation that it is
+    in, and the bytes of that from there on, as far as the library says. `owner` keeps the memory.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: str
+    address: int
+    storage: tuple[int, int]
+    owner: object
+    writable: bool = True
+
+    @property
+    def item_nbytes(self) -> int:
+        return DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def span_nbytes(self) -> int:
+        """The bytes from the start of the first to the end of the last element."""
+        if 0 in self.shape:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.item_nbytes
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The strides as a `TensorSpec` has them: () for row-major, None if not dense."""
+        return permuted_stride(self.shape, self.stride)
+
+    def view(self) -> Span:
+        """Return the memory from the first to the last element: for a dense tensor, its bytes in
+        storage order. The view keeps `owner`."""
+        if self.device != "cpu":
+            return DeviceView(self.device, self.address, self.span_nbytes, self.owner)
+        return memory_at(self.address, self.span_nbytes, self.owner)
+
+    def is_at(self, other: Array) -> bool:
+        """Return True if both have the same form and memory."""
+        return (
+            (self.address, self.shape, self.stride) == (other.address, other.shape, other.stride)
+            and (self.dtype, self.device) == (other.dtype, other.device)
+            and self.storage[0] + self.storage[1] >= self.address + self.span_nbytes
+        )
+
+
+def array_of(name: str, tensor: object) -> Array:
+    """Return the form and the place of a tensor.
+
+    Args:
+        name: What errors call it.
+        tensor: A torch tensor, or an object with one of the interfaces above.
+
+    Raises:
+        ConfigError: It is none of these, has a dtype that no checkpoint has, or is a tensor whose
+            values are not in memory of its own.
+    """
+    if "torch" in sys.modules:
+        from mx.memory.torch_source import torch_array
+
+        found = torch_array(name, tensor)
+        if found is not None:
+            return found
+    for attribute, adapt in (
+        ("__cuda_array_interface__", _of_interface),
+        ("__array_interface__", _of_interface),
+        ("__dlpack__", _of_dlpack),
+    ):
+        if hasattr(tensor, attribute):
+            return adapt(name, tensor, attribute)
+    raise ConfigError(
+        f"{name} is a {type(tensor).__name__}, not a tensor",
+        hint="give tensors of torch or numpy, or others with DLPack",
+    )
+
+
+def arrays_of(tensors: Mapping[str, object]) -> dict[str, Array]:
+    """Return `array_of` each tensor, by name. Raises ConfigError."""
+    return {name: array_of(name, tensor) for name, tensor in tensors.items()}
+
+
+def _of_interface(name: str, tensor: Any, attribute: str) -> Array:
+    fields = getattr(tensor, attribute)
+    dtype = _TYPESTRS.get(fields["typestr"].replace("=", "<"))
+    if dtype is None or fields.get("mask") is not None:
+        raise ConfigError(f"{name} has the type {fields['typestr']}, which no checkpoint has")
+    shape, (address, read_only) = tuple(fields["shape"]), fields["data"]
+    item_nbytes = DTYPE_BITS[dtype] // 8
+    strides = fields.get("strides")
+    if strides is None:
+        stride = contiguous_strides(shape)
+    elif any(s % item_nbytes or s < 0 for s in strides):
+        raise ConfigError(f"{name} has strides that are no whole elements, or negative ones")
+    else:
+        stride = tuple(s // item_nbytes for s in strides)
+    device = "cpu" if attribute == "__array_interface__" else _device_at(address)
+    return _made(dtype, shape, stride, device, address, tensor, writable=not read_only)
+
+
+def _made(
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    device: str,
+    address: int,
+    owner: object,
+    *,
+    writable: bool = True,
+) -> Array:
+    item_nbytes = DTYPE_BITS[dtype] // 8
+    last = 0 if 0 in shape else sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
+    storage = (address, last * item_nbytes)
+    return Array(dtype, shape, stride, device, address, storage, owner, writable)
+
+
+def _device_at(address: int) -> str:
+    """Return the key of the GPU whose memory this is."""
+    driver = load()
+    return device_key(driver.device_uuid(driver.pointer(address).ordinal))
+
+
+class _DLTensor(ctypes.Structure):
+    # DLTensor of dlpack.h, unchanged since version 0.2.
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_capsule_pointer.restype = ctypes.c_void_p
+
+
+def _of_dlpack(name: str, tensor: Any, attribute: str) -> Array:
+    kind, _ = tensor.__dlpack_device__()
+    if kind not in (_DLPACK_CPU, _DLPACK_CUDA):
+        raise ConfigError(f"{name} is on a device of DLPack's type {kind}: only CPUs and CUDA are")
+    # The capsule stays unconsumed: it keeps the tensor's memory, and frees it when it goes.
+    capsule = tensor.__dlpack__()
+    found = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor") or 0)
+    dtype = _DLPACK.get((found.code, found.bits)) if found.lanes == 1 else None
+    if dtype is None:
+        raise ConfigError(f"{name} has a type that no checkpoint has")
+    shape = tuple(found.shape[i] for i in range(found.ndim))
+    stride = (
+        tuple(found.strides[i] for i in range(found.ndim))
+        if found.strides
+        else contiguous_strides(shape)
+    )
+    address = (found.data or 0) + found.byte_offset
+    device = "cpu" if kind == _DLPACK_CPU else _device_at(address)
+    return _made(dtype, shape, stride, device, address, (tensor, capsule))
+
+
+def span_of(arrays: Mapping[str, Array]) -> tuple[int, int]:
+    """Return the lowest address of any of these arrays, and the highest end."""
+    used = [(a.address, a.address + a.span_nbytes) for a in arrays.values() if prod(a.shape)]
+    return (min(a for a, _ in used), max(b for _, b in used)) if used else (0, 0)

@@ -1,0 +1,163 @@
+"""Bytes in memory: contiguous ones, in the host or on a device, and scattered ones.
+
+A layer space is contiguous by definition, while the tensors in it may lie anywhere in a process: an
+engine has allocated them. A `ScatteredView` is such a layer space as transports and hashers use it:
+they slice it as they slice an arena, and get plain views of the tensors' own memory::
+
+    arena = ScatteredView.over(begins, spans, nbytes)
+    arena[begin : begin + MIB]  # within a tensor: a memoryview of its memory
+    arena[begin : begin + 9 * MIB].spans()  # of several: one view for each
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from mx.errors import LocalError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceView:
+    """Bytes in GPU memory, as a byte memoryview is bytes in the host's. `device` is "cuda:UUID",
+    `address` a device pointer valid in this process; the view refers to `owner`, which keeps the
+    memory."""
+
+    device: str
+    address: int
+    nbytes: int
+    owner: object = None
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, part: slice) -> DeviceView:
+        start, stop, step = part.indices(self.nbytes)
+        if step != 1:
+            raise ValueError("a device view is contiguous")
+        return DeviceView(self.device, self.address + start, max(0, stop - start), self.owner)
+
+
+#: Contiguous bytes, wherever they are.
+Span = memoryview | DeviceView
+
+
+class ScatteredView:
+    """Bytes that count as one run, though they lie in several places. Immutable.
+
+    It may have holes, such as the padding between tensors: their offsets count, and have no memory.
+    It keeps the memory of all its spans alive.
+    """
+
+    __slots__ = ("_begins", "_ends", "_spans", "_begin", "_end")
+
+    def __init__(
+        self,
+        begins: Sequence[int],
+        ends: Sequence[int],
+        spans: Sequence[Span],
+        begin: int,
+        end: int,
+    ) -> None:
+        """Use `over`."""
+        self._begins, self._ends, self._spans = begins, ends, spans
+        self._begin, self._end = begin, end
+
+    @classmethod
+    def over(cls, begins: Sequence[int], spans: Sequence[Span], nbytes: int) -> ScatteredView:
+        """Return a view of `nbytes` bytes over these spans.
+
+        Args:
+            begins: Where each span begins in the view, ascending; spans do not overlap in it.
+            spans: The spans, none of them empty.
+            nbytes: The length of the view.
+
+        Raises:
+            ValueError: The spans overlap in the view, are not in order, or reach beyond its end.
+        """
+        ends = [begin + len(span) for begin, span in zip(begins, spans, strict=True)]
+        edges = [*chain.from_iterable(zip(begins, ends, strict=True)), nbytes]
+        if any(edges[i] > edges[i + 1] for i in range(len(edges) - 1)):
+            raise ValueError("the spans of a scattered view overlap, or are out of order")
+        return cls(begins, ends, spans, 0, nbytes)
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes, with holes."""
+        return self._end - self._begin
+
+    def __getitem__(self, part: slice) -> View:
+        """Return a part: a plain view if it lies within one span."""
+        start, stop, step = part.indices(self._end - self._begin)
+        if step != 1:
+            raise ValueError("a scattered view has no steps")
+        begin, end = self._begin + start, self._begin + max(start, stop)
+        at = bisect_right(self._begins, begin) - 1
+        if at >= 0 and end <= self._ends[at]:
+            base = self._begins[at]
+            return self._spans[at][begin - base : end - base]
+        return ScatteredView(self._begins, self._ends, self._spans, begin, end)
+
+    def toreadonly(self) -> ScatteredView:
+        """Return the view with host memory that can't be written through it."""
+        spans = [s.toreadonly() if isinstance(s, memoryview) else s for s in self._spans]
+        return ScatteredView(self._begins, self._ends, spans, self._begin, self._end)
+
+    def located(self) -> tuple[list[int], list[Span]]:
+        """Return the offset of each span in this view, and the spans, without the holes."""
+        begin, end = self._begin, self._end
+        first = bisect_right(self._ends, begin)
+        last = bisect_left(self._begins, end, first)
+        begins = [at - begin for at in self._begins[first:last]]
+        spans = list(self._spans[first:last])
+        if spans:
+            over = self._ends[last - 1] - end
+            if over > 0:
+                spans[-1] = spans[-1][: len(spans[-1]) - over]
+            if begins[0] < 0:
+                spans[0] = spans[0][-begins[0] :]
+                begins[0] = 0
+        return begins, spans
+
+    def spans(self) -> list[Span]:
+        """Return the bytes as contiguous spans, in order.
+
+        Raises:
+            LocalError: A part of the view has no memory.
+        """
+        spans = self.located()[1]
+        if sum(map(len, spans)) != len(self):
+            raise LocalError(f"a part of these {len(self)} bytes is in no memory of this process")
+        return spans
+
+
+#: Bytes, contiguous or not.
+View = Span | ScatteredView
+#: Bytes in host memory, contiguous or not.
+HostView = memoryview | ScatteredView
+
+
+def contiguous(view: View) -> Span:
+    """Return the view as one span. Raises LocalError if it is scattered."""
+    if isinstance(view, ScatteredView):
+        raise LocalError("these bytes are in several places")
+    return view
+
+
+def spans_of(view: View) -> list[Span]:
+    """Return the spans of a view, in order. Raises LocalError as `ScatteredView.spans`."""
+    return view.spans() if isinstance(view, ScatteredView) else [view]
+
+
+def host_view(view: View) -> memoryview:
+    """Return the view as contiguous host memory. Raises LocalError if it is not."""
+    if isinstance(view, memoryview):
+        return view
+    if isinstance(view, DeviceView):
+        raise LocalError(f"this transport cannot reach the memory of {view.device}")
+    raise LocalError("these bytes are in several places")
