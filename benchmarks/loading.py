@@ -56,7 +56,7 @@ def _load(checkpoint: Path) -> float:
     start_s = time.perf_counter()
     loaded = load_checkpoint(
         checkpoint,
-        lambda nbytes: MemfdArena(nbytes, name="bench"),
+        lambda layout: MemfdArena(layout.arena_nbytes, name="bench"),
         chunk_nbytes=None,
         threads=THREADS,
     )

@@ -12,7 +12,8 @@ they slice it as they slice an arena, and get plain views of the tensors' own me
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -161,3 +162,13 @@ def host_view(view: View) -> memoryview:
     if isinstance(view, DeviceView):
         raise LocalError(f"this transport cannot reach the memory of {view.device}")
     raise LocalError("these bytes are in several places")
+
+
+@contextmanager
+def as_bytes(view: HostView) -> Iterator[HostView]:
+    """Give a view of bytes, which is released at the end of the block if it is a plain one."""
+    if isinstance(view, memoryview):
+        with view.cast("B") as found:
+            yield found
+    else:
+        yield view

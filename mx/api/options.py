@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from mx.core.pages import Pages
 from mx.core.reference import parse_reference
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
-from mx.memory.arena import Arena
+from mx.memory.in_place import InPlace
+from mx.memory.live import Memory
 from mx.source.endpoint import dialled_host
 from mx.source.relay import Relay
 from mx.swarm.sharing import MakeHost
@@ -69,7 +72,8 @@ def pull_options(
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
     disk = path if path is not None else fallback
     tls = tls_of(settings)
-    host, alone_because = _host(settings, peer, rest.get("coordinator"))
+    in_place = isinstance(rest.get("into"), InPlace)
+    host, alone_because = _host(settings, peer, rest.get("coordinator"), live=in_place)
     if rest.get("hold") and rest.get("coordinator"):
         dialled_host(settings.listen, settings.advertise, rest["coordinator"])
     return PullOptions(
@@ -119,7 +123,7 @@ def _check_types(**given: object) -> None:
 
 
 def _host(
-    settings: config.Settings, peer: str | None, coordinator: str | None
+    settings: config.Settings, peer: str | None, coordinator: str | None, *, live: bool
 ) -> tuple[MakeHost | None, str]:
     """Return what lets others read from a pull that finds its sources at `peer` or `coordinator`;
     None, and why, where others could not reach it: it listens on loopback, they are elsewhere."""
@@ -129,14 +133,30 @@ def _host(
             f"only this machine reaches {dialled}: this pull passes nothing on to others "
             "(`listen=HOST:0` with an address of this machine, or `advertise=HOST:PORT`, lets it)"
         )
-    options = source_options(settings, asked)
+    options = source_options(settings, asked, live=live)
 
     def make(
-        source_id: str, key: ModelKey, manifest: Manifest, pages: Pages, arena: Arena
+        source_id: str, key: ModelKey, manifest: Manifest, pages: Pages, arena: Memory
     ) -> Relay:
         return Relay(source_id, options, transports(), coordinator, key, manifest, pages, arena)
 
     return make, ""
+
+
+def destination(into: object) -> memoryview | InPlace | None:
+    """Return what a pull fills: a buffer, or the tensors of a module or a state dict.
+
+    Raises:
+        ConfigError: It is none of these, or can't be written to.
+    """
+    if into is None:
+        return None
+    torch: Any = sys.modules.get("torch")
+    if isinstance(into, Mapping) or (torch is not None and isinstance(into, torch.nn.Module)):
+        from mx.memory.torch_source import in_place
+
+        return in_place(into)
+    return writable_bytes(into)
 
 
 def writable_bytes(into: object) -> memoryview:
@@ -153,5 +173,8 @@ def writable_bytes(into: object) -> memoryview:
         if not view.readonly:
             return view.cast("B")
     except TypeError as error:
-        raise ConfigError(f"`into` is not a contiguous buffer: {error}") from error
+        raise ConfigError(
+            f"`into` is not a contiguous buffer: {error}",
+            hint="it is a buffer, a torch.nn.Module, or a state dict",
+        ) from error
     raise ConfigError("`into` is read-only")

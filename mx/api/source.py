@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,12 +230,15 @@ class Source(Closable):
         self._closed.set()
 
 
-def source_options(settings: config.Settings, coordinator: str | None = None) -> SourceOptions:
+def source_options(
+    settings: config.Settings, coordinator: str | None = None, *, live: bool = False
+) -> SourceOptions:
     """Return the settings that a source needs.
 
     Args:
         settings: The settings of the process.
         coordinator: HOST:PORT of the coordinator to register with, if any.
+        live: Whether it gives an engine's memory.
     """
     tls = tls_of(settings)
     return SourceOptions(
@@ -248,7 +251,7 @@ def source_options(settings: config.Settings, coordinator: str | None = None) ->
         insecure=settings.insecure,
         trusted_fabric=settings.trusted_fabric,
         nics=settings.nics,
-        reader_lease_s=settings.reader_lease_s,
+        reader_lease_s=min(settings.reader_lease_s, LIVE_LEASE_S if live else math.inf),
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         bounds=Bounds(settings.max_readers, settings.max_bandwidth),
@@ -418,10 +421,7 @@ def serve(
         named_by = settings.origin("coordinator")
     loop = runtime.acquire()
     try:
-        options = source_options(settings, address)
-        if not copy:
-            lease_s = min(options.reader_lease_s, LIVE_LEASE_S)
-            options = replace(options, reader_lease_s=lease_s)
+        options = source_options(settings, address, live=not copy)
         server = loop.run(start_source(options, transports()))
         embedded: Coordinator | None = None
         held: HeldModel | None = None

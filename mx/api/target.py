@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import resolve_device, transports
-from mx.api.layers import layer_tensors, tensors_of
-from mx.api.options import pull_options, writable_bytes
+from mx.api.layers import tensors_in, tensors_of
+from mx.api.options import destination, pull_options
 from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
 from mx.core.pages import Pages
@@ -25,6 +25,7 @@ from mx.cuda.driver import load
 from mx.errors import ClosedError, ConfigError, another, release_frames
 from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
+from mx.memory.live import LiveMemory
 from mx.memory.readiness import LayerSignals
 from mx.source.model import HeldModel
 from mx.source.relay import Relay
@@ -33,7 +34,7 @@ from mx.target.job import Job
 from mx.target.options import PullOptions
 from mx.target.progress import ProgressReporter
 from mx.target.report import LayerEvent, PullReport
-from mx.transport import DeviceView, Span, host_view
+from mx.transport import DeviceView, View, host_view
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ class Pull(Closable):
         self._options = options
         self._settings = settings
         self._state = EventLog(started_s, tensors_of(weakref.ref(self)))
-        self._view: Span | None = None
+        self._view: View | None = None
         self._held: Source | None = None
         self._signals: LayerSignals | None = None
         self._closed = False
@@ -205,7 +206,7 @@ class Pull(Closable):
 
     # -- tensors ----------------------------------------------------------------------------------
 
-    def _arena_view(self) -> tuple[Manifest, Span]:
+    def _arena_view(self) -> tuple[Manifest, View]:
         if self._state.error is not None:
             raise another(self._state.error)
         with self._lock:
@@ -222,18 +223,17 @@ class Pull(Closable):
         Returns:
             Views of the pull's memory, which they keep alive; tied tensors share their storage.
             Writing to a tensor changes neither the source nor any other reader. A tensor whose
-            dtype torch lacks comes as uint8 of its packed bytes.
+            dtype torch lacks comes as uint8 of its packed bytes. With `into` a module or a state
+            dict: its own tensors.
 
         Raises:
             ConfigError: torch is not installed.
             ClosedError: The pull was closed.
             MxError: The error that ended the pull, see `pull`.
         """
-        from mx.memory.tensors import state_dict
-
         self.wait()
         manifest, view = self._arena_view()
-        return state_dict(view, manifest.layout)
+        return tensors_in(view, manifest.layout, self._options.into)
 
     def layer_state_dict(self, layer: int) -> dict[str, torch.Tensor]:
         """Wait for one layer and return its tensors, and the tensors that are tied to them.
@@ -256,7 +256,7 @@ class Pull(Closable):
         if layer < 0 or self._state.wait_layer(layer) is None:
             raise IndexError(f"there is no layer {layer}")
         manifest, view = self._arena_view()
-        return layer_tensors(view, manifest.layout, layer)
+        return tensors_in(view, manifest.layout, self._options.into, layer)
 
     def signals(self) -> LayerSignals:
         """Return the signals by which CUDA streams, instead of the CPU, wait for layers.
@@ -302,15 +302,13 @@ class Pull(Closable):
             ClosedError: The pull was closed.
             MxError: The error that ended the pull, see `pull`.
         """
-        from mx.memory.tensors import state_dict
-
         self.signals()
         while self._job.arena is None or self._job.manifest is None:
             if self._state.ended:
                 self.wait()
             time.sleep(0.001)
         manifest, view = self._arena_view()
-        return state_dict(view, manifest.layout)
+        return tensors_in(view, manifest.layout)
 
     # -- staying ----------------------------------------------------------------------------------
 
@@ -334,19 +332,34 @@ class Pull(Closable):
 
     def _begin_to_hold(self) -> Source:
         arena, manifest, pages = self._job.arena, self._job.manifest, self._job.pages
-        if not isinstance(arena, MemfdArena | DeviceArena) or manifest is None or pages is None:
+        if (
+            not self._options.hold
+            or not isinstance(arena, MemfdArena | DeviceArena | LiveMemory)
+            or manifest is None
+            or pages is None
+        ):
             raise ConfigError("only a pull made with hold=True can become a source")
         node = self._job.node
         host = None if node is None else node.sharing.host
-        if isinstance(host, Relay) and isinstance(arena, MemfdArena):
+        if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
             return self._settle(host, arena)
         self._loop.run(self._job.leave())
-        arena.seal()
-        held = HeldModel(self.model, manifest, arena, pages, role=SourceRole.RELAY, borrowed=True)
+        live = isinstance(arena, LiveMemory)
+        if not isinstance(arena, LiveMemory):
+            arena.seal()
+        held = HeldModel(
+            self.model,
+            manifest,
+            arena,
+            pages,
+            role=SourceRole.RELAY,
+            borrowed=True,
+            extents=arena.extents if isinstance(arena, LiveMemory) else None,
+        )
         coordinator = self._options.coordinator
         loop = runtime.acquire()
         try:
-            options = source_options(self._settings, coordinator)
+            options = source_options(self._settings, coordinator, live=live)
             server = loop.run(start_source(options, transports()))
             try:
                 loop.run(offer(server, held, coordinator))
@@ -358,9 +371,10 @@ class Pull(Closable):
             raise
         return Source(loop, server, held, coordinator or "", None)
 
-    def _settle(self, relay: Relay, arena: MemfdArena) -> Source:
+    def _settle(self, relay: Relay, arena: MemfdArena | LiveMemory) -> Source:
         """Turn the relay, which others read from without a break, into a source."""
-        arena.freeze()
+        if isinstance(arena, MemfdArena):
+            arena.freeze()
         loop = runtime.acquire()
         try:
             server, held = loop.run(relay.settle())
@@ -368,6 +382,26 @@ class Pull(Closable):
             runtime.release(loop)
             raise
         return Source(loop, server, held, self._options.coordinator or "", None)
+
+    def release(self) -> None:
+        """Stop giving the pull's memory to others, after the pull has ended. Idempotent.
+
+        Readers may finish for a moment and are then cut off. Afterwards the tensors that `into`
+        named are the caller's alone: it may write to them, or lend them with `serve`.
+
+        Raises:
+            ConfigError: The pull has not ended.
+        """
+        self._require_own()
+        if not self._state.ended:
+            raise ConfigError("the pull still runs", hint="wait for its end, or close it")
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None:
+            held.close()
+        self._loop.run(self._job.leave())
+        if isinstance(self._job.arena, LiveMemory):
+            self._job.arena.release()
 
     def close(self) -> None:
         """Stop the pull if it still runs, and drop this object's reference to the memory.
@@ -424,7 +458,7 @@ def pull(
     transport: str | None = None,
     verify: str = "chunks",
     attach: bool = True,
-    into: memoryview | None = None,
+    into: Any = None,
     reuse: Holder | Sequence[Holder] = (),
     wait_s: float | None = None,
     resume: bool = True,
@@ -451,8 +485,12 @@ def pull(
         transport: The name of the only transport to use.
         verify: "chunks", or "strong" to compare every tensor with the model's identity as well.
         attach: False copies even where memory could be shared.
-        into: A writable, contiguous buffer of at least `manifest.layout.arena_nbytes` bytes to
-            fill, instead of new memory. The caller owns it and keeps it until the pull is closed.
+        into: What to fill instead of new memory: a `torch.nn.Module` or a state dict, whose own
+            tensors are filled where they are; or a writable, contiguous buffer of at least
+            `manifest.layout.arena_nbytes` bytes. The caller owns it. Nothing is written to tensors
+            unless all names, shapes, dtypes and ties agree. They must not be used before the pull
+            has ended; after a failure they hold a part of the new weights. While the pull gives
+            them to others they must not be written to, which ends with `release` or `close`.
         reuse: Pulls and sources of this process, for example of the previous revision or of the
             model that this one was made from. Bytes that they hold are copied locally instead of
             transferred.
@@ -493,7 +531,7 @@ def pull(
         transport=transport,
         strong=verify == "strong",
         attach=attach,
-        into=None if into is None else writable_bytes(into),
+        into=destination(into),
         reuse=held_by(reuse, where),
         wait_s=wait_s,
         resume=resume,

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from mx.core.extents import ExtentMap
 from mx.core.types import Layout, TableRow
 from mx.errors import MxError
-from mx.memory.arena import MakeHasher, host_hasher
+from mx.memory.arena import Arena, MakeHasher, host_hasher
 from mx.memory.arrays import Array, array_of
+from mx.memory.claims import claim
 from mx.text import listed
-from mx.views import ScatteredView, Span
+from mx.views import ScatteredView, Span, View
 
 #: Returns the tensors of a module or mapping as they are at the moment.
 Tensors = Callable[[], Mapping[str, object]]
@@ -33,16 +34,31 @@ class LiveMemory:
     hasher: MakeHasher = staticmethod(host_hasher)
     memfd: int | None = None
 
-    def __init__(self, layout: Layout, arrays: Mapping[str, Array], tensors: Tensors) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        arrays: Mapping[str, Array],
+        tensors: Tensors,
+        what: str,
+        *,
+        fills: bool = False,
+    ) -> None:
         """
         Args:
             layout: The layout. Every tensor of it is in `arrays`, dense, with its size.
             arrays: The tensors, as they were when they were described.
             tensors: Returns them as they are now.
+            what: Who uses the memory, for the error that another one gets.
+            fills: Whether it is to be filled: then no other pull or source may use it.
+
+        Raises:
+            ConfigError: The memory is in use.
         """
         self._arrays: dict[str, Array] = dict(arrays)
         self._tensors: Tensors | None = tensors
         held = [t for t in layout.tensors if t.nbytes]
+        ranges = [(a.address, a.address + a.span_nbytes) for a in (arrays[t.name] for t in held)]
+        self._claim = claim(ranges, what, fills=fills)
         spans = [arrays[t.name].view() for t in held]
         begins = [layout.layers[t.layer].arena_offset + t.offset for t in held]
         self.view: ScatteredView | memoryview = ScatteredView.over(
@@ -61,6 +77,10 @@ class LiveMemory:
                 for at, t in zip(addresses, held, strict=True)
             ),
         )
+
+    def private_view(self) -> View:
+        """Return the memory: here the tensors' own."""
+        return self.view
 
     def span_at(self, offset: int, nbytes: int) -> Span:
         """Return bytes of the region that `extents` names, within one tensor."""
@@ -87,10 +107,15 @@ class LiveMemory:
 
     def release(self) -> None:
         """Let go of the tensors. Idempotent."""
+        self._claim.release()
         self.view = memoryview(b"")
         self._tensors = None
         self._arrays.clear()
         self._by_address.clear()
+
+
+#: What a model's bytes are in.
+Memory = Arena | LiveMemory
 
 
 def _address(array: Array) -> int:

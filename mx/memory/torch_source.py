@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from mx.errors import ConfigError
 from mx.memory.arrays import Array, array_of
 from mx.memory.describe import Described, describe_arrays
 from mx.memory.extras import torch_missing
+from mx.memory.in_place import InPlace
 from mx.memory.tensors import TORCH_DTYPES
 
 try:
@@ -105,6 +106,21 @@ def live_tensors(what: Any, *, non_persistent: bool = False) -> Callable[[], Map
         f"cannot take tensors from a {type(what).__name__}",
         hint="give a path, a state dict of tensors, or a torch.nn.Module",
     )
+
+
+def in_place(what: Any) -> InPlace:
+    """Return the tensors of a module or a mapping, to be filled where they are.
+
+    A model may lack the buffers that a module's state dict leaves out.
+
+    Raises:
+        ConfigError: `what` is something else, or some tensors have no memory of their own.
+    """
+    tensors = live_tensors(what, non_persistent=True)
+    optional: Collection[str] = ()
+    if isinstance(what, torch.nn.Module):
+        optional = tensors_in(what, non_persistent=True).keys() - tensors_in(what).keys()
+    return InPlace(tensors, optional)
 
 
 def describe(what: Any) -> Described:

@@ -22,17 +22,14 @@ from mx.core.types import (
     SourceRole,
     SourceState,
 )
-from mx.memory.arena import Arena, MemfdArena
+from mx.memory.arena import MemfdArena
 from mx.memory.arrays import Array
 from mx.memory.describe import Described
 from mx.memory.device import DeviceArena
-from mx.memory.live import LiveMemory, Tensors
+from mx.memory.live import LiveMemory, Memory, Tensors
 from mx.storage.load import destination, load_checkpoint
 from mx.storage.reader import fill_from_tensors, hash_in_place
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, Span, View
-
-#: What a source's bytes are in.
-Memory = Arena | LiveMemory
 
 
 @dataclass(eq=False)
@@ -192,7 +189,7 @@ def hold_checkpoint(
     """
     loaded = load_checkpoint(
         path,
-        lambda nbytes: _new_arena(nbytes, key, device),
+        lambda layout: _new_arena(layout.arena_nbytes, key, device),
         chunk_nbytes=chunk_nbytes,
         shortcuts=shortcuts,
         threads=threads,
@@ -279,8 +276,12 @@ def lend_tensors(
         MxError: As `plan_layout`.
     """
     layout = manifests.plan_layout(described.specs, described.aliases)
-    memory = LiveMemory(layout, arrays, tensors)
-    filled = hash_in_place(layout, memory.view, cancelled=cancelled)
-    manifest = manifests.encode(layout, Packaging(), filled.roots, chunk_nbytes=chunk_nbytes)
+    memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
+    try:
+        filled = hash_in_place(layout, memory.view, cancelled=cancelled)
+        manifest = manifests.encode(layout, Packaging(), filled.roots, chunk_nbytes=chunk_nbytes)
+    except BaseException:
+        memory.release()
+        raise
     pages = Pages.whole(manifest, filled.pages)
     return HeldModel(key, manifest, memory, pages, filled.shortcuts, extents=memory.extents)

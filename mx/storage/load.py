@@ -14,14 +14,14 @@ from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
 from mx.storage.reader import fill
 from mx.storage.safetensors import open_checkpoint
-from mx.transport import Span, host_view
+from mx.views import DeviceView, HostView, View
 
 
 class FillableArena(Protocol):
     """An arena of `mx.memory`: host memory, or GPU memory that can be filled from the host."""
 
     @property
-    def view(self) -> Span: ...
+    def view(self) -> View: ...
     @property
     def memfd(self) -> int | None: ...
     def release(self) -> None: ...
@@ -37,7 +37,7 @@ class Destination:
     `on_layer`, if there is one, is to be called with the index of each complete layer.
     """
 
-    view: memoryview
+    view: HostView
     memfd: int | None = None
     on_layer: Callable[[int], None] | None = None
 
@@ -63,7 +63,9 @@ def destination(arena: FillableArena, layout: Layout) -> Iterator[Destination]:
     a layer to the GPU.
     """
     if not isinstance(arena, DeviceArena):
-        yield Destination(host_view(arena.view), arena.memfd)
+        view = arena.view
+        assert not isinstance(view, DeviceView)
+        yield Destination(view, arena.memfd)
         return
     with arena.filling() as window:
 
@@ -76,7 +78,7 @@ def destination(arena: FillableArena, layout: Layout) -> Iterator[Destination]:
 
 def load_checkpoint(
     path: Path,
-    arena_of: Callable[[int], A],
+    arena_of: Callable[[Layout], A],
     *,
     chunk_nbytes: int | None = None,
     shortcuts: bool = False,
@@ -88,7 +90,7 @@ def load_checkpoint(
 
     Args:
         path: A safetensors file, or a folder.
-        arena_of: Makes the arena, given its length in bytes.
+        arena_of: Makes the arena, given the layout.
         chunk_nbytes: The chunk size of the manifest; None: the default one.
         shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
@@ -108,7 +110,7 @@ def load_checkpoint(
     checkpoint = open_checkpoint(path)
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
     total = layout.payload_nbytes
-    arena = arena_of(layout.arena_nbytes)
+    arena = arena_of(layout)
     try:
         with destination(arena, layout) as there:
             filled = fill(

@@ -21,7 +21,7 @@ from mx.storage.landing import Filled, Landing
 from mx.storage.safetensors import Checkpoint
 from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, ArenaWriter, SpanReader
 from mx.units import MIB
-from mx.views import View, host_view
+from mx.views import HostView, View, as_bytes, host_view
 
 SPAN_BYTES = 4 * MIB
 RING_BYTES = 16 * MIB
@@ -32,7 +32,7 @@ _COPY_THREADS = 2
 def fill(
     checkpoint: Checkpoint,
     layout: Layout,
-    destination: memoryview,
+    destination: HostView,
     *,
     memfd: int | None = None,
     shortcuts: bool = False,
@@ -73,7 +73,7 @@ def fill(
     buffer_nbytes = span_nbytes + 2 * DIRECT_ALIGNMENT_BYTES
     index_of = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
     readers: list[SpanReader] = []
-    with destination.cast("B") as view:
+    with as_bytes(destination) as view:
         arena = _arena(view, memfd, layout)
         job = _Job(layout, shortcuts, progress, cancelled, on_layer)
         try:
@@ -105,7 +105,7 @@ def fill(
 def fill_from_tensors(
     tensors: Mapping[str, memoryview],
     layout: Layout,
-    destination: memoryview,
+    destination: HostView,
     *,
     memfd: int | None = None,
     shortcuts: bool = False,
@@ -133,7 +133,7 @@ def fill_from_tensors(
         for index, tensor in enumerate(layout.tensors)
         for offset in range(0, tensor.nbytes, SPAN_BYTES)
     )
-    with destination.cast("B") as view:
+    with as_bytes(destination) as view:
         arena = _arena(view, memfd, layout)
         job = _Job(layout, shortcuts, None, cancelled, on_layer)
 
@@ -152,7 +152,7 @@ def fill_from_tensors(
                         end = min(start + BLOCK_BYTES, tensor.nbytes)
                         with source[start:end] as there:
                             arena.write(base + start, there)
-                        with view[base + start : base + end] as here:
+                        with host_view(view[base + start : base + end]) as here:
                             job.landing.landed(index, start // BLOCK_BYTES, here)
 
         job.run(work, _COPY_THREADS)
@@ -205,9 +205,9 @@ def hash_in_place(
     return job.filled()
 
 
-def _arena(view: memoryview, memfd: int | None, layout: Layout) -> ArenaWriter:
-    if view.nbytes < layout.arena_nbytes:
-        raise ValueError(f"the arena has {view.nbytes} bytes, not {layout.arena_nbytes}")
+def _arena(view: HostView, memfd: int | None, layout: Layout) -> ArenaWriter:
+    if len(view) < layout.arena_nbytes:
+        raise ValueError(f"the arena has {len(view)} bytes, not {layout.arena_nbytes}")
     return ArenaWriter(view, memfd)
 
 

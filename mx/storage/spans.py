@@ -15,6 +15,7 @@ from mx.errors import CapacityError, CheckpointError
 from mx.storage.header import FileStamp, TensorFile
 from mx.storage.osfile import open_regular, read_error
 from mx.units import align_up
+from mx.views import HostView, ScatteredView, host_view
 
 #: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
 DIRECT_ALIGNMENT_BYTES = 4096
@@ -34,7 +35,7 @@ class ArenaWriter:
     clear nor map them.
     """
 
-    def __init__(self, view: memoryview, memfd: int | None = None) -> None:
+    def __init__(self, view: HostView, memfd: int | None = None) -> None:
         self.view, self.memfd = view, memfd
 
     def write(self, place: int, data: memoryview) -> None:
@@ -45,10 +46,10 @@ class ArenaWriter:
         """
         end = place + data.nbytes
         if data.nbytes <= _SHORT_BYTES:
-            self.view[place:end] = data
+            host_view(self.view[place:end])[:] = data
             return
         if self.memfd is None:
-            with self.view[place:end] as here:
+            with host_view(self.view[place:end]) as here:
                 copy_bytes(here, data)
             return
         try:
@@ -91,7 +92,8 @@ class SpanReader:
         self, file: TensorFile, layout: Layout, index_of: Mapping[str, int], arena: ArenaWriter
     ) -> None:
         self._file, self._arena = file, arena
-        self._address = address_of(arena.view)
+        #: None where tensors lie in several places.
+        self._address = None if isinstance(arena.view, ScatteredView) else address_of(arena.view)
         # (index in the layout, first byte in the file, bytes, place in the arena)
         self._tensors: list[tuple[int, int, int, int]] = []
         for tensor in file.tensors:
@@ -160,7 +162,7 @@ class SpanReader:
         pieces = list(self._pieces(start, end))
         if len(pieces) == 1 and self._fits(pieces[0]):
             (piece,) = pieces
-            with self._arena.view[piece.place : piece.place + piece.nbytes] as here:
+            with host_view(self._arena.view[piece.place : piece.place + piece.nbytes]) as here:
                 self._read_exactly(here, start, piece.nbytes)
                 for at in range(0, piece.nbytes, BLOCK_BYTES):
                     with here[at : at + BLOCK_BYTES] as block:
@@ -204,7 +206,7 @@ class SpanReader:
 
     def _fits(self, piece: SpanPiece) -> bool:
         """Return True if O_DIRECT can read this piece into place, as both are aligned."""
-        if self._direct_fd < 0 or self._arena.memfd is not None:
+        if self._direct_fd < 0 or self._arena.memfd is not None or self._address is None:
             return False
         address = self._address + piece.place
         return not (piece.position | piece.nbytes | address) % DIRECT_ALIGNMENT_BYTES

@@ -22,7 +22,7 @@ from mx.storage.row_major import row_major
 from mx.storage.safetensors import weight_map
 from mx.storage.staging import JOURNAL, Staging
 from mx.units import MIB
-from mx.views import HostView, host_view
+from mx.views import HostView, as_bytes, host_view
 
 
 def default_packaging(layout: Layout) -> Packaging:
@@ -101,7 +101,7 @@ class CheckpointWriter:
             layer_view: The layer's space, of its `nbytes` bytes or more. Bytes that can't be read
                 stay as they are.
         """
-        with self._using(), _as_bytes(layer_view) as layer:
+        with self._using(), as_bytes(layer_view) as layer:
             for tensor, fd, position in self._pieces[index]:
                 with (
                     host_view(layer[tensor.offset : tensor.offset + tensor.nbytes]) as stored,
@@ -132,7 +132,7 @@ class CheckpointWriter:
         """
         if index not in self._layers_left:
             return
-        with self._using(), _as_bytes(layer_view) as layer:
+        with self._using(), as_bytes(layer_view) as layer:
             if len(layer) < self._manifest.layout.layers[index].nbytes:
                 raise ValueError(f"layer {index} is larger than the view of it")
             for tensor, fd, position in self._pieces[index]:
@@ -327,16 +327,6 @@ class CheckpointWriter:
     def _close_files(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
-
-
-@contextmanager
-def _as_bytes(view: HostView) -> Iterator[HostView]:
-    """Give a view of bytes, released at the end of the block."""
-    if isinstance(view, memoryview):
-        with view.cast("B") as found:
-            yield found
-    else:
-        yield view
 
 
 def _read_some(fd: int, view: memoryview, position: int) -> int:

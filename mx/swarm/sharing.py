@@ -12,7 +12,7 @@ from mx.core.holdings import Holdings
 from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey, SourceRecord
 from mx.errors import MxError
-from mx.memory.arena import Arena
+from mx.memory.live import Memory
 from mx.runtime import uncut
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Host(Protocol):
 
 #: Makes the host of a pull from (its source id, model, manifest, pages that are known, arena that
 #: is being filled).
-MakeHost = Callable[[str, ModelKey, Manifest, Pages, Arena], Host]
+MakeHost = Callable[[str, ModelKey, Manifest, Pages, Memory], Host]
 
 
 class Sharing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mx.errors import CheckpointError
-from mx.memory.arena import Arena
+from mx.memory.live import Memory
 from mx.storage.load import Loaded, load_checkpoint
 from mx.storage.staging import Staging
 from mx.target.options import PullOptions
@@ -16,7 +16,7 @@ def load(
     *,
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
-) -> Loaded[Arena]:
+) -> Loaded[Memory]:
     """Read the checkpoint at `options.disk` into an arena, which the caller owns. Blocks.
 
     Args:
@@ -31,7 +31,7 @@ def load(
     assert options.disk is not None
     if options.out is not None:
         Staging(options.out).leave()
-    loaded: Loaded[Arena] = load_checkpoint(
+    loaded: Loaded[Memory] = load_checkpoint(
         options.disk,
         options.new_arena,
         chunk_nbytes=options.chunk_nbytes,

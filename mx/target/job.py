@@ -27,7 +27,9 @@ from mx.errors import (
     NotAllowedError,
     PeerUntrustedError,
 )
-from mx.memory.arena import Arena, BorrowedArena
+from mx.memory.arena import BorrowedArena
+from mx.memory.in_place import InPlace
+from mx.memory.live import LiveMemory, Memory
 from mx.runtime import beside, in_thread, uncut, unexpected
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
@@ -59,6 +61,10 @@ from mx.wire.locate import Located, Locator, write_side_files
 REST_S = 10.0
 
 
+#: What the error of a failed pull into a module says.
+UNUSABLE = "`into` holds a part of the new weights: do not use it before a pull into it succeeds"
+
+
 class Job:
     """One pull; call `run` on the loop. `manifest`, `pages` and `arena` are None until they are
     known."""
@@ -70,12 +76,13 @@ class Job:
         self.key = options.key
         self.manifest: Manifest | None = None
         self.pages: Pages | None = None
-        self.arena: Arena | None = None
+        self.arena: Memory | None = None
         self.node: Node | None = None
         self.kept = ""  # how to go on from what a failed pull has left on disk
         #: The source id by which others know this pull; "" if others can't read from it.
         self.reader_id = ""
-        if options.host is not None and options.device == "cpu" and options.into is None:
+        in_place = options.into is None or isinstance(options.into, InPlace)
+        if options.host is not None and options.device == "cpu" and in_place:
             self.reader_id = str(uuid.uuid4())
         self._transports = transports
         self._log = log
@@ -264,7 +271,7 @@ class Job:
                 unmapped = connection, entry
                 break
 
-        self.arena = arena = options.new_arena(manifest.layout.arena_nbytes)
+        self.arena = arena = options.new_arena(manifest.layout)
         self.pages = pages = Pages(manifest)
         self._transfer = transfer = Transfer(
             manifest,
@@ -354,7 +361,9 @@ class Job:
             causes, came = [*self._causes, *outcome.causes], transfer.progress()[0]
             raise final_error(str(self.key), manifest.layout, self._log.layers_ready, came, causes)
 
-    def _join_swarm(self, found: Found, arena: Arena, transfer: Transfer, outcome: Outcome) -> Node:
+    def _join_swarm(
+        self, found: Found, arena: Memory, transfer: Transfer, outcome: Outcome
+    ) -> Node:
         manifest, options = found.manifest, self.options
         host = None
         if options.host is not None and self.reader_id:
@@ -522,6 +531,9 @@ class Job:
             delivery, self._delivery = self._delivery, None
             kept = await in_thread(delivery.abort)
         if self.arena is not None:
+            written = self._transfer is None or self._transfer.started
+            if isinstance(self.arena, LiveMemory) and written:
+                kept = "; ".join(filter(None, [UNUSABLE, kept]))
             self.arena.release()
             self.arena = None
         return kept

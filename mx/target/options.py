@@ -7,10 +7,12 @@ from pathlib import Path
 
 from mx.core.reuse import Held
 from mx.core.revisions import MAIN
-from mx.core.types import ModelKey
+from mx.core.types import Layout, ModelKey
 from mx.errors import ConfigError
-from mx.memory.arena import Arena, BorrowedArena, HostArena, MemfdArena
+from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
 from mx.memory.device import DeviceArena
+from mx.memory.in_place import InPlace
+from mx.memory.live import Memory
 from mx.swarm.sharing import MakeHost
 from mx.transport import TlsFiles
 
@@ -39,7 +41,7 @@ class PullOptions:
     resume: bool = True
     device: str = "cpu"
     hold: bool = False
-    into: memoryview | None = None
+    into: memoryview | InPlace | None = None
     reuse: list[Held] = field(default_factory=list)
     transport: str | None = None
     strong: bool = False
@@ -68,10 +70,13 @@ class PullOptions:
         """How many seconds to try again while all sources have as many readers as they admit."""
         return self.wait_s or self.stall_timeout_s
 
-    def new_arena(self, nbytes: int) -> Arena:
+    def new_arena(self, layout: Layout) -> Memory:
         """Return an arena: the caller's memory, memory that others can attach later, or plain
-        memory of the host or a GPU. Raises ConfigError if the caller's memory is too small,
-        CapacityError."""
+        memory of the host or a GPU. Raises ConfigError if the caller's memory is too small or its
+        tensors do not fit, CapacityError."""
+        if isinstance(self.into, InPlace):
+            return self.into.arena(layout)
+        nbytes = layout.arena_nbytes
         if self.into is not None:
             if self.into.nbytes < nbytes:
                 raise ConfigError(f"the model needs {nbytes} bytes, `into` has {self.into.nbytes}")

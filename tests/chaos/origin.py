@@ -96,7 +96,10 @@ class Fickle:
 
     def _offer(self, model: str) -> str:
         loaded = load_checkpoint(
-            self._checkpoint, HostArena, chunk_nbytes=self._settings.chunk_bytes or None, threads=1
+            self._checkpoint,
+            lambda layout: HostArena(layout.arena_nbytes),
+            chunk_nbytes=self._settings.chunk_bytes or None,
+            threads=1,
         )
         transports = {name: _Remembering(t) for name, t in common.transports().items()}
         self._transports += transports.values()

@@ -15,7 +15,7 @@ from typing import Any
 from mx import api
 from mx.core.types import Manifest
 from mx.errors import EXIT_OK, EXIT_OTHER, MxError
-from mx.transport import Span, host_view
+from mx.transport import Span, contiguous, host_view
 
 
 def hashes(manifest: Manifest, arena: Span, layer: int) -> dict[str, str]:
@@ -38,7 +38,8 @@ def run(model: str, right: dict[str, str], **options: Any) -> int:
     with api.pull(model, **options) as pull:
         try:
             for layer in pull.layers():
-                delivered |= hashes(*pull._arena_view(), layer.index)
+                manifest, view = pull._arena_view()
+                delivered |= hashes(manifest, contiguous(view), layer.index)
             found = pull.wait().to_json()
         except MxError as error:
             code = error.exit_code

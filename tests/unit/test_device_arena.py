@@ -16,6 +16,7 @@ from mx.cuda.device import device_key
 from mx.errors import CapacityError, LocalError
 from mx.memory.device import DeviceArena, HostReader
 from mx.units import GIB, MIB
+from mx.views import host_view
 from tests.support import fake_kernels
 from tests.support.fake_cuda import GRANULARITY_BYTES, FakeDriver, fake_uuid
 

@@ -1,0 +1,69 @@
+"""Which memory of this process mx fills or lends: nothing is filled that is in use already."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from mx.errors import ConfigError
+
+#: Half-open ranges of addresses.
+Ranges = list[tuple[int, int]]
+
+
+class Claim:
+    """Ranges of memory that one pull fills, or one source lends, until `release`."""
+
+    def __init__(self, ranges: Ranges, what: str, *, fills: bool) -> None:
+        self.ranges, self.what, self.fills = ranges, what, fills
+
+    def release(self) -> None:
+        """Give the ranges up. Idempotent."""
+        with _lock:
+            if self in _claims:
+                _claims.remove(self)
+
+
+_lock = threading.Lock()
+_claims: list[Claim] = []
+
+
+def claim(ranges: Iterable[tuple[int, int]], what: str, *, fills: bool) -> Claim:
+    """Claim memory, to fill it or to lend it. Any number of sources may lend the same memory.
+
+    Args:
+        ranges: Half-open ranges of addresses; empty ones are left out.
+        what: Who claims it, for the error that another one gets.
+        fills: Whether it is to be filled.
+
+    Raises:
+        ConfigError: Some of it is filled by another pull, or is to be filled and is lent.
+    """
+    merged: Ranges = []
+    for begin, end in sorted(each for each in ranges if each[0] < each[1]):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    new = Claim(merged, what, fills=fills)
+    with _lock:
+        for other in _claims:
+            if (fills or other.fills) and _overlap(merged, other.ranges):
+                raise ConfigError(
+                    f"some of these tensors' memory is in use: {other.what}",
+                    hint="close that one first, or give other tensors",
+                )
+        _claims.append(new)
+    return new
+
+
+def _overlap(some: Ranges, others: Ranges) -> bool:
+    """Return True if any two ranges share a byte. Both are ascending, without overlaps."""
+    if len(some) > len(others):
+        some, others = others, some
+    for begin, end in some:
+        at = bisect_right(others, begin, key=lambda each: each[0])
+        if (at and others[at - 1][1] > begin) or (at < len(others) and others[at][0] < end):
+            return True
+    return False

@@ -1,0 +1,149 @@
+"""Tensors that a pull fills where they are: those of a module, or of a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from mx.core.layout import contiguous_strides
+from mx.core.types import Alias, Layout, Tensor
+from mx.errors import ClosedError, ConfigError
+from mx.memory.arrays import Array, array_of
+from mx.memory.live import LiveMemory, Tensors
+from mx.text import listed
+
+
+class InPlace:
+    """Tensors to fill. Nothing is written before `arena` has found that all of them fit."""
+
+    def __init__(self, tensors: Tensors, optional: Collection[str] = ()) -> None:
+        """
+        Args:
+            tensors: Returns the tensors by name as they are at the moment.
+            optional: The names of those that a model may lack, such as the buffers that a state
+                dict leaves out.
+
+        Raises:
+            ConfigError: Some are no tensors with memory of their own.
+        """
+        self._tensors = tensors
+        self._optional = frozenset(optional)
+        self._arrays = _arrays(tensors())
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the tensors of these names as they are at the moment. Raises ClosedError."""
+        now = self._tensors()
+        return {name: now[name] for name in names}
+
+    def arena(self, layout: Layout) -> LiveMemory:
+        """Return the tensors' memory as an arena of a layout.
+
+        Raises:
+            ConfigError: Names, shapes, dtypes or ties differ from the model's; the error has all
+                differences. Or the memory is in use by another pull or source.
+        """
+        differences = list(self._differences(layout))
+        if differences:
+            raise ConfigError(
+                "`into` does not fit the model, and nothing was written: " + "; ".join(differences),
+                hint="build it from the model's own configuration; pull.files() has that",
+            )
+        names = {tensor.name for tensor in layout.tensors} | {a.name for a in layout.aliases}
+        arrays = {name: self._arrays[name] for name in names}
+        return LiveMemory(layout, arrays, self._tensors, "another pull fills it", fills=True)
+
+    def release(self) -> None:
+        """Let go of the tensors. Idempotent."""
+        self._arrays.clear()
+        self._tensors = _released
+
+    def _differences(self, layout: Layout) -> list[str]:
+        arrays = self._arrays
+        wanted = {tensor.name: tensor for tensor in layout.tensors}
+        aliases = {alias.name: alias for alias in layout.aliases}
+        names = [*wanted, *aliases]
+        missing = [name for name in names if name not in arrays]
+        extra = sorted(arrays.keys() - wanted.keys() - aliases.keys() - self._optional)
+        found = []
+        if missing:
+            found.append(f"missing here: {listed(missing)}")
+        if extra:
+            found.append(f"not in the model: {listed(extra)}")
+        here = [name for name in names if name in arrays]
+        for name in here:
+            form: Tensor | Alias = wanted[name] if name in wanted else aliases[name]
+            array = arrays[name]
+            if (array.dtype, array.shape) != (form.dtype, form.shape):
+                found.append(
+                    f"{name} is {array.dtype} {list(array.shape)} here, "
+                    f"{form.dtype} {list(form.shape)} in the model"
+                )
+            elif not array.writable:
+                found.append(f"{name} is read-only")
+            elif name in wanted and array.span_nbytes and array.order != wanted[name].stride:
+                found.append(
+                    f"{name} has the strides {list(array.stride)} here, "
+                    f"{_strides(wanted[name])} in the model"
+                )
+        found += self._ties([aliases[name] for name in here if name in aliases])
+        found += self._overlaps([wanted[name] for name in here if name in wanted])
+        return found
+
+    def _ties(self, aliases: Sequence[Alias]) -> list[str]:
+        """Return what differs in which tensors are views of others."""
+        found = []
+        for alias in aliases:
+            array, target = self._arrays[alias.name], self._arrays.get(alias.target)
+            if target is None or 0 in alias.shape:
+                continue
+            tied = array.address == target.address + alias.offset_bytes and all(
+                n <= 1 or a == b
+                for n, a, b in zip(alias.shape, array.stride, alias.stride, strict=True)
+            )
+            if not tied:
+                found.append(
+                    f"{alias.name} shares the memory of {alias.target} in the model, and not here "
+                    "(module.tie_weights() ties them in transformers)"
+                )
+        return found
+
+    def _overlaps(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Return which tensors share memory that do not in the model."""
+        places = sorted(
+            (array.address, array.address + array.span_nbytes, tensor.name)
+            for tensor, array in ((t, self._arrays[t.name]) for t in tensors)
+            if array.span_nbytes
+        )
+        return [
+            f"{name} shares memory with {before} here, and not in the model"
+            for (_, end, before), (begin, _, name) in pairwise(places)
+            if begin < end
+        ]
+
+
+def _released() -> Mapping[str, object]:
+    raise ClosedError("the pull was closed")
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return list(tensor.stride or contiguous_strides(tensor.shape))
+
+
+def _arrays(tensors: Mapping[str, object]) -> dict[str, Array]:
+    """Return all tensors as arrays. Raises ConfigError that names all that can't be filled."""
+    found: dict[str, Array] = {}
+    refused: dict[tuple[str, str], list[str]] = {}  # what is wrong, and what to do -> names
+    for name, tensor in tensors.items():
+        try:
+            found[name] = array_of(name, tensor)
+        except ConfigError as error:
+            what = error.message.removeprefix(name).strip()
+            refused.setdefault((what, error.hint), []).append(name)
+    if refused:
+        raise ConfigError(
+            "`into` can't be filled, and nothing was written: "
+            + "; ".join(f"{listed(names)} {what}" for (what, _), names in refused.items()),
+            hint="; ".join(dict.fromkeys(hint for _, hint in refused if hint)),
+        )
+    return found
