@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from mx import config, trace
-from mx.core.types import ModelKey
+from mx.core.types import Layout, ModelKey
 from mx.errors import ConfigError
 from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors, lend_tensors
+from mx.text import listed
 
 
 def hold(
@@ -107,3 +108,13 @@ def lend(
             chunk_nbytes=settings.chunk_bytes or None,
             cancelled=cancelled,
         )
+
+
+def check_names(layout: Layout, names: Collection[str] | None) -> None:
+    """Raise ConfigError if some names are not among a model's tensors."""
+    if isinstance(names, str):
+        raise ConfigError("`names` is a list of names, not text")
+    known = {t.name for t in layout.tensors} | {alias.name for alias in layout.aliases}
+    unknown = sorted(set(names or ()) - known)
+    if unknown:
+        raise ConfigError(f"there are no tensors {listed(unknown)}")

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
-from mx.api.holding import hold, lend
+from mx.api.holding import check_names, hold, lend
 from mx.core.limits import Bounds
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
-from mx.errors import ClosedError, ConfigError, CoordinatorError, CoordinatorVersionError
+from mx.errors import (
+    ClosedError,
+    ConfigError,
+    CoordinatorError,
+    CoordinatorVersionError,
+    MxError,
+)
 from mx.runtime import uncut
+from mx.source.lending import Lending
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.storage.names import model_name_of
@@ -186,6 +194,10 @@ class Source(Closable):
                 raise ConfigError(
                     f"{self.model} was pulled: only the source that registered it can update it"
                 )
+            if self._held.live:
+                raise ConfigError(
+                    f"{self.model} is lent where it is", hint="write to it inside `changing()`"
+                )
             if self._closed.is_set():
                 raise ClosedError(f"the source of {self.model} was closed")
             held = hold(
@@ -207,6 +219,71 @@ class Source(Closable):
         await self._server.replace(old.source_id, held)
         self._held = held
         await uncut(self._server.retire(old.source_id, grace_s, self._closing.is_set))
+
+    @contextlib.contextmanager
+    def changing(
+        self, names: Collection[str] | None = None, *, grace_s: float = 0.0
+    ) -> Iterator[None]:
+        """Write to tensors that are lent, inside the `with` block.
+
+        Entering withdraws them: readers may finish within `grace_s` seconds and are then cut off,
+        and no reader trusts anything that it reads from then on. It returns once their leases have
+        ended, after two seconds at most. Leaving hashes the tensors and lists them again: as a new
+        revision that NAME means from then on if this source bound the name, as they were if nothing
+        has changed. A source that did not bind the name lists them only if these weights are bound
+        already, and else stays withdrawn (`withdrawn` says why).
+
+        If the block raises, and has changed anything, the tensors stay withdrawn, since they may
+        be half written. Another `changing` lists them.
+
+        Args:
+            names: The tensors that the block writes to; None: any, and all are hashed again.
+            grace_s: Seconds that readers have to finish.
+
+        Raises:
+            ConfigError: This source lends no live memory, a name is not among its tensors, or
+                another thread is inside.
+            ClosedError: The source was closed.
+            MxError: The tensors could not be listed again, and stay withdrawn.
+        """
+        self._require_own()
+        lending = self._server.lending
+        if lending is None:
+            raise ConfigError(
+                f"{self.model} is a copy of mx's own: writing to the tensors changes nothing here",
+                hint="serve with `copy=False`, or use update()",
+            )
+        check_names(lending.held.laid_out.manifest.layout, names)
+        if self._closed.is_set():
+            raise ClosedError(f"the source of {self.model} was closed")
+        self._loop.run(lending.enter(grace_s))
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._leave(lending, names, failed=failed)
+
+    def _leave(self, lending: Lending, names: Collection[str] | None, *, failed: bool) -> None:
+        with self._lock:
+            if self._closing.is_set():
+                return
+            before, now, why = lending.held, None, "`changing` ended with an error"
+            try:
+                now = lending.hashed(names)
+            except MxError as error:
+                why = str(error)
+            old = before.manifest.ref.identity
+            if failed and now is not None and now.manifest.ref.identity != old:
+                now = None
+            self._loop.run(lending.leave(now, why))
+            self._held = lending.held
+
+    @property
+    def withdrawn(self) -> str:
+        """Why tensors that were lent are given to no reader any more; "" while they are."""
+        lending = self._server.lending
+        return "" if lending is None else lending.why
 
     def close(self) -> None:
         """Deregister, cut the remaining readers and free the memory.

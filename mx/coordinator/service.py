@@ -180,6 +180,7 @@ class CoordinatorServicer(PullsServicer):
         await self._state.deregister(
             codec.source_id_from_wire(request.source_id),
             codec.secret_from_wire(request.binding_secret),
+            keeps_name=request.keeps_name,
         )
         return pb.DeregisterResponse()
 

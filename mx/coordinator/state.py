@@ -83,7 +83,9 @@ class StateStore(Protocol):
         self, source_id: str, secret: bytes, generation: int, held: Sequence[tuple[int, int]]
     ) -> None: ...
 
-    async def deregister(self, source_id: str, secret: bytes) -> None: ...
+    async def deregister(
+        self, source_id: str, secret: bytes, *, keeps_name: bool = False
+    ) -> None: ...
 
     async def source(self, source_id: str) -> Listed: ...
 
@@ -205,9 +207,9 @@ class MemoryState:
         finally:
             self._publish()
 
-    async def deregister(self, source_id: str, secret: bytes) -> None:
+    async def deregister(self, source_id: str, secret: bytes, *, keeps_name: bool = False) -> None:
         try:
-            self._registry.deregister(self.now(), source_id, secret)
+            self._registry.deregister(self.now(), source_id, secret, keeps_name=keeps_name)
         finally:
             self._publish()
 

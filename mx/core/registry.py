@@ -261,8 +261,12 @@ class Registry:
         table = replace(listed.record.table, held=tuple(held))
         self._update(listed, replace(listed.record, generation=generation, table=table))
 
-    def deregister(self, now: float, source_id: str, secret: bytes) -> None:
+    def deregister(
+        self, now: float, source_id: str, secret: bytes, *, keeps_name: bool = False
+    ) -> None:
         """Remove a source from the list. Does nothing if it is not listed.
+
+        With `keeps_name` its binding outlives it by `binding_grace_s`, as after a crash.
 
         Raises:
             NotAllowedError: The secret is wrong.
@@ -270,7 +274,7 @@ class Registry:
         self.tick(now)
         if source_id in self._sources:
             self._owned(source_id, secret)
-            self._drop(source_id, "deregistered")
+            self._drop(source_id, "withdrawn for now" if keeps_name else "deregistered")
 
     def tick(self, now: float) -> None:
         """Let time pass: leases, bindings and tombstones end. Costs in proportion to what ends."""

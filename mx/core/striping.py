@@ -58,6 +58,7 @@ class ConnectionLoad:
     nbytes: int = 0  # of those
     verified_nbytes: int = 0  # payload bytes that came through it and were verified
     verified_at_s: float = 0.0  # when the last of them were
+    wrong_parts: int = 0  # that came through it, and had wrong digests
 
 
 def wants_more(load: ConnectionLoad, chunk_nbytes: int) -> bool:

@@ -304,6 +304,7 @@ class TransferMachine:
         """Read a part again, and blame its sender."""
         chunk, source = part.chunk, load.source
         self.retries += 1
+        load.wrong_parts += 1
         self._landed_in_layer[self._grid.layer_of[chunk]] -= self._missing.nbytes_of(part)
         self._missing.give_back(part)
         self.holdings.corrupt(chunk, source)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 
 from mx.core.extents import ExtentMap
 from mx.core.types import Layout, TableRow
-from mx.errors import MxError
+from mx.errors import ConfigError, MxError
 from mx.memory.arena import Arena, MakeHasher, host_hasher
 from mx.memory.arrays import Array, array_of
 from mx.memory.claims import claim
+from mx.memory.describe import describe_arrays
 from mx.text import listed
 from mx.views import ScatteredView, Span, View
 
@@ -77,6 +78,35 @@ class LiveMemory:
                 for at, t in zip(addresses, held, strict=True)
             ),
         )
+
+    def renewed(self, layout: Layout) -> LiveMemory:
+        """Return the memory of the same tensors where they are now.
+
+        Args:
+            layout: The layout of this memory.
+
+        Raises:
+            ConfigError: A tensor is gone, has no memory of its own, or another form than before.
+        """
+        if self._tensors is None:
+            raise ConfigError("the memory was given back", hint="serve the tensors again")
+        now = self._tensors()
+        gone = [name for name in self._arrays if name not in now]
+        if gone:
+            raise ConfigError(f"{listed(gone)}: no longer there", hint="serve the tensors again")
+        arrays = {name: array_of(name, now[name]) for name in self._arrays}
+        found = describe_arrays(arrays)
+        forms = {(t.name, t.dtype, t.shape, t.stride) for t in layout.tensors}
+        ties = {(alias.name, alias.shape, alias.offset_bytes) for alias in layout.aliases}
+        if forms != {(s.name, s.dtype, s.shape, s.stride) for s in found.specs} or ties != {
+            (alias.name, alias.shape, alias.offset_bytes) for alias in found.aliases
+        }:
+            raise ConfigError(
+                "the tensors have other shapes, dtypes or ties than before",
+                hint="serve them again",
+            )
+        self._claim.release()
+        return LiveMemory(layout, arrays, self._tensors, self._claim.what, fills=self._claim.fills)
 
     def private_view(self) -> View:
         """Return the memory: here the tensors' own."""

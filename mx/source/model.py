@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -27,8 +27,10 @@ from mx.memory.arrays import Array
 from mx.memory.describe import Described
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
+from mx.storage.landing import Filled
 from mx.storage.load import destination, load_checkpoint
 from mx.storage.reader import fill_from_tensors, hash_in_place
+from mx.text import listed
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, Span, View
 
 
@@ -283,5 +285,68 @@ def lend_tensors(
     except BaseException:
         memory.release()
         raise
+    return _lent(key, manifest, memory, filled)
+
+
+def _lent(key: ModelKey, manifest: Manifest, memory: LiveMemory, filled: Filled) -> HeldModel:
     pages = Pages.whole(manifest, filled.pages)
     return HeldModel(key, manifest, memory, pages, filled.shortcuts, extents=memory.extents)
+
+
+def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:
+    """Hash live memory that its owner has written to, and return what it holds now, as a new
+    source of the next generation. Blocks.
+
+    Args:
+        held: What it held before. No reader reads it.
+        names: The tensors that may have changed; None: all. All are hashed, too, if a tensor is
+            elsewhere by now.
+
+    Returns:
+        The model. Its memory is the same object if all tensors are where they were; else a new one,
+        and the old one was released.
+
+    Raises:
+        ConfigError: A tensor can't be lent any more.
+    """
+    own, memory = held.laid_out, held.arena
+    assert isinstance(memory, LiveMemory)
+    layout, ref = own.manifest.layout, own.manifest.ref
+    packaging = own.manifest.packaging
+    only: set[str] | None = None
+    if memory.changed():
+        new = memory.renewed(layout)
+        memory.release()
+        memory = new
+    elif names is not None and own.shortcuts and not own.pages.missing:
+        targets = {alias.name: alias.target for alias in layout.aliases}
+        only = {targets.get(name, name) for name in names}
+    before = None
+    if only is not None:
+        roots = dict(zip((t.name for t in layout.tensors), own.manifest.roots, strict=True))
+        pages = [own.pages.get(layer) or b"" for layer in range(len(layout.layers))]
+        before = Filled(roots, pages, own.shortcuts)
+    filled = hash_in_place(layout, memory.view, only=only, before=before)
+    documents = own.manifest.documents
+    side_documents = {
+        side.digest: documents[side.digest]
+        for side in packaging.side_files
+        if side.digest in documents
+    }
+    manifest = manifests.encode(
+        layout, packaging, filled.roots, side_documents, chunk_nbytes=ref.chunk_nbytes
+    )
+    found = _lent(held.key, manifest, memory, filled)
+    found.role, found.borrowed = held.role, held.borrowed
+    found.generation = held.generation + 1
+    return found
+
+
+def wrong_tensors_of(held: HeldModel) -> str:
+    """Hash live memory again. Returns the names of tensors that are not what was registered, or
+    "". Blocks."""
+    own, memory = held.laid_out, held.arena
+    assert isinstance(memory, LiveMemory)
+    filled = hash_in_place(own.manifest.layout, memory.view)
+    tensors = zip(own.manifest.layout.tensors, own.manifest.roots, strict=True)
+    return listed([t.name for t, root in tensors if filled.roots[t.name] != root])

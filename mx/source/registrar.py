@@ -119,6 +119,17 @@ class Registrar:
         self._on_pin_only(held, listed.pin_only)
         return listed.model
 
+    async def key_of(self, held: HeldModel) -> ModelKey:
+        """Return the key that a model's weights are bound to under its name.
+
+        Raises:
+            UnknownModelError: They are bound to none.
+            CoordinatorError: The coordinator does not answer.
+        """
+        name = f"{held.key.name}@{held.manifest.ref.identity.hex()}"
+        found = await self._client.resolve(name, variant=held.key.variant, documents=False)
+        return found.model
+
     async def _rename(self, held: HeldModel) -> None:
         """Take another source id. After a coordinator's restart a stranger may have registered the
         one that this source had, which every listing showed."""
@@ -151,14 +162,15 @@ class Registrar:
         )
         self._keeping[held] = asyncio.create_task(keeping, name="mx-keep-alive")
 
-    async def unlist(self, held: HeldModel) -> None:
-        """Deregister a model, and no longer keep it listed."""
+    async def unlist(self, held: HeldModel, *, keeps_name: bool = False) -> None:
+        """Deregister a model, and no longer keep it listed. With `keeps_name` its name stays bound
+        for a while."""
         keeping = self._keeping.pop(held, None)
         if keeping is not None:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         try:
-            await self._client.deregister(held.source_id)
+            await self._client.deregister(held.source_id, keeps_name=keeps_name)
         except MxError as error:
             log.debug("could not deregister; the lease will end by itself: %s", error)
 

@@ -47,6 +47,16 @@ class Participant(Protocol):
         """End all streams: the source is no longer served. Idempotent."""
 
 
+class Watchman(Protocol):
+    """Looks after memory that is lent: `mx.source.lending.Lending`."""
+
+    async def check(self) -> None:
+        """Raise NotAllowedError unless the memory is what was registered, as far as can be seen."""
+
+    def doubt(self) -> None:
+        """Have the memory hashed again: a reader got wrong bytes."""
+
+
 @dataclass
 class Served:
     """A held model with its exposures, by transport name."""
@@ -64,6 +74,8 @@ class Served:
     pin_only: bool = False
     #: The rows of its table as they are sent, once a reader has asked for them.
     row_pages: list[common_pb2.TableRows] | None = None
+    #: Looks after the memory if it is lent.
+    watchman: Watchman | None = None
 
     @property
     def transports(self) -> tuple[str, ...]:

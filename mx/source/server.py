@@ -18,6 +18,7 @@ from mx.log import event
 from mx.runtime import in_thread, uncut
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposures import expose, withdraw
+from mx.source.lending import Lending
 from mx.source.limits import UNBOUNDED, SourceLimits
 from mx.source.model import HeldModel
 from mx.source.registrar import Registrar
@@ -83,9 +84,12 @@ class SourceServer:
         self._servicer = PeerServicer(
             self._record, lease_s=options.reader_lease_s, limits=self._limits
         )
+        #: Looks after live memory, if this process lends any.
+        self.lending: Lending | None = None
         self._listening: Listening | None = None
-        self._registrar: Registrar | None = None
+        self.registrar: Registrar | None = None
         self._tasks: list[asyncio.Task[object]] = []
+        self._closing = False
         # Found by `start`: this takes a millisecond, and most pulls' servers never start.
         self._place: Place  # that readers see
         self._expose_place: Place
@@ -101,7 +105,7 @@ class SourceServer:
 
     def stats(self) -> SourceStats:
         """Return the number of readers, and the state."""
-        registrar, servicer = self._registrar, self._servicer
+        registrar, servicer = self.registrar, self._servicer
         return SourceStats(
             len(servicer.leases),
             registrar is not None and registrar.registered,
@@ -155,12 +159,23 @@ class SourceServer:
             exposures = await in_thread(self._expose, held)
             grid = held.manifest.grid
             served = Served(held, exposures, participant or Origin(len(grid), grid.chunk_nbytes))
+            served.watchman = self._look_after(held)
             counts, source_id = self._servicer.counts, held.source_id
             served.participant.watch(
                 lambda name, address: counts.nbytes(source_id, name, address),
                 lambda name, change: self._limits.trades(Principal("", "", name), change),
             )
         self._servicer.models[held.source_id] = served
+
+    def _look_after(self, held: HeldModel) -> Lending | None:
+        """Return what looks after live memory that is lent; it outlives the changes of that."""
+        if not held.live or held.growing:
+            return None
+        if self.lending is None:
+            self.lending = Lending(self, held)
+            watching = self.lending.watch()
+            self._tasks.append(asyncio.create_task(watching, name="mx-lent-memory"))
+        return self.lending
 
     def _expose(self, held: HeldModel) -> dict[str, Exposure]:
         options = ExposeOptions(
@@ -188,9 +203,9 @@ class SourceServer:
             CoordinatorError: The first registration failed.
         """
         await in_thread(require_dialable, self.endpoint, coordinator)
-        if self._registrar is None:  # else the last attempt has failed
-            self._registrar = self._new_registrar(coordinator)
-        registrar = self._registrar
+        if self.registrar is None:  # else the last attempt has failed
+            self.registrar = self._new_registrar(coordinator)
+        registrar = self.registrar
         for served in list(self._servicer.models.values()):
             await registrar.list(served.held)
             registrar.keep_listed(served.held)
@@ -264,7 +279,7 @@ class SourceServer:
 
             After an error `held` is released, and nothing else has changed.
         """
-        registrar, old = self._registrar, self._servicer.models.get(source_id)
+        registrar, old = self.registrar, self._servicer.models.get(source_id)
         try:
             if registrar is None or old is None:
                 raise ConfigError("only a registered source can be updated")
@@ -305,8 +320,9 @@ class SourceServer:
             return True
         self._servicer.supersede(source_id, served.held.generation + 1, grace_s)
         event(log, "source.retiring", model=str(served.held.key), source=source_id, grace_s=grace_s)
-        if self._registrar is not None:
-            await self._registrar.unlist(served.held)
+        if self.registrar is not None:
+            # Live memory comes back under its name.
+            await self.registrar.unlist(served.held, keeps_name=served.held.live)
         leases = self._servicer.leases
         await self._until(lambda: not leases.of_source(source_id) or hurry(), grace_s)
         finished = not leases.of_source(source_id)
@@ -324,7 +340,9 @@ class SourceServer:
         shared = any(
             each.held.arena is served.held.arena for each in self._servicer.models.values()
         )
-        if not served.held.borrowed and not shared:
+        # Live memory stays while its owner changes it.
+        stays = served.held.borrowed or (served.held.live and not self._closing)
+        if not stays and not shared:
             served.held.arena.release()
 
     async def _withdraw(self, served: Served) -> None:
@@ -341,8 +359,8 @@ class SourceServer:
             CoordinatorError: The coordinator does not answer.
             UnknownSourceError: It does not list the source.
         """
-        if self._registrar is not None:
-            await self._registrar.advertise()
+        if self.registrar is not None:
+            await self.registrar.advertise()
 
     async def settle(self, source_id: str) -> None:
         """Expose a model again that is complete and sealed now, so that new readers may attach.
@@ -351,6 +369,7 @@ class SourceServer:
         """
         served = self._servicer.models[source_id]
         served.held.growing, served.held.layers = False, None
+        served.watchman = self._look_after(served.held)
         exposures = await in_thread(self._expose, served.held)
         served.retired += served.exposures.values()
         served.exposures = exposures
@@ -390,13 +409,14 @@ class SourceServer:
         return True
 
     async def close(self) -> None:
-        """Deregister, stop listening, revoke every ticket, release the arenas. Idempotent."""
+        """Deregister, stop listening, revoke every ticket, release the memory. Idempotent."""
+        self._closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-        if self._registrar is not None:
-            registrar, self._registrar = self._registrar, None
+        if self.registrar is not None:
+            registrar, self.registrar = self.registrar, None
             await registrar.close()
         for served in self._servicer.models.values():
             served.participant.end()
@@ -409,3 +429,5 @@ class SourceServer:
             gone = self._servicer.remove(source_id)
             if gone is not None:
                 await self._free(gone)
+        if self.lending is not None and not self.lending.held.borrowed:
+            self.lending.held.arena.release()  # also where it is not lent at the moment

@@ -125,6 +125,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             return
         served = self._find(request)
         held = served.held
+        if served.watchman is not None:
+            await served.watchman.check()
         principal = principal_of(context, request.reader_id)
         ending = self.limits.admit(principal)
         if ending is None:
@@ -196,6 +198,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                         self.leases.close(grant_id)  # the reader has returned it
                         return
                     self.limits.reported(grant_id, renewal.read_bytes)
+                    if renewal.wrong_parts and served.watchman is not None:
+                        served.watchman.doubt()
                     if served.cut:
                         continue
                     if not self.leases.renew(grant_id, self._clock()):

@@ -72,5 +72,10 @@ class Connection:
         return 0 if self.load is None else self.load.verified_nbytes
 
     @property
+    def wrong_parts(self) -> int:
+        """How many parts that came through it had wrong digests."""
+        return 0 if self.load is None else self.load.wrong_parts
+
+    @property
     def verified_at_s(self) -> float:
         return 0.0 if self.load is None else self.load.verified_at_s

@@ -300,9 +300,14 @@ class CoordinatorClient:
         with translating(self.remote):
             await self._stub.Advertise(request, timeout=self._timeout_s)
 
-    async def deregister(self, source_id: str) -> None:
-        """Remove a source that this client registered from the list, if it is still listed."""
-        request = pb.DeregisterRequest(source_id=source_id, binding_secret=self._secret(source_id))
+    async def deregister(self, source_id: str, *, keeps_name: bool = False) -> None:
+        """Remove a source that this client registered from the list, if it is still listed.
+
+        With `keeps_name` its name stays bound for a while, as after a crash.
+        """
+        request = pb.DeregisterRequest(
+            source_id=source_id, binding_secret=self._secret(source_id), keeps_name=keeps_name
+        )
         with translating(self.remote):
             await self._stub.Deregister(request, timeout=self._timeout_s)
         self._secrets.pop(source_id, None)

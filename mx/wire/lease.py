@@ -66,6 +66,7 @@ class Lease:
         source: SourceRecord,
         on_change: Callable[[], None],
         read_nbytes: Callable[[], int] = lambda: 0,
+        wrong_parts: Callable[[], int] = lambda: 0,
         reader_id: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class Lease:
             source: The source.
             on_change: Called on the loop when the lease is lost, or reading becomes coordinated.
             read_nbytes: Returns the bytes read on the lease so far; renewals report them.
+            wrong_parts: Returns how many parts that were read had wrong digests, also reported.
             reader_id: Names the pull; "" if it can't be part of a swarm.
             tls: The channel's files.
         """
@@ -84,6 +86,7 @@ class Lease:
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         self._stub: Stub | None = Stub(channel, service, self._remote)
         self._on_change = on_change
+        self._wrong_parts = wrong_parts
         self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -254,8 +257,11 @@ class Lease:
             self._lose(error)
 
     def _renewal(self) -> peer_pb2.OpenRequest:
-        nbytes = self._read_nbytes()
-        return peer_pb2.OpenRequest(source_id=self._source.source_id, read_bytes=nbytes)
+        return peer_pb2.OpenRequest(
+            source_id=self._source.source_id,
+            read_bytes=self._read_nbytes(),
+            wrong_parts=self._wrong_parts(),
+        )
 
     def _busy(self, retry_after_s: float) -> PeerBusyError:
         if not 0 <= retry_after_s < math.inf:  # NaN is not either
@@ -313,7 +319,7 @@ class Lease:
         self._call = self._listener = self._renewer = None  # the call keeps its connection alive
 
     async def _last_words(self) -> None:
-        if self._read_nbytes():
+        if self._read_nbytes() or self._wrong_parts():
             await self._call.write(self._renewal())  # so that the source counts all bytes read
         await self._call.done_writing()
 

@@ -140,12 +140,14 @@ class AdvertiseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DeregisterRequest(_message.Message):
-    __slots__ = ("source_id", "binding_secret")
+    __slots__ = ("source_id", "binding_secret", "keeps_name")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_NAME_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     binding_secret: bytes
-    def __init__(self, source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ...) -> None: ...
+    keeps_name: bool
+    def __init__(self, source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., keeps_name: bool = ...) -> None: ...
 
 class DeregisterResponse(_message.Message):
     __slots__ = ()

@@ -20,7 +20,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, sources: _Optional[_Iterable[_Union[_coordinator_pb2.Source, _Mapping]]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id", "read_bytes")
+    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id", "read_bytes", "wrong_parts")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class OpenRequest(_message.Message):
     PLACE_FIELD_NUMBER: _ClassVar[int]
     READER_ID_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRONG_PARTS_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     identity: bytes
     generation: int
@@ -35,7 +36,8 @@ class OpenRequest(_message.Message):
     place: str
     reader_id: str
     read_bytes: int
-    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ...) -> None: ...
+    wrong_parts: int
+    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ..., wrong_parts: _Optional[int] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
     __slots__ = ("granted", "renewed", "draining", "stale", "busy", "coordinated")

@@ -1,0 +1,198 @@
+"""Looks after live memory that is lent: withdraws it when it is not what was registered, and keeps
+readers away while its owner writes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from typing import Protocol
+
+from mx.core.lending import TRANSITIONS, Lent, LentEvent
+from mx.core.types import ModelKey, SourceRole
+from mx.errors import BindingError, ConfigError, NotAllowedError, UnknownModelError
+from mx.log import event
+from mx.memory.live import LiveMemory
+from mx.runtime import in_thread, uncut
+from mx.source.model import HeldModel, hashed_again, wrong_tensors_of
+from mx.source.registrar import Registrar
+
+log = logging.getLogger(__name__)
+
+#: How often the memory is looked at, as often as the coordinator gets a heartbeat.
+WATCH_S = 1.0
+#: After readers got wrong bytes the memory is hashed again, but for no more than this part of the
+#: time: a reader may lie.
+_HASHING_PART = 0.1
+
+
+class Server(Protocol):
+    """What lending needs of `mx.source.server.SourceServer`."""
+
+    @property
+    def registrar(self) -> Registrar | None: ...
+    async def offer(self, held: HeldModel) -> None: ...
+    async def retire(self, source_id: str, grace_s: float) -> bool: ...
+
+
+class Lending:
+    """One lent model; on the loop. `held` is what is lent, or was before it was withdrawn."""
+
+    def __init__(self, server: Server, held: HeldModel) -> None:
+        self.held = held
+        self.state = Lent.LENT
+        self.why = ""  # it was withdrawn
+        self._server = server
+        self._doubted = asyncio.Event()
+        self._busy = asyncio.Lock()
+
+    @property
+    def _memory(self) -> LiveMemory:
+        memory = self.held.arena
+        assert isinstance(memory, LiveMemory)
+        return memory
+
+    def _step(self, what: LentEvent) -> None:
+        self.state = TRANSITIONS[self.state, what]
+
+    # -- while it is lent -------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """Withdraw the memory if its owner no longer uses it. Called before each grant.
+
+        Raises:
+            NotAllowedError: It is not lent, or not any more.
+        """
+        if self.state is Lent.LENT:
+            moved = await in_thread(self._memory.changed)
+            if moved and self.state is Lent.LENT:
+                await self._withdraw(moved)
+        if self.state is not Lent.LENT:
+            raise NotAllowedError(f"{self.held.key} is not lent at the moment")
+
+    def doubt(self) -> None:
+        """Have the memory hashed again: a reader got wrong bytes."""
+        self._doubted.set()
+
+    async def watch(self) -> None:
+        """Run forever: look whether the memory is what was registered."""
+        rested_until_s = 0.0
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self.state is not Lent.LENT:
+                continue
+            try:
+                await self.check()
+            except NotAllowedError:
+                continue
+            if self._doubted.is_set() and time.monotonic() >= rested_until_s:
+                self._doubted.clear()
+                began_s = time.monotonic()
+                wrong = await uncut(in_thread(wrong_tensors_of, self.held))
+                rested_until_s = time.monotonic() + (time.monotonic() - began_s) / _HASHING_PART
+                if wrong and self.state is Lent.LENT:
+                    await self._withdraw(f"{wrong}: written to outside of `changing`")
+
+    async def _withdraw(self, why: str) -> None:
+        """Give the memory to no reader any more."""
+        self._step(LentEvent.WITHDRAW)
+        self._say_withdrawn(why)
+        async with self._busy:
+            await uncut(self._server.retire(self.held.source_id, 0.0))
+
+    def _say_withdrawn(self, why: str) -> None:
+        self.why = why
+        event(
+            log,
+            "source.withdrawn",
+            level=logging.ERROR,
+            model=str(self.held.key),
+            source=self.held.source_id,
+            text=f"{why}; `changing` lists what is in memory again",
+        )
+
+    # -- around changes ---------------------------------------------------------------------------
+
+    async def enter(self, grace_s: float) -> None:
+        """Let the owner write: no reader trusts anything that it reads from now on.
+
+        Readers may finish within `grace_s` seconds, and are then cut off; this returns once their
+        leases have ended.
+
+        Raises:
+            ConfigError: It is changing already.
+        """
+        if self.state is Lent.CHANGING:
+            raise ConfigError(f"{self.held.key} is changing already")
+        self._step(LentEvent.ENTER)
+        async with self._busy:
+            await uncut(self._server.retire(self.held.source_id, grace_s))
+
+    def hashed(self, names: Collection[str] | None) -> HeldModel:
+        """Return what is in memory now, as a model of its own. Blocks; runs on any thread.
+
+        Args:
+            names: The tensors that may have changed; None: all.
+        """
+        return hashed_again(self.held, names if self.why == "" else None)
+
+    async def leave(self, now: HeldModel | None, why: str = "") -> ModelKey:
+        """Lend the memory again, as it is now, and register it.
+
+        Its name means these weights from now on if this source bound it. Otherwise it is listed
+        only if these weights are bound already.
+
+        Args:
+            now: What is in memory; None withdraws it.
+            why: Why it is withdrawn.
+
+        Returns:
+            The key under which it is lent, or was.
+
+        Raises:
+            MxError: It could not be offered or registered, and is withdrawn.
+        """
+        if now is None:
+            self._step(LentEvent.WITHDRAW)
+            self._say_withdrawn(why)
+            return self.held.key
+        before, self.held = self.held, now
+        try:
+            await self._server.offer(now)
+            refusal = await self._list(now, before)
+        except BaseException as error:
+            self._step(LentEvent.WITHDRAW)
+            self._say_withdrawn(str(error))
+            await uncut(self._server.retire(now.source_id, 0.0))
+            raise
+        if refusal:
+            self._step(LentEvent.WITHDRAW)
+            self._say_withdrawn(refusal)
+            await uncut(self._server.retire(now.source_id, 0.0))
+        else:
+            self._step(LentEvent.LIST)
+            self.why = ""
+        return now.key
+
+    async def _list(self, now: HeldModel, before: HeldModel) -> str:
+        """Register the memory as it is now. Returns why it may not be listed, or ""."""
+        registrar = self._server.registrar
+        if registrar is None:
+            return ""
+        changed = now.manifest.ref.identity != before.manifest.ref.identity
+        try:
+            if not changed:
+                now.key = await registrar.list(now, again=True)
+            elif now.role is SourceRole.ORIGIN:
+                now.key = await registrar.list(now, replaces_revision=True)
+            else:
+                raise BindingError(f"{now.key} was pulled, and belongs to another source")
+        except (BindingError, NotAllowedError) as error:
+            try:
+                now.key = await registrar.key_of(now)
+                now.key = await registrar.list(now)
+            except (BindingError, UnknownModelError):
+                return f"{error.message}; no source has registered the new weights"
+        registrar.keep_listed(now)
+        return ""
