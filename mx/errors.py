@@ -193,6 +193,13 @@ class StaleGenerationError(SourceError):
     """The source's memory has changed since the read was planned."""
 
 
+class RevisionChangedError(SourceError):
+    """A pull that follows its model went over to a newer revision: layers that were ready are not
+    any more, and become ready again."""
+
+    exit_code = EXIT_INCOMPLETE
+
+
 class ClosedError(LocalError):
     """The session, exposure or pull was closed by this process before the work was done."""
 

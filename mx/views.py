@@ -172,3 +172,10 @@ def as_bytes(view: HostView) -> Iterator[HostView]:
             yield found
     else:
         yield view
+
+
+def host_bytes(view: View) -> HostView:
+    """Return a view of host memory as it is. Raises LocalError if it is on a device."""
+    if isinstance(view, DeviceView):
+        raise LocalError(f"these bytes are in the memory of {view.device}")
+    return view

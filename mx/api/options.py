@@ -12,7 +12,7 @@ from mx import config
 from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
 from mx.api.source import source_options
 from mx.core.pages import Pages
-from mx.core.reference import parse_reference
+from mx.core.reference import ModelReference, parse_reference
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
 from mx.memory.in_place import InPlace
@@ -70,6 +70,8 @@ def pull_options(
         )
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
+    if rest.get("follow"):
+        _check_follow(reference, path=path, fallback=fallback, out=out, device=rest.get("device"))
     disk = path if path is not None else fallback
     tls = tls_of(settings)
     in_place = isinstance(rest.get("into"), InPlace)
@@ -102,10 +104,20 @@ def pull_options(
     )
 
 
+def _check_follow(reference: ModelReference, **others: object) -> None:
+    """Raise ConfigError if a pull with these arguments can't follow its model."""
+    others["device"] = None if others["device"] == "cpu" else others["device"]
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(f"a pull with `{name}` can't `follow` its model")
+    if reference.pin or reference.revision:
+        raise ConfigError("a pinned revision never changes", hint="leave out `follow`")
+
+
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
 _TEXTS = ("model", "revision", "variant", "peer", "coordinator", "transport")
 _PATHS = ("path", "fallback", "out")
-_FLAGS = ("hold", "attach", "resume")
+_FLAGS = ("hold", "attach", "resume", "follow")
 _OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
 
 

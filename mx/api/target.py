@@ -86,10 +86,12 @@ class Pull(Closable):
         """Yield each layer in execution order, as soon as it is ready.
 
         Raises:
+            RevisionChangedError: With `follow`, the model changed after some layers were yielded.
             MxError: The error that ended the pull, see `pull`.
         """
-        index = 0
-        while (event := self._state.wait_layer(index)) is not None:
+        index, edition = 0, None
+        while (event := self._state.wait_layer(index, edition)) is not None:
+            edition = self._state.edition if edition is None else edition
             yield event
             index += 1
 
@@ -99,8 +101,9 @@ class Pull(Closable):
         Raises:
             MxError: The error that ended the pull, see `pull`.
         """
-        index = 0
-        while (event := await self._state.wait_layer_async(index)) is not None:
+        index, edition = 0, None
+        while (event := await self._state.wait_layer_async(index, edition)) is not None:
+            edition = self._state.edition if edition is None else edition
             yield event
             index += 1
 
@@ -460,6 +463,7 @@ def pull(
     attach: bool = True,
     into: Any = None,
     reuse: Holder | Sequence[Holder] = (),
+    follow: bool = False,
     wait_s: float | None = None,
     resume: bool = True,
     settings: config.Settings | None = None,
@@ -494,6 +498,10 @@ def pull(
         reuse: Pulls and sources of this process, for example of the previous revision or of the
             model that this one was made from. Bytes that they hold are copied locally instead of
             transferred.
+        follow: Where the weights change while they are pulled, go over to the new revision instead
+            of failing, and keep what is equal: layers that were ready are not any more, and are
+            reported again with their `revision`. Wait for the end, or use `on_layer`: `layers()`
+            raises RevisionChangedError. A pull that is complete follows no further.
         wait_s: Seconds to wait for a source when there is none, at the start or later, keeping
             what has arrived; None takes the time in the settings.
         resume: False neither resumes from what a failed pull left beside `out` nor leaves
@@ -535,6 +543,7 @@ def pull(
         reuse=held_by(reuse, where),
         wait_s=wait_s,
         resume=resume,
+        follow=follow,
     )
     loop = runtime.acquire()
     try:

@@ -33,7 +33,9 @@ class Delivery:
         strong: bool,
         out: Path | None,
         keep: bool = False,
+        revision: str = "",
     ) -> None:
+        self._revision = revision
         self._manifest = manifest
         self._log = log
         self._outcome = outcome
@@ -86,7 +88,15 @@ class Delivery:
         if self._output is not None:
             self._output.layer_ready(layer, self._place(arena, layer))
         place, at_s = self._manifest.layout.layers[layer], time.monotonic() - self._log.started_s
-        event = LayerEvent(layer, place.name, place.nbytes, by.value, at_s, self._log.tensors_of)
+        event = LayerEvent(
+            layer,
+            place.name,
+            place.nbytes,
+            by.value,
+            at_s,
+            self._revision,
+            self._log.tensors_of,
+        )
         with self._outcome.guard():  # callbacks may raise
             if self._log.layer_ready(event):
                 self._outcome.complete()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mx.errors import MxError, another
+from mx.errors import MxError, RevisionChangedError, another
 from mx.runtime import unexpected
 from mx.target.report import (
     LayerEvent,
@@ -104,6 +104,8 @@ class EventLog:
         self._events: dict[int, LayerEvent] = {}
         self._n_layers: int | None = None
         self._kept = False
+        #: How often layers that were ready became unready, since the model changed.
+        self.edition = 0
         self._failing: MxError | None = None
         self._subscribers: list[_Subscriber] = []
         self._failure_watchers: list[Callable[[MxError], None]] = []
@@ -152,6 +154,17 @@ class EventLog:
                 return False
             self._n_layers = None
             return True
+
+    def begin_anew(self) -> None:
+        """Record that the model has changed: no layer is ready any more, and each is reported
+        again."""
+        with self._condition:
+            self.edition += 1 if self._events else 0
+            self._events.clear()
+            self._n_layers = None
+            for subscriber in self._subscribers:
+                subscriber.queue.clear()
+            self._wake()
 
     def finished(self, report: PullReport) -> None:
         """Record that the pull is complete."""
@@ -240,8 +253,14 @@ class EventLog:
                 with self._condition:
                     subscriber.busy = False
 
-    def _layer(self, index: int) -> LayerEvent | None:
-        """Return the event, or None past the last layer. Raises LookupError while that is open."""
+    def _layer(self, index: int, edition: int | None) -> LayerEvent | None:
+        """Return the event, or None past the last layer. Raises LookupError while that is open, and
+        RevisionChangedError if the model has changed since `edition`."""
+        if edition is not None and edition != self.edition:
+            raise RevisionChangedError(
+                "the model has changed, and layers that were ready are not any more",
+                hint="wait for the pull's end, or iterate again for the new revision",
+            )
         if index in self._events:
             return self._events[index]
         if self._error is not None:
@@ -257,10 +276,10 @@ class EventLog:
             raise LookupError
         return self._report
 
-    def wait_layer(self, index: int) -> LayerEvent | None:
+    def wait_layer(self, index: int, edition: int | None = None) -> LayerEvent | None:
         """Block until layer `index` is ready; returns None if there is no such layer. Raises the
-        pull's error if it failed."""
-        return self._block(lambda: self._layer(index))
+        pull's error if it failed, and RevisionChangedError if `edition` is given and over."""
+        return self._block(lambda: self._layer(index, edition))
 
     def keep_memory(self) -> int:
         """Block until it is known how many layers there are; from then on the pull does not begin
@@ -292,8 +311,8 @@ class EventLog:
                     raise TimeoutError("the pull is still running")
                 self._condition.wait(left_s)
 
-    async def wait_layer_async(self, index: int) -> LayerEvent | None:
-        return await self._await(lambda: self._layer(index))
+    async def wait_layer_async(self, index: int, edition: int | None = None) -> LayerEvent | None:
+        return await self._await(lambda: self._layer(index, edition))
 
     async def wait_end_async(self) -> PullReport:
         return await self._await(self._end)

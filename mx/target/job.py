@@ -15,6 +15,7 @@ from mx.core.connections import Connections, Entry
 from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
+from mx.core.reuse import Held
 from mx.core.types import Manifest, ManifestRef, SourceRecord
 from mx.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from mx.errors import (
     NoSourceError,
     NotAllowedError,
     PeerUntrustedError,
+    StaleGenerationError,
 )
 from mx.memory.arena import BorrowedArena
 from mx.memory.in_place import InPlace
@@ -55,8 +57,11 @@ from mx.target.report import (
 from mx.target.resolver import Found, Resolver, find, retry_until_found
 from mx.target.transfer import Transfer
 from mx.transport import Span, Transport
+from mx.views import host_bytes
 from mx.wire.locate import Located, Locator, write_side_files
 
+#: A pull that follows its model waits at least so long for it while it changes.
+FOLLOW_S = 10.0
 #: How long a pull whose memory others will read waits for pages, once its bytes are there.
 REST_S = 10.0
 
@@ -133,7 +138,7 @@ class Job:
 
     async def _from_peers_or_disk(self) -> PullReport:
         try:
-            return await self._from_honest_peers()
+            return await self._from_newest_peers()
         except MxError as error:
             if not self.options.fall_back_to_disk or self.options.disk is None:
                 raise
@@ -146,6 +151,37 @@ class Job:
         report = await self._from_disk()
         report.fallback = "disk"
         return report
+
+    async def _from_newest_peers(self) -> PullReport:
+        """Pull; with `follow`, when the sources are gone or hold other weights by now, go over to
+        what the name means then, and keep what is equal."""
+        while True:
+            try:
+                return await self._from_honest_peers()
+            except MxError as error:
+                lasting = isinstance(error, LocalError | ConfigError | CoordinatorError)
+                if not self.options.follow or lasting or not self._has_come():
+                    raise
+                manifest, pages, arena = self.manifest, self.pages, self.arena
+            if manifest is not None and pages is not None and arena is not None:
+                self.options.reuse.append(Held(manifest, pages, host_bytes(arena.view)))
+            del arena
+            self._log.begin_anew()
+            await self._begin_anew()
+            self._causes.clear()
+            self._tried.clear()
+            self.key = self.options.key
+
+    def _has_come(self) -> bool:
+        """Return True if the last attempt has brought bytes, or its source was updated."""
+        updated = any(isinstance(cause, StaleGenerationError) for cause in self._causes)
+        return updated or (self._transfer is not None and self._transfer.progress()[0] > 0)
+
+    async def _begin_anew(self) -> None:
+        await uncut(self._discard())
+        self.manifest = self.pages = self._transfer = None
+        if self.reader_id:  # the coordinator may still know the other one, with its secret
+            self.reader_id = str(uuid.uuid4())
 
     async def _from_honest_peers(self) -> PullReport:
         """Pull from those that hold the weights in one layout and chunk size; if they have lied,
@@ -163,10 +199,7 @@ class Job:
                 if lies is None:
                     raise
                 raise lies from None
-            await uncut(self._discard())
-            self.manifest = self.pages = self._transfer = None
-            if self.reader_id:  # the coordinator may still know the other one, with its secret
-                self.reader_id = str(uuid.uuid4())
+            await self._begin_anew()
 
     async def _from_peers(self) -> PullReport:
         outcome, closing = Outcome(), AsyncExitStack()
@@ -205,12 +238,17 @@ class Job:
                 side_files=options.hold,
                 tried=self._tried,
             ),
-            0.0 if self._tried else options.wait_s,
+            0.0 if self._tried else self._wait_s,
             self._log.waiting,
         )
         self.manifest = found.manifest
         self._log.planned(len(found.manifest.layout.layers))
         return found
+
+    @property
+    def _wait_s(self) -> float:
+        """How long to wait for a first source: one that changes its weights comes back."""
+        return max(self.options.wait_s, FOLLOW_S) if self.options.follow else self.options.wait_s
 
     def _plan(self, sources: Sequence[SourceRecord]) -> Plan:
         return plan_paths(self.options, self._place, self._transports, sources)
@@ -223,6 +261,7 @@ class Job:
             strong=strong,
             out=self.options.out,
             keep=self.options.resume and self.options.device == "cpu",
+            revision=self.key.revision,
         )
         return self._delivery
 
@@ -312,7 +351,8 @@ class Job:
             outcome,
             self._log,
             self._causes,
-            wait_s=options.wait_s,
+            # What the name means by now is looked for anew.
+            wait_s=0.0 if options.follow else options.wait_s,
         )
         pool = ConnectionPool(
             connections,
@@ -358,7 +398,8 @@ class Job:
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.causes is not None:
-            causes, came = [*self._causes, *outcome.causes], transfer.progress()[0]
+            self._causes += outcome.causes
+            causes, came = self._causes, transfer.progress()[0]
             raise final_error(str(self.key), manifest.layout, self._log.layers_ready, came, causes)
 
     def _join_swarm(

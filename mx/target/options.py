@@ -24,7 +24,8 @@ class PullOptions:
     `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it.
     One of `coordinator`, `peer` and `disk` says where to look; `disk` beside another one is the
     fallback, if `fall_back_to_disk`. `device` is "cpu" or "cuda:UUID", `into` the caller's memory,
-    `reuse` the weights that this process holds (the pull empties the list). `host` lets others read
+    `reuse` the weights that this process holds (the pull empties the list). `follow` goes over to a
+    newer revision when the weights change. `host` lets others read
     from the pull; `alone_because` says why it is None where users may not expect that.
     `coordinate_always` coordinates on every medium when a source says that others read there, not
     only over networks.
@@ -43,6 +44,7 @@ class PullOptions:
     hold: bool = False
     into: memoryview | InPlace | None = None
     reuse: list[Held] = field(default_factory=list)
+    follow: bool = False
     transport: str | None = None
     strong: bool = False
     attach: bool = True

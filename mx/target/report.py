@@ -36,13 +36,15 @@ TensorsOf = Callable[[int], "dict[str, torch.Tensor]"]
 
 @dataclass(frozen=True, slots=True)
 class LayerEvent:
-    """A layer is ready: every byte landed and verified. `at_s` counts from the pull's start."""
+    """A layer is ready: every byte landed and verified. `at_s` counts from the pull's start.
+    `revision` is the model's: a pull that follows it reports a layer again after a change."""
 
     index: int
     name: str
     nbytes: int
     verified_by: str
     at_s: float
+    revision: str = ""
     tensors_of: TensorsOf = field(default=no_tensors, repr=False, compare=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
