@@ -12,6 +12,7 @@ from mx.api.observe import Observer, Overview
 from mx.api.planning import PlannedPull, plan
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
+from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull, pull
 from mx.core.progress import Progress
 from mx.errors import MxError
@@ -22,14 +23,17 @@ __all__ = [
     "MxError",
     "Observer",
     "Overview",
+    "PlacedTensor",
     "PlannedPull",
     "Progress",
     "Pull",
     "PullReport",
     "Source",
+    "SourceTable",
     "TopologyReport",
     "list_models",
     "list_sources",
+    "list_tables",
     "load",
     "offer",
     "plan",

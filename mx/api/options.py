@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from mx import config
 from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
 from mx.api.source import source_options
+from mx.api.tensors import in_place, is_module
 from mx.core.pages import Pages
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.types import Manifest, ModelKey
@@ -163,10 +163,7 @@ def destination(into: object) -> memoryview | InPlace | None:
     """
     if into is None:
         return None
-    torch: Any = sys.modules.get("torch")
-    if isinstance(into, Mapping) or (torch is not None and isinstance(into, torch.nn.Module)):
-        from mx.memory.torch_source import in_place
-
+    if isinstance(into, Mapping) or is_module(into):
         return in_place(into)
     return writable_bytes(into)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.errors import ConfigError
 from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from mx.api.tables import SourceTable
     from mx.wire.listing import SourceStatus
 
 
@@ -86,6 +89,9 @@ def models(
 def sources(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="MODEL")] = "",
+    table: Annotated[
+        bool, typer.Option("--table", help="Show where each tensor of MODEL is in their memory.")
+    ] = False,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
@@ -104,10 +110,17 @@ def sources(
     - `mx sources`
 
     - `mx sources llama-8b --json`
+
+    - `mx sources llama-8b --table`
     """
     settings = options.settings_of(context)
     from mx import api
 
+    if table:
+        if not model:
+            raise ConfigError("--table shows the sources of one model", hint="name the model")
+        _show_tables(api.list_tables(model, settings=settings), settings.coordinator, as_json)
+        return
     found = api.list_sources(model, coordinator=settings.coordinator, settings=settings)
     if as_json:
         listed = [source_object(status) for status in found]
@@ -117,13 +130,13 @@ def sources(
         of = f" of {model}" if model else ""
         outcome.say(f"the coordinator at {settings.coordinator} knows no sources{of}")
         return
-    table = Table("model", "endpoint", "host", "role", "state", box=None, pad_edge=False)
+    rows = Table("model", "endpoint", "host", "role", "state", box=None, pad_edge=False)
     for name in ("layers", "readers", "lease"):
-        table.add_column(name, justify="right")
-    table.add_column("transports")
+        rows.add_column(name, justify="right")
+    rows.add_column("transports")
     for status in found:
         record = status.record
-        table.add_row(
+        rows.add_row(
             str(record.model),
             record.endpoint,
             record.place.hostname,
@@ -134,7 +147,35 @@ def sources(
             format_seconds(status.lease_left_s),
             ", ".join(record.transports),
         )
-    outcome.show(table)
+    outcome.show(rows)
+
+
+def _show_tables(tables: list[SourceTable], coordinator: str, as_json: bool) -> None:
+    if as_json:
+        listed = [
+            {
+                "source_id": each.record.source_id,
+                "endpoint": each.record.endpoint,
+                "generation": each.record.generation,
+                "live": each.live,
+                "error": each.error,
+                "table": [asdict(tensor) for tensor in each.tensors],
+            }
+            for each in tables
+        ]
+        outcome.emit({"coordinator": coordinator, "sources": listed})
+        return
+    for each in tables:
+        what = "each tensor where its owner has it" if each.live else "one arena"
+        outcome.write(f"{each.record.model} at {each.record.endpoint}: {each.error or what}")
+        rows = Table("tensor", "layer", "device", box=None, pad_edge=False)
+        for name in ("address", "bytes"):
+            rows.add_column(name, justify="right")
+        for tensor in each.tensors:
+            rows.add_row(
+                tensor.name, tensor.layer, tensor.device, f"{tensor.address:#x}", str(tensor.nbytes)
+            )
+        outcome.show(rows)
 
 
 def source_object(status: SourceStatus) -> dict[str, object]:

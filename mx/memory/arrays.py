@@ -7,8 +7,7 @@ torch's tensors are understood, and objects that have `__cuda_array_interface__`
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -55,6 +54,11 @@ _DLPACK = {
     (6, 8): "BOOL",
 }
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
+
+
+#: Understand the tensors of a library, and return None for others. `mx.memory.torch_source` adds
+#: torch's, so that this module need not import it.
+adapters: list[Callable[[str, object], Array | None]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +123,8 @@ def array_of(name: str, tensor: object) -> Array:
         ConfigError: It is none of these, has a dtype that no checkpoint has, or is a tensor whose
             values are not in memory of its own.
     """
-    if "torch" in sys.modules:
-        from mx.memory.torch_source import torch_array
-
-        found = torch_array(name, tensor)
+    for library in adapters:
+        found = library(name, tensor)
         if found is not None:
             return found
     for attribute, adapt in (
