@@ -78,6 +78,9 @@ class Described:
         if self._options.files_only:
             self._state.wait_end(timeout_s)
         self._require_open()
+        here = self._job.files.here
+        if here is not None:
+            return here
         left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
         try:
             return self._loop.run(self._job.files.get(), left_s)

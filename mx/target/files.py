@@ -194,6 +194,12 @@ class SideFiles:
 
     # -- what the caller asks for -----------------------------------------------------------------
 
+    @property
+    def here(self) -> dict[str, bytes] | None:
+        """The files by path, None if they have not come, or not been asked for; on any thread."""
+        files = self._files
+        return None if files is None else dict(files)
+
     async def get(self) -> dict[str, bytes]:
         """Return the files by path, as soon as they are known and here. Each call after a failed
         one tries again.
@@ -203,8 +209,8 @@ class SideFiles:
             NoSourceError, DigestError, CoordinatorError: No source gave all of them.
             MxError: The error that ended the pull before they were here.
         """
-        if self._files is not None:
-            return dict(self._files)
+        if (here := self.here) is not None:
+            return here
         if self._failure is not None:
             raise self._refusal()
         if self._task is None:

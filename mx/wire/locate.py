@@ -315,9 +315,15 @@ def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
         return causes[-1]
     return NoSourceError(
         f"no source gave the {what} of {name}: "
-        + ("; ".join(str(cause) for cause in causes) or "none is registered"),
+        + ("; ".join(map(_named, causes)) or "none is registered"),
         hint="mx sources shows who is registered",
     )
+
+
+def _named(cause: MxError) -> str:
+    """Return what an error says, after its peer if it does not name that."""
+    said, peer = str(cause), getattr(cause, "peer", "")
+    return f"{peer}: {said}" if peer not in said else said
 
 
 def _no_files(name: str, sources: Sequence[SourceRecord], causes: Sequence[MxError]) -> MxError:
