@@ -314,7 +314,10 @@ class EventLog:
         if self._error is not None:
             raise another(self._error)
         if self._report is not None:
-            raise ConfigError("files from a disk have no manifest without their weights")
+            raise ConfigError(
+                "a pull of files only from a disk reads no weights, and so has no manifest",
+                hint="leave out `files_only`",
+            )
         raise LookupError
 
     def wait_end(self, timeout_s: float | None = None) -> PullReport:

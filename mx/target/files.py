@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mx import trace
@@ -50,8 +50,8 @@ async def write_files(
     located: Located,
     manifest: Manifest,
     write: WritePage,
-    log: EventLog,
     left: list[LeftSource],
+    on_wait: Callable[[], None] = lambda: None,
 ) -> str:
     """Pass a model's side files to `write`, page by page: from a source that has the same ones,
     known or listed by now, or that comes within `wait_s`; else from the fallback on disk.
@@ -61,8 +61,8 @@ async def write_files(
         located: The model, and its sources when it was found.
         manifest: The model's manifest.
         write: Takes the pages, on a thread; at offset 0 a document begins anew.
-        log: Records when a wait begins.
         left: Gets the sources that did not give them.
+        on_wait: Called when a wait for a source begins.
 
     Returns:
         The endpoint of the source that gave them; `DISK`; or "" if they were with the manifest.
@@ -96,7 +96,7 @@ async def write_files(
     nbytes = sum(side.nbytes for side in manifest.packaging.side_files)
     try:
         with trace.span("pull.files", nbytes=nbytes):
-            return await retry_until_found(attempt, options.wait_s, log.waiting)
+            return await retry_until_found(attempt, options.wait_s, on_wait)
     except LocalError:
         raise
     except MxError:
@@ -260,7 +260,7 @@ class SideFiles:
             return {digest: known.documents[digest] for digest in digests}
         collector = Collector()
         self.source = await write_files(
-            self._options, known.located, known.manifest, collector.write, self._log, self.left
+            self._options, known.located, known.manifest, collector.write, self.left
         )
         return collector.take()
 

@@ -94,7 +94,9 @@ class FilesJob:
             )
 
         async def fetch(write: WritePage) -> str:
-            return await write_files(self.options, located, manifest, write, self._log, left)
+            return await write_files(
+                self.options, located, manifest, write, left, self._log.waiting
+            )
 
         source = await self._get("fetching files", packaging, fetch) or self.files.source
         report = self._report(packaging, source)

@@ -27,7 +27,6 @@ from mx.errors import (
     NoSourceError,
 )
 from tests.integration.conftest import Run, commands, error_of, serve, start_coordinator
-from tests.integration.scripts import ran
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -374,24 +373,3 @@ def test_a_folder_without_files(
     assert isinstance(error, ConfigError) and str(checkpoint) in error.message
     with pytest.raises(ConfigError, match="no files"):
         pull.files()
-
-
-def test_a_forked_child_gets_neither(at: str) -> None:
-    code = """
-pull = api.pull('m', coordinator=coordinator, transport='tcp')
-pull.wait_manifest(60)
-child = os.fork()
-if not child:
-    signal.alarm(60)
-    for call in pull.wait_manifest, pull.files:
-        try:
-            call()
-        except ForkError:
-            print('refused', flush=True)
-    os._exit(0)
-os.waitpid(child, 0)
-print(len(pull.files(60)))
-pull.close()
-"""
-    code_, out, err = ran(code, at)
-    assert (code_, out.split()) == (0, ["refused", "refused", str(len(FILES))]), err

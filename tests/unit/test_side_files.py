@@ -15,7 +15,7 @@ from mx.core.types import Manifest
 from mx.errors import ClosedError, IntegrityError, PeerLostError
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.target.events import EventLog
-from mx.target.files import Collector, SideFiles
+from mx.target.files import Collector, SideFiles, _fallback
 from mx.target.options import PullOptions
 from tests.support.checkpoints import manifest_of
 
@@ -147,3 +147,16 @@ async def test_files_that_a_pull_takes_back_are_not_given(tmp_path: Path) -> Non
     files.opened(opened)
     assert await request == CONFIG
     await files.close()
+
+
+def test_a_fallback_has_the_same_files_or_none(tmp_path: Path) -> None:
+    opened, manifest = checkpoint(tmp_path / "m")
+    options = PullOptions("m", disk=tmp_path / "m", fall_back_to_disk=True)
+    assert _fallback(options, manifest.packaging) == opened.side_documents
+    assert _fallback(PullOptions("m", disk=tmp_path / "m"), manifest.packaging) is None
+    (tmp_path / "m" / "config.json").write_bytes(b"[]")
+    assert _fallback(options, manifest.packaging) is not None  # same.json has those bytes, too
+    (tmp_path / "m" / "same.json").write_bytes(b"[]")
+    assert _fallback(options, manifest.packaging) is None
+    (tmp_path / "m" / "model.safetensors").unlink()
+    assert _fallback(options, manifest.packaging) is None
