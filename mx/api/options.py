@@ -72,6 +72,8 @@ def pull_options(
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
     if rest.get("follow"):
         _check_follow(reference, path=path, fallback=fallback, out=out, device=rest.get("device"))
+    if rest.get("files_only"):
+        _check_files_only(model, path, rest)
     disk = path if path is not None else fallback
     tls = tls_of(settings)
     in_place = isinstance(rest.get("into"), InPlace)
@@ -117,7 +119,7 @@ def _check_follow(reference: ModelReference, **others: object) -> None:
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
 _TEXTS = ("model", "revision", "variant", "peer", "coordinator", "transport")
 _PATHS = ("path", "fallback", "out")
-_FLAGS = ("hold", "attach", "resume", "follow")
+_FLAGS = ("hold", "attach", "resume", "follow", "files_only")
 _OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
 
 
@@ -132,6 +134,28 @@ def _check_types(**given: object) -> None:
             check_type(name, value, (str, os.PathLike), "it must be text or a pathlib.Path")
         elif name in _FLAGS:
             check_type(name, value, bool, "it is True or False")
+
+
+def _check_files_only(model: str, path: str | Path | None, rest: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what a pull of files only can't do."""
+    given = {
+        "hold": rest.get("hold"),
+        "into": rest.get("into") is not None,
+        "reuse": rest.get("reuse"),
+        "follow": rest.get("follow"),
+        "device": rest.get("device", "cpu") != "cpu",
+    }
+    for name, wanted in given.items():
+        if wanted:
+            raise ConfigError(
+                f"`files_only` pulls no weights, so `{name}` has nothing to work on",
+                hint=f"leave out `files_only` or `{name}`",
+            )
+    if path is not None and "@" in model:
+        raise ConfigError(
+            "only the weights prove a pin, and `files_only` does not read those in `path`",
+            hint="leave out the pin, or pull from a source, whose files the pin can prove",
+        )
 
 
 def _host(

@@ -23,10 +23,10 @@ class PullOptions:
 
     `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it.
     One of `coordinator`, `peer` and `disk` says where to look; `disk` beside another one is the
-    fallback, if `fall_back_to_disk`. `device` is "cpu" or "cuda:UUID", `into` the caller's memory,
-    `reuse` the weights that this process holds (the pull empties the list). `follow` goes over to a
-    newer revision when the weights change. `host` lets others read
-    from the pull; `alone_because` says why it is None where users may not expect that.
+    fallback, if `fall_back_to_disk`. `files_only` pulls no weights. `device` is "cpu" or
+    "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
+    empties the list). `follow` goes over to a newer revision when the weights change. `host` lets
+    others read from the pull; `alone_because` says why it is None where users may not expect that.
     `coordinate_always` coordinates on every medium when a source says that others read there, not
     only over networks.
     """
@@ -40,6 +40,7 @@ class PullOptions:
     fall_back_to_disk: bool = False
     out: Path | None = None
     resume: bool = True
+    files_only: bool = False
     device: str = "cpu"
     hold: bool = False
     into: memoryview | InPlace | None = None
