@@ -225,6 +225,7 @@ def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.Addre
         regions=regions,
         held=ranges_to_wire(table.held),
         rows=len(table.rows) if row_count is None else row_count,
+        layers=table.layer_count,
     )
 
 
@@ -263,7 +264,10 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
         digest_from_wire(message.layout_digest, "layout_digest"),
         regions,
         held=ranges_from_wire(message.held),
+        layer_count=message.layers,
     )
+    if message.layers > MAX_LAYERS:
+        raise _refuse(f"{message.layers} layers are more than any model has")
     if message.rows and all(region.layers for region in regions):
         raise _refuse("rows are announced, but every region has layers of its own")
     check_held(table, table.held, rows=message.rows)

@@ -303,12 +303,14 @@ class AddressTable:
     """The extents of layers that a source holds, and their places.
 
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
+    `layer_count` is the number of the model's layers where rows describe the regions, else 0.
     """
 
     layout_digest: bytes
     regions: tuple[Region, ...]
     rows: tuple[TableRow, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
+    layer_count: int = 0
 
     @property
     def scattered(self) -> bool:
@@ -366,4 +368,5 @@ class SourceRecord:
         """True if it holds every layer."""
         held = sum(end - begin for begin, end in self.table.held)
         spans = (region.layers for region in self.table.regions if region.layers)
-        return self.role is SourceRole.ORIGIN or held >= sum(end - begin for begin, end in spans)
+        layers = self.table.layer_count or sum(end - begin for begin, end in spans)
+        return self.role is SourceRole.ORIGIN or held >= layers > 0
