@@ -12,11 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime, trace
 from mx.api.closing import Closable, Step
-from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
+from mx.api.common import (
+    DEFAULT_REVISION,
+    DEFAULT_VARIANT,
+    resolve_device,
+    tls_of,
+    transports,
+    variant_text,
+)
+from mx.codec import check_model_key
 from mx.core.limits import Bounds
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
+from mx.core.variant import ProcessingKey
 from mx.errors import ClosedError, ConfigError, CoordinatorError, CoordinatorVersionError
 from mx.runtime import uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
@@ -341,7 +350,7 @@ async def _join_or_embed(
     return coordinator
 
 
-def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
+def _key_of(what: Any, model: str, revision: str, variant: str | ProcessingKey) -> ModelKey:
     if not model and isinstance(what, str | Path):
         model = model_name_of(Path(what))
         if any(sign in model for sign in ":@[]") or has_control(model):
@@ -351,17 +360,19 @@ def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
             )
     if not model:
         raise ConfigError("the model has no name", hint="give it a name with `model`")
-    reference = parse_reference(model, revision=revision, variant=variant)
+    reference = parse_reference(model, revision=revision, variant=variant_text(variant))
     if reference.pin:
         raise ConfigError(
             f"{model!r} pins an identity, which only a pull can do",
             hint=f"serve it as {reference.name}",
         )
-    return ModelKey(
+    key = ModelKey(
         reference.name,
         reference.revision or DEFAULT_REVISION,
         reference.variant or DEFAULT_VARIANT,
     )
+    check_model_key(key)  # before the weights are read
+    return key
 
 
 async def _until_it_answers(
@@ -392,7 +403,7 @@ def serve(
     *,
     model: str = "",
     revision: str = "",
-    variant: str = "",
+    variant: str | ProcessingKey = "",
     coordinator: str | None = None,
     embed: bool = True,
     device: str = "cpu",
@@ -410,7 +421,8 @@ def serve(
             `torch.nn.Module`. Tensors are copied: later changes to them are not served.
         model: NAME or NAME:REVISION; by default the name of the checkpoint's folder.
         revision: The revision, where `model` names none; "main" if empty.
-        variant: The variant; "checkpoint" if empty.
+        variant: The variant: a word, or a `ProcessingKey` or its text, such as
+            "engine=vllm,tp=0/2,dtype=bf16"; "checkpoint" if empty.
         coordinator: HOST:PORT of the coordinator to register with. None takes the address in the
             settings; if that is the default and no coordinator answers there, embeds one.
         embed: False never embeds a coordinator.
