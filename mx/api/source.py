@@ -25,9 +25,9 @@ from mx.core.limits import Bounds
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
-from mx.core.variant import ProcessingKey
+from mx.core.variant import ProcessingKey, membership
 from mx.errors import ClosedError, ConfigError, CoordinatorError, CoordinatorVersionError
-from mx.runtime import uncut
+from mx.source.handover import Handover
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.storage.names import model_name_of
@@ -73,6 +73,7 @@ class Source(Closable):
         """
         self._server = server
         self._held = held
+        self._handover = Handover(server)
         self._embedded = embedded
         self._settings = settings
         self._closing = threading.Event()
@@ -169,6 +170,11 @@ class Source(Closable):
         pull goes on from other sources of the old weights, or fails. No reader gets a mixture of
         the two. Memory that readers attached to keeps the old weights.
 
+        The ranks of a bundle (`variant` with `tp`, `pp` or `ep`) update in step: each calls this
+        once per update, even if its own weights stay the same, and gets the same revision. NAME
+        means the previous one until all have registered. A rank that others are missing for returns
+        and goes on serving the previous weights, too, until they have come.
+
         Args:
             what: The new weights, as for `serve`.
             grace_s: Seconds that readers of the old weights have to finish.
@@ -200,7 +206,8 @@ class Source(Closable):
                 on_progress=on_progress,
                 cancelled=self._closing.is_set,
             )
-            if held.manifest.ref.identity == self._held.manifest.ref.identity:
+            same = held.manifest.ref.identity == self._held.manifest.ref.identity
+            if same and membership(self.model.variant).alone:
                 held.arena.release()
             else:
                 self._loop.run(self._replace(held, grace_s))
@@ -210,7 +217,7 @@ class Source(Closable):
         old = self._held
         await self._server.replace(old.source_id, held)
         self._held = held
-        await uncut(self._server.retire(old.source_id, grace_s, self._closing.is_set))
+        await self._handover.hand_over(old, held, grace_s, self._closing.is_set)
 
     def close(self) -> None:
         """Deregister, cut the remaining readers and free the memory.
@@ -224,7 +231,12 @@ class Source(Closable):
 
     def _closing_steps(self) -> list[Step]:
         embedded = [] if self._embedded is None else [self._awaiting(self._embedded.stop)]
-        return [self._awaiting(self._server.close), *embedded, self._closed.set]
+        return [
+            self._awaiting(self._handover.close),
+            self._awaiting(self._server.close),
+            *embedded,
+            self._closed.set,
+        ]
 
     def forked(self) -> None:
         super().forked()

@@ -27,7 +27,9 @@ deregisters the last source, unless an update has replaced the revision.
 A *bundle* is the ranks of one revision that make a whole (`mx.core.variant`). NAME means the newest
 revision of a bundle that has been complete, for all its ranks; before one has been, the oldest. So
 an update that not all ranks have registered yet changes nothing, and once they have, the end of a
-rank changes nothing either. Each rank may have an owner of its own.
+rank changes nothing either. Each rank may have an owner of its own. A rank that has had no source
+for `grace_s` stays bound to its weights with the others, and has no owner: it belongs to the first
+origin that registers them.
 """
 
 from __future__ import annotations
@@ -98,6 +100,7 @@ class Bindings:
         self._refs: list[tuple[ManifestRef, bool]] = []
         self._meant: dict[tuple[str, str], str] = {}  # by name and bundle, without lone variants
         self._meant_anew: list[Meant] = []
+        self._left: dict[Binding, float] = {}  # ranks without a source: when they lose their owner
 
     def __iter__(self) -> Iterator[Binding]:
         for revisions in self._names.values():
@@ -207,7 +210,7 @@ class Bindings:
             if replaces_revision and owner and hmac.compare_digest(binding.owner, owner):
                 key = self._next_revision(key, ref, source_id)
                 binding = self.get(key)
-            elif binding.identity != ref.identity:
+            elif binding.identity != ref.identity or replaces_revision:
                 refusal = _bound_to_others(binding, ref, replaces_revision=replaces_revision)
         if refusal is not None:
             binding = self._contests.find(key, ref.identity)
@@ -257,6 +260,7 @@ class Bindings:
             if found is None:
                 self._contests.add(binding)
         binding.owner = binding.owner or owner
+        self._left.pop(binding, None)
         group = binding.group_of(ref) or self._begin_group(binding, ref, address)
         before = [binding.ref_of(each) for each in binding.groups]
         if binding.join(group, source_id, ref, origin=bool(owner)):
@@ -290,6 +294,9 @@ class Bindings:
             return
         key = binding.key
         entry = self._names[key.name][key.revision]
+        if not (binding.in_use or binding.member.alone):
+            self._left[binding] = now + self.grace_s
+            self.due_s = min(self.due_s, now + self.grace_s)
         if self._in_use(key.name, key.revision):
             return
         own = by and hmac.compare_digest(binding.owner, by)
@@ -310,10 +317,11 @@ class Bindings:
         ]
         for name, revision in ended:
             self._remove(now, name, revision)
-        self.due_s = min(
-            (b.lapses_at_s for revisions in self._names.values() for b in revisions.values()),
-            default=math.inf,
-        )
+        for binding in [each for each, until_s in self._left.items() if until_s <= now]:
+            del self._left[binding]
+            binding.owner = b""
+        lapses = (b.lapses_at_s for revisions in self._names.values() for b in revisions.values())
+        self.due_s = min(*lapses, *self._left.values(), math.inf, math.inf)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -463,6 +471,7 @@ class Bindings:
         revisions = self._names[name]
         entry = revisions.pop(revision)
         for binding in entry.variants.values():
+            self._left.pop(binding, None)
             self._end(binding)
         base = revisions.get(entry.base) if entry.base else None
         if base is not None and not self._in_use(name, entry.base):
@@ -498,6 +507,11 @@ def _bound_to_others(
     binding: Binding, ref: ManifestRef, *, replaces_revision: bool
 ) -> BindingError:
     why = "; only its owner may replace it" if replaces_revision else ""
+    if binding.identity == ref.identity:
+        return BindingError(
+            f"{binding.key} belongs to another source; only its owner may update it",
+            hint="a source that has ended gives up its name after a minute",
+        )
     return BindingError(
         f"{binding.key} is bound to {binding.identity.hex()[:16]}, "
         f"not {ref.identity.hex()[:16]}{why}",
