@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from mx.core.bindings import Meant
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
 from mx.core.types import ModelKey
 from mx.log import event

@@ -15,7 +15,7 @@ from mx.coordinator.state import StateStore
 from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core.answers import Listed, in_order, in_turn
-from mx.core.bindings import Meant
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
 from mx.errors import ClosedError, PeerProtocolError
 from mx.wire.documents import pages

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved
-from mx.core.bindings import Meant
 from mx.core.documents import DocumentStore
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind, Limits, Registration, Registry
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, PeerProtocolError

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mx.core.bindings import Meant
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
 from mx.core.topology import Place
 from mx.core.types import AddressTable, SourceRecord

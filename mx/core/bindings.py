@@ -40,6 +40,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mx.core.groups import Binding, Contests, Group, by_age
+from mx.core.named import Meant, NamedRevisions
 from mx.core.quota import Quota
 from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
@@ -68,15 +69,6 @@ class Admission:
     adopt: ManifestRef | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Meant:
-    """The revision that NAME means for the ranks of a bundle; "" if none is bound any more."""
-
-    name: str
-    bundle: str
-    revision: str
-
-
 class Bindings:
     """All bindings of one coordinator. Not thread-safe.
 
@@ -98,8 +90,7 @@ class Bindings:
         self._of: dict[str, tuple[Binding, Group]] = {}  # by source
         self._named: list[str] = []
         self._refs: list[tuple[ManifestRef, bool]] = []
-        self._meant: dict[tuple[str, str], str] = {}  # by name and bundle, without lone variants
-        self._meant_anew: list[Meant] = []
+        self._meant = NamedRevisions()
         self._left: dict[Binding, float] = {}  # ranks without a source: when they lose their owner
 
     def __iter__(self) -> Iterator[Binding]:
@@ -151,12 +142,11 @@ class Bindings:
 
     def meant(self, name: str, bundle: str) -> str:
         """Return the revision that NAME means for the ranks of a bundle, "" for none."""
-        return self._meant.get((name, bundle), "")
+        return self._meant.get(name, bundle)
 
     def take_meant(self) -> list[Meant]:
         """Return what NAME has come to mean for bundles since the last call, in order."""
-        meant, self._meant_anew = self._meant_anew, []
-        return meant
+        return self._meant.take()
 
     def has_been_complete(self, name: str, revision: str, bundle: str) -> bool:
         """Return True if `complete` was called for a bundle of a bound revision."""
@@ -359,21 +349,10 @@ class Bindings:
         return binding
 
     def _mean_anew(self, name: str, bundle: str) -> None:
-        """Decide which revision NAME means for a bundle, and record a change."""
-        if membership(bundle).alone:
-            return  # the newest that is served: `mx.core.meanings`
+        """Decide which revision NAME means for a bundle."""
         entries = self._names.get(name, {}).items()
-        bound = [(update_number(r), r, entry) for r, entry in entries if is_main(r)]
-        bound = [each for each in bound if bundle in each[2].bundles]
-        completed = [each[:2] for each in bound if bundle in each[2].completed]
-        _, meant = max(completed, default=min((each[:2] for each in bound), default=(0, "")))
-        if meant == self._meant.get((name, bundle), ""):
-            return
-        if meant:
-            self._meant[name, bundle] = meant
-        else:
-            del self._meant[name, bundle]
-        self._meant_anew.append(Meant(name, bundle, meant))
+        bound = {r: bundle in entry.completed for r, entry in entries if bundle in entry.bundles}
+        self._meant.decide(name, bundle, bound)
 
     def _begin_group(self, binding: Binding, ref: ManifestRef, address: str) -> Group:
         for group in list(binding.groups):

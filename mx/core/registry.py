@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved, in_order
-from mx.core.bindings import Bindings, Meant
+from mx.core.bindings import Bindings
 from mx.core.bundles import summaries
 from mx.core.groups import Binding, Group, by_age
 from mx.core.meanings import meaning
+from mx.core.named import Meant
 from mx.core.quota import Quota
 from mx.core.types import ManifestRef, SourceRecord, SourceRole, SourceState
 from mx.core.variant import membership

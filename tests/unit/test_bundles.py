@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mx.core.bindings import Meant
+from mx.core.named import Meant
 from mx.core.registry import Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError
