@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mx.api import (
+        BundleStatus,
         LayerEvent,
         PlannedPull,
+        ProcessingKey,
         Progress,
         Pull,
         PullReport,
         Source,
         TopologyReport,
+        list_bundles,
         list_models,
         list_sources,
         list_tables,
@@ -33,20 +36,25 @@ if TYPE_CHECKING:
         pull,
         serve,
         topology,
+        wait_for_bundle,
+        wait_for_bundle_async,
     )
     from mx.errors import MxError
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BundleStatus": "mx.api",
     "LayerEvent": "mx.api",
     "MxError": "mx.errors",
     "PlannedPull": "mx.api",
+    "ProcessingKey": "mx.core.variant",
     "Progress": "mx.api",
     "Pull": "mx.api",
     "PullReport": "mx.api",
     "Source": "mx.api",
     "TopologyReport": "mx.api",
+    "list_bundles": "mx.api",
     "list_models": "mx.api",
     "list_sources": "mx.api",
     "list_tables": "mx.api",
@@ -55,21 +63,26 @@ _HOMES = {
     "pull": "mx.api",
     "serve": "mx.api",
     "topology": "mx.api",
+    "wait_for_bundle": "mx.api",
+    "wait_for_bundle_async": "mx.api",
 }
 
 #: Modules that are attributes of `mx`, too.
 _MODULES = ("config", "errors")
 
 __all__ = [
+    "BundleStatus",
     "LayerEvent",
     "MxError",
     "PlannedPull",
+    "ProcessingKey",
     "Progress",
     "Pull",
     "PullReport",
     "Source",
     "TopologyReport",
     "__version__",
+    "list_bundles",
     "list_models",
     "list_sources",
     "list_tables",
@@ -78,6 +91,8 @@ __all__ = [
     "pull",
     "serve",
     "topology",
+    "wait_for_bundle",
+    "wait_for_bundle_async",
 ]
 
 

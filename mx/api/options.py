@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mx import config
-from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
+from mx.api.common import check_type, tls_of, transports, variant_text
 from mx.api.source import source_options
 from mx.api.tensors import in_place, is_module
 from mx.core.pages import Pages
@@ -33,7 +33,7 @@ def pull_options(
     fallback: str | Path | None = None,
     out: str | Path | None = None,
     revision: str,
-    variant: str,
+    variant: object,
     transport: str | None,
     wait_s: float | None = None,
     **rest: Any,
@@ -46,7 +46,7 @@ def pull_options(
         peer, path, fallback: Where to pull from; at most one of them.
         out: The folder to write a checkpoint to.
         revision: The revision's label, "" for the one that `model` means.
-        variant: The variant's name, "" for the default.
+        variant: The variant, text or a `ProcessingKey`; "" for the one that `model` means.
         transport: The only one to use; None for all.
         wait_s: Seconds to wait for a source, or text like "1m"; None for the settings' value.
         rest: Further fields of `PullOptions`.
@@ -57,9 +57,10 @@ def pull_options(
     Raises:
         ConfigError: An argument is of a wrong type or has a wrong value; it is named.
     """
+    variant = variant_text(variant)
     _check_types(
         model=model, peer=peer, path=path, fallback=fallback, out=out, revision=revision,
-        variant=variant, transport=transport, **rest,
+        transport=transport, **rest,
     )  # fmt: skip
     settings = config.given(settings, wait_s=wait_s)
     reference = parse_reference(model, revision=revision, variant=variant)
@@ -83,7 +84,7 @@ def pull_options(
     return PullOptions(
         name=reference.pinned_name,
         revision=reference.revision,
-        variant=reference.variant or DEFAULT_VARIANT,
+        variant=reference.variant,
         peer=peer,
         disk=None if disk is None else Path(disk),
         fall_back_to_disk=fallback is not None,
@@ -117,7 +118,7 @@ def _check_follow(reference: ModelReference, **others: object) -> None:
 
 
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
-_TEXTS = ("model", "revision", "variant", "peer", "coordinator", "transport")
+_TEXTS = ("model", "revision", "peer", "coordinator", "transport")
 _PATHS = ("path", "fallback", "out")
 _FLAGS = ("hold", "attach", "resume", "follow", "files_only")
 _OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)

@@ -21,6 +21,7 @@ from mx.api.source import Source, offer, source_options, start_source
 from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.types import Manifest, ModelKey, SourceRole
+from mx.core.variant import ProcessingKey
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.errors import ClosedError, ConfigError, another, release_frames
@@ -462,7 +463,7 @@ def pull(
     path: str | Path | None = None,
     fallback: str | Path | None = None,
     revision: str = "",
-    variant: str = "",
+    variant: str | ProcessingKey = "",
     coordinator: str | None = None,
     device: str = "cpu",
     out: str | Path | None = None,
@@ -490,7 +491,8 @@ def pull(
         path: A checkpoint on disk to read, instead of sources.
         fallback: A checkpoint on disk to read if no source can be used.
         revision: The revision, where `model` names none.
-        variant: The variant; "checkpoint" if empty.
+        variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint", or
+            the only one that is listed.
         coordinator: HOST:PORT; None takes the address in the settings.
         device: "cpu", or "cuda:N" for that GPU's memory, which `out` and `verify="strong"` copy
             back to the host.

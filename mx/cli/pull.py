@@ -39,9 +39,7 @@ def pull(
     revision: Annotated[
         str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
     ] = "",
-    variant: Annotated[
-        str, typer.Option(help="Which of its variants. (default: checkpoint)", metavar="V")
-    ] = "",
+    variant: options.Variant = "",
     out: Annotated[
         str | None,
         typer.Option(

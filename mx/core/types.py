@@ -26,6 +26,9 @@ LAYER_ALIGNMENT_BYTES = 4096
 #: The most characters of a model's name, of its revision and of its variant.
 NAME_CHARS = 256
 
+#: The variant that is meant where none is named and there is one of this name.
+CHECKPOINT = "checkpoint"
+
 #: Bits per element of each safetensors dtype (safetensors 0.8). Those below 8 travel as bytes.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -55,15 +58,18 @@ DTYPE_BITS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """The key of a registered manifest: a bundle (name, revision) and one variant of it."""
+    """The key of a registered manifest: a name, a revision and one variant of them.
+
+    `variant` is a plain word or the canonical text of an `mx.core.variant.ProcessingKey`.
+    """
 
     name: str
     revision: str = "main"
-    variant: str = "checkpoint"
+    variant: str = CHECKPOINT
 
     def __str__(self) -> str:
         text = self.name if self.revision == "main" else f"{self.name}:{self.revision}"
-        return text if self.variant == "checkpoint" else f"{text}[{self.variant}]"
+        return text if self.variant == CHECKPOINT else f"{text}[{self.variant}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import grpc.aio
 from mx import codec
 from mx.core.reference import check_pin, pinned_name
 from mx.core.revisions import MAIN, is_main, update_number
-from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
+from mx.core.types import CHECKPOINT, Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     LocalError,
     ManifestError,
@@ -168,15 +168,16 @@ class Locator:
             response = await stub.Describe(
                 peer_pb2.DescribeRequest(name=name), timeout=where.connect_timeout_s
             )
-        wanted = ModelKey(name, where.revision or MAIN, where.variant)
         records = [codec.source_from_wire(source) for source in response.sources]
-        found = [
+        listed = [
             _dialable(record, address)
             for record in records
-            if (record.model.name, record.model.variant) == (name, where.variant)
+            if record.model.name == name
             and record.ref.pinned_by(pin)
             and _is_meant(record.model.revision, where.revision, pinned=bool(pin))
         ]
+        wanted = ModelKey(name, where.revision or MAIN, where.variant or _variant_of(listed))
+        found = [record for record in listed if record.model.variant == wanted.variant]
         found.sort(key=lambda record: update_number(record.model.revision), reverse=True)
         if not found:
             held = ", ".join(str(record.model) for record in records) or "nothing of that name"
@@ -366,6 +367,12 @@ def check_pin_of(name: str) -> None:
 def _is_meant(revision: str, wanted: str, *, pinned: bool) -> bool:
     """Return True if a model of this revision is wanted, by `mx.core.bindings.Bindings.find`."""
     return revision == wanted or (not wanted and (pinned or is_main(revision)))
+
+
+def _variant_of(records: Sequence[SourceRecord]) -> str:
+    """Return the variant that a name alone means at a peer, as `mx.core.meanings.meaning`."""
+    variants = {record.model.variant for record in records}
+    return variants.pop() if len(variants) == 1 else CHECKPOINT
 
 
 def _dialable(record: SourceRecord, address: str) -> SourceRecord:
