@@ -64,7 +64,7 @@ def test_a_view_of_torch_has_its_storage_and_its_own_place() -> None:
 
 
 def test_views_keep_the_memory_of_what_they_view() -> None:
-    class Owned(np.ndarray):  # type: ignore[type-arg]
+    class Owned(np.ndarray):
         pass
 
     tensor = np.arange(1000, dtype=np.int64).view(Owned)
@@ -124,7 +124,7 @@ def test_dlpack_alone_is_enough(tensor: Any) -> None:
 
 
 def test_dlpack_keeps_the_memory_until_the_array_goes() -> None:
-    class Owned(np.ndarray):  # type: ignore[type-arg]
+    class Owned(np.ndarray):
         pass
 
     memory = np.arange(8, dtype=np.uint8).view(Owned)
@@ -177,7 +177,7 @@ class Computed(torch.Tensor):
         (lambda: torch.zeros(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
         (lambda: torch.zeros(2).as_subclass(Computed), "Computed"),
         (quantised, "qint8"),
-        (lambda: torch.nn.parameter.UninitializedParameter(), "UninitializedParameter"),
+        (torch.nn.parameter.UninitializedParameter, "UninitializedParameter"),
         (lambda: [1.0, 2.0], "not a tensor"),
         (lambda: None, "not a tensor"),
         (lambda: np.float32(1.0), "not a tensor"),  # its address is that of a temporary copy

@@ -50,10 +50,10 @@ def models(draw: st.DrawFn, *, holes: bool = True) -> Model:
     return Model(view, found, memories)
 
 
-def cut(draw: st.DrawFn, view: View, bytes_: list[int | None]) -> tuple[View, list[int | None]]:
-    for _ in range(draw(st.integers(0, 3))):
+def cut(data: st.DataObject, view: View, bytes_: list[int | None]) -> tuple[View, list[int | None]]:
+    for _ in range(data.draw(st.integers(0, 3))):
         bound = st.none() | st.integers(-len(bytes_) - 2, len(bytes_) + 2)
-        part = slice(draw(bound), draw(bound))
+        part = slice(data.draw(bound), data.draw(bound))
         view, bytes_ = view[part], bytes_[part]
     return view, bytes_
 
@@ -76,7 +76,7 @@ def shown(view: View) -> list[int | None]:
 @given(st.data())
 def test_parts_of_parts_show_what_they_should(data: st.DataObject) -> None:
     model = data.draw(models())
-    view, expected = cut(data.draw, model.view, model.bytes)
+    view, expected = cut(data, model.view, model.bytes)
     assert len(view) == len(expected)
     assert shown(view) == expected
     if None in expected:
@@ -111,7 +111,7 @@ def test_what_lies_in_one_place_is_a_plain_view(data: st.DataObject) -> None:
 @given(st.data())
 def test_what_is_written_through_a_part_is_in_the_memory(data: st.DataObject) -> None:
     model = data.draw(models())
-    view, expected = cut(data.draw, model.view, model.bytes)
+    view, expected = cut(data, model.view, model.bytes)
     before = [bytes(memory) for memory in model.memories]
     frozen = view.toreadonly() if isinstance(view, ScatteredView | memoryview) else None
     assert frozen is not None
