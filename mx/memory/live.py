@@ -78,6 +78,11 @@ class LiveMemory:
             ),
         )
 
+    @property
+    def released(self) -> bool:
+        """True once the tensors are the caller's alone again."""
+        return self._tensors is None
+
     def private_view(self) -> View:
         """Return the memory: here the tensors' own."""
         return self.view
