@@ -49,6 +49,6 @@ def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
         view, manifest, pages = holder.memory(), holder.manifest, holder.pages
         if manifest is None or pages is None:
             raise ConfigError("`reuse` has no weights")
-        scattered = isinstance(view, ScatteredView)
-        found.append(Held(manifest, pages, view if scattered else host_view(view)))
+        here = view if isinstance(view, ScatteredView) else host_view(view)
+        found.append(Held(manifest, pages, here))
     return found

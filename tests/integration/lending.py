@@ -52,7 +52,7 @@ class Net(nn.Module):
     def tie(self) -> None:
         self.head.weight = self.embed.weight
         for block in self.layers:
-            block._buffers["scale"] = block._buffers["cell"].expand(3)  # type: ignore[union-attr, operator]
+            block._buffers["scale"] = block._buffers["cell"].expand(3)  # type: ignore[union-attr]
 
 
 def net(seed: int, wide: int = WIDE, deep: int = DEEP) -> Net:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mx.errors import CheckpointError, ClosedError, ConfigError, IncompleteError
 from mx.units import MIB
 from tests.integration.conftest import error_of
 from tests.integration.lending import (
+    Block,
     Net,
     equal,
     everything,
@@ -76,6 +78,7 @@ def test_a_module_on_meta_gets_every_buffer(coordinator: str, transport: str) ->
         target.to_empty(device="cpu")
         # As an engine builds it: with the strides that it computes with.
         for block in target.layers:
+            assert isinstance(block, Block)
             block.turned = torch.nn.Parameter(torch.empty_like(block.turned.t()).t())
             block._buffers["cell"] = torch.empty(1)
         target.tie()
@@ -105,7 +108,12 @@ def test_from_disk(coordinator: str, saved: Path, source: str, verify: str) -> N
     where = {name: tensor.data_ptr() for name, tensor in target.items()}
     before = pss_bytes()
     with api.pull(
-        "m", coordinator=coordinator, into=target, verify=verify, **{source: saved}
+        "m",
+        coordinator=coordinator,
+        into=target,
+        verify=verify,
+        path=saved if source == "path" else None,
+        fallback=saved if source == "fallback" else None,
     ) as pull:
         pull.wait(60)
         assert pss_bytes() - before < 96 * MIB
@@ -237,10 +245,10 @@ def test_it_gives_to_others_while_it_receives(coordinator: str, saved: Path) -> 
     with api.serve(
         saved, model="m", coordinator=coordinator, max_bandwidth="3MB/s", settings=small
     ) as source:
-        options = {"coordinator": coordinator, "transport": "tcp", "settings": small}
+        options: dict[str, Any] = {"coordinator": coordinator, "settings": small}
         with (
-            api.pull("m", into=one, **options) as first,
-            api.pull("m", into=two, **options) as second,
+            api.pull("m", into=one, transport="tcp", **options) as first,
+            api.pull("m", into=two, transport="tcp", **options) as second,
         ):
             reports = [pull.wait(90) for pull in (first, second)]
         peers = {path.source for report in reports for path in report.paths}
@@ -269,11 +277,12 @@ def test_nothing_is_said_of_tensors_that_nothing_was_written_to(
     target = untied(2)
     target["model.norm.weight"] = torch.zeros(7)
     before = {name: tensor.clone() for name, tensor in target.items()}
-    for arguments, kind in (
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
         ({"path": saved}, ConfigError),
         ({"path": saved.parent / "absent"}, ConfigError),
         ({"coordinator": coordinator}, UnknownModelError),
-    ):
+    ]
+    for arguments, kind in cases:
         with api.pull("m", into=target, **arguments) as pull:
             error = error_of(pull)
         assert isinstance(error, kind)

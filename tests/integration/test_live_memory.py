@@ -60,7 +60,7 @@ def test_a_module_fills_another_and_neither_is_copied(coordinator: str, transpor
         assert pointers(target) == where
         expected = net(1, WIDE, DEEP)
         for block in (*target.layers, *expected.layers):
-            block.rotary.zero_()  # type: ignore[operator, union-attr]
+            block.rotary.zero_()
         assert equal(target, expected)
 
 
@@ -111,7 +111,7 @@ def test_a_lender_in_another_layout_adopts_the_one_that_is_bound(coordinator: st
             assert pull.manifest.ref.chunk_nbytes == MIB
         expected = net(1)
         for block in (*target.layers, *expected.layers):
-            block.rotary.zero_()  # type: ignore[operator, union-attr]
+            block.rotary.zero_()
         assert equal(target, expected)
 
 
@@ -145,7 +145,7 @@ def test_a_lender_that_is_lost_in_mid_pull(
                     pull.wait(60)
                 expected = net(1, 768)
                 for block in (*target.layers, *expected.layers):
-                    block.rotary.zero_()  # type: ignore[operator, union-attr]
+                    block.rotary.zero_()
                 assert equal(target, expected)
                 return
             first.signal(signal.SIGKILL if ending == "killed" else signal.SIGSTOP)
