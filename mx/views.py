@@ -76,10 +76,10 @@ class ScatteredView:
             nbytes: The length of the view.
 
         Raises:
-            ValueError: The spans overlap in the view, are not in order, or reach beyond its end.
+            ValueError: The spans overlap in the view, are not in order, or reach beyond its ends.
         """
         ends = [begin + len(span) for begin, span in zip(begins, spans, strict=True)]
-        edges = [*chain.from_iterable(zip(begins, ends, strict=True)), nbytes]
+        edges = [0, *chain.from_iterable(zip(begins, ends, strict=True)), nbytes]
         if any(edges[i] > edges[i + 1] for i in range(len(edges) - 1)):
             raise ValueError("the spans of a scattered view overlap, or are out of order")
         return cls(begins, ends, spans, 0, nbytes)
@@ -93,11 +93,13 @@ class ScatteredView:
         return self._end - self._begin
 
     def __getitem__(self, part: slice) -> View:
-        """Return a part: a plain view if it lies within one span."""
+        """Return a part: a plain view if it lies within one span, or is empty."""
         start, stop, step = part.indices(self._end - self._begin)
         if step != 1:
             raise ValueError("a scattered view has no steps")
         begin, end = self._begin + start, self._begin + max(start, stop)
+        if begin == end:  # such as an empty tensor: it is nowhere, and not in several places
+            return self._spans[0][:0] if self._spans else memoryview(b"")
         at = bisect_right(self._begins, begin) - 1
         if at >= 0 and end <= self._ends[at]:
             base = self._begins[at]
