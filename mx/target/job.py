@@ -16,7 +16,7 @@ from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
 from mx.core.reuse import Held
-from mx.core.types import Manifest, ManifestRef, SourceRecord
+from mx.core.types import Layout, Manifest, ManifestRef, SourceRecord
 from mx.errors import (
     ConfigError,
     CoordinatorError,
@@ -319,7 +319,7 @@ class Job:
                 unmapped = connection, entry
                 break
 
-        self.arena = arena = options.new_arena(manifest.layout)
+        arena = await uncut(self._allocate(manifest.layout))
         self.pages = pages = Pages(manifest)
         self._transfer = transfer = Transfer(
             manifest,
@@ -444,6 +444,13 @@ class Job:
     async def _end_transfer(self, transfer: Transfer) -> None:
         transfer.close()
         await in_thread(transfer.join, 2 * self.options.stall_timeout_s)
+
+    async def _allocate(self, layout: Layout) -> Memory:
+        if isinstance(self.options.into, InPlace):  # of many tensors that takes a second
+            self.arena = await in_thread(self.options.new_arena, layout)
+        else:
+            self.arena = self.options.new_arena(layout)
+        return self.arena
 
     # -- attaching --------------------------------------------------------------------------------
 
