@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from mx.buffers import memory_at
 from mx.core.layout import contiguous_strides, permuted_stride
@@ -57,8 +56,7 @@ _DLPACK = {
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(NamedTuple):
     """A tensor's form, and where its elements are.
 
     `dtype` is as safetensors spells it, `stride` in elements, `device` "cpu" or "cuda:UUID".
@@ -82,15 +80,12 @@ class Array:
     @property
     def span_nbytes(self) -> int:
         """The bytes from the start of the first to the end of the last element."""
-        if 0 in self.shape:
-            return 0
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.item_nbytes
+        return _span_nbytes(self.dtype, self.shape, self.stride)
 
     @property
     def order(self) -> tuple[int, ...] | None:
         """The strides as a `TensorSpec` has them: () for row-major, None if not dense."""
-        return permuted_stride(self.shape, self.stride)
+        return _order(self.shape, self.stride)
 
     def view(self) -> Span:
         """Return the memory from the first to the last element: for a dense tensor, its bytes in
@@ -108,6 +103,27 @@ class Array:
         )
 
 
+# Models have many tensors and few forms.
+_order = lru_cache(4096)(permuted_stride)
+
+
+@lru_cache(4096)
+def _span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    if 0 in shape:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return (last + 1) * (DTYPE_BITS[dtype] // 8)
+
+
+def _adapter() -> Callable[[str, object], Array | None]:
+    """Return what makes torch's tensors arrays, if torch is loaded, and returns None for others."""
+    if "torch" not in sys.modules:
+        return lambda name, tensor: None
+    from mx.memory.torch_source import torch_array
+
+    return torch_array
+
+
 def array_of(name: str, tensor: object) -> Array:
     """Return the form and the place of a tensor.
 
@@ -119,12 +135,10 @@ def array_of(name: str, tensor: object) -> Array:
         ConfigError: It is none of these, has a dtype that no checkpoint has, or is a tensor whose
             values are not in memory of its own.
     """
-    if "torch" in sys.modules:
-        from mx.memory.torch_source import torch_array
+    return _adapter()(name, tensor) or _of_interfaces(name, tensor)
 
-        found = torch_array(name, tensor)
-        if found is not None:
-            return found
+
+def _of_interfaces(name: str, tensor: object) -> Array:
     for attribute, adapt in (
         ("__cuda_array_interface__", _of_interface),
         ("__array_interface__", _of_interface),
@@ -140,7 +154,26 @@ def array_of(name: str, tensor: object) -> Array:
 
 def arrays_of(tensors: Mapping[str, object]) -> dict[str, Array]:
     """Return `array_of` each tensor, by name. Raises ConfigError."""
-    return {name: array_of(name, tensor) for name, tensor in tensors.items()}
+    adapted = _adapter()
+    return {
+        name: adapted(name, tensor) or _of_interfaces(name, tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def arrays_and_errors(
+    tensors: Mapping[str, object],
+) -> tuple[dict[str, Array], dict[str, ConfigError]]:
+    """Return `array_of` each tensor, by name, and the errors of those that have none."""
+    adapted = _adapter()
+    found: dict[str, Array] = {}
+    errors: dict[str, ConfigError] = {}
+    for name, tensor in tensors.items():
+        try:
+            found[name] = adapted(name, tensor) or _of_interfaces(name, tensor)
+        except ConfigError as error:
+            errors[name] = error.with_traceback(None)  # it would refer to the tensors
+    return found, errors
 
 
 def _of_interface(name: str, tensor: Any, attribute: str) -> Array:
@@ -171,9 +204,7 @@ def _made(
     *,
     writable: bool = True,
 ) -> Array:
-    item_nbytes = DTYPE_BITS[dtype] // 8
-    last = 0 if 0 in shape else sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-    storage = (address, last * item_nbytes)
+    storage = (address, _span_nbytes(dtype, shape, stride))
     return Array(dtype, shape, stride, device, address, storage, owner, writable)
 
 
@@ -223,9 +254,3 @@ def _of_dlpack(name: str, tensor: Any, attribute: str) -> Array:
     address = (found.data or 0) + found.byte_offset
     device = "cpu" if kind == _DLPACK_CPU else _device_at(address)
     return _made(dtype, shape, stride, device, address, (tensor, capsule))
-
-
-def span_of(arrays: Mapping[str, Array]) -> tuple[int, int]:
-    """Return the lowest address of any of these arrays, and the highest end."""
-    used = [(a.address, a.address + a.span_nbytes) for a in arrays.values() if prod(a.shape)]
-    return (min(a for a, _ in used), max(b for _, b in used)) if used else (0, 0)

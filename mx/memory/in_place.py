@@ -9,7 +9,7 @@ from typing import Any
 from mx.core.layout import contiguous_strides
 from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
-from mx.memory.arrays import Array, array_of
+from mx.memory.arrays import Array, arrays_and_errors
 from mx.memory.live import LiveMemory, Tensors
 from mx.text import listed
 
@@ -132,14 +132,11 @@ def _strides(tensor: Tensor) -> list[int]:
 
 def _arrays(tensors: Mapping[str, object]) -> dict[str, Array]:
     """Return all tensors as arrays. Raises ConfigError that names all that can't be filled."""
-    found: dict[str, Array] = {}
+    found, errors = arrays_and_errors(tensors)
     refused: dict[tuple[str, str], list[str]] = {}  # what is wrong, and what to do -> names
-    for name, tensor in tensors.items():
-        try:
-            found[name] = array_of(name, tensor)
-        except ConfigError as error:
-            what = error.message.removeprefix(name).strip()
-            refused.setdefault((what, error.hint), []).append(name)
+    for name, error in errors.items():
+        what = error.message.removeprefix(name).strip()
+        refused.setdefault((what, error.hint), []).append(name)
     if refused:
         raise ConfigError(
             "`into` can't be filled, and nothing was written: "
