@@ -78,6 +78,30 @@ class ExtentMap:
             spans[layer].append(_Span(offset + nbytes, region, region_offset - offset))
         return cls(begins, spans, contiguous=False)
 
+    @classmethod
+    def of_places(cls, layout: Layout, places: Sequence[int]) -> ExtentMap:
+        """Return the map of tensors that lie anywhere in one region.
+
+        Args:
+            layout: The layout.
+            places: Where each tensor that has bytes begins in region 0, in the layout's order.
+        """
+        begins: list[list[int]] = []
+        spans: list[list[_Span]] = []
+        done = 0
+        for layer in layout.layers:
+            own = [extent for extent in layer.extents if extent[1]]
+            shifts = places[done : done + len(own)]
+            done += len(own)
+            begins.append([offset for offset, _ in own])
+            spans.append(
+                [
+                    _Span(offset + nbytes, 0, place - offset)
+                    for (offset, nbytes), place in zip(own, shifts, strict=True)
+                ]
+            )
+        return cls(begins, spans, contiguous=False)
+
     def in_arena(self, layout: Layout) -> tuple[list[int], list[PlacedExtent]]:
         """Return every extent, in order, and where in a contiguous arena it would begin."""
         found: list[int] = []

@@ -60,8 +60,7 @@ class Array(NamedTuple):
     """A tensor's form, and where its elements are.
 
     `dtype` is as safetensors spells it, `stride` in elements, `device` "cpu" or "cuda:UUID".
-    `address` is that of the first element. `storage` is the address of the allocation that it is
-    in, and the bytes of that from there on, as far as the library says. `owner` keeps the memory.
+    `address` is that of the first element. `owner` keeps the memory.
     """
 
     dtype: str
@@ -69,8 +68,10 @@ class Array(NamedTuple):
     stride: tuple[int, ...]
     device: str
     address: int
-    storage: tuple[int, int]
     owner: object
+    #: Returns the address and the bytes of the allocation that `owner` is, as they are now; None:
+    #: it is the array's own memory.
+    storage_of: Callable[[Any], tuple[int, int]] | None = None
     writable: bool = True
 
     @property
@@ -99,7 +100,10 @@ class Array(NamedTuple):
         return (
             (self.address, self.shape, self.stride) == (other.address, other.shape, other.stride)
             and (self.dtype, self.device) == (other.dtype, other.device)
-            and self.storage[0] + self.storage[1] >= self.address + self.span_nbytes
+            and (
+                self.storage_of is None
+                or sum(self.storage_of(self.owner)) >= self.address + self.span_nbytes
+            )
         )
 
 
@@ -204,8 +208,7 @@ def _made(
     *,
     writable: bool = True,
 ) -> Array:
-    storage = (address, _span_nbytes(dtype, shape, stride))
-    return Array(dtype, shape, stride, device, address, storage, owner, writable)
+    return Array(dtype, shape, stride, device, address, owner, None, writable)
 
 
 def _device_at(address: int) -> str:

@@ -71,7 +71,15 @@ class InPlace:
         if extra:
             found.append(f"not in the model: {listed(extra)}")
         here = [name for name in names if name in arrays]
+        orders: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None] = {}
         for name in here:
+            array, tensor = arrays[name], wanted.get(name)
+            if tensor is not None and array[:2] == tensor[1:3] and array.writable:
+                form = array[1:3]
+                if form not in orders:
+                    orders[form] = array.order
+                if orders[form] == tensor.stride:
+                    continue
             form: Tensor | Alias = wanted[name] if name in wanted else aliases[name]
             array = arrays[name]
             if (array.dtype, array.shape) != (form.dtype, form.shape):
@@ -110,10 +118,9 @@ class InPlace:
 
     def _overlaps(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return which tensors share memory that do not in the model."""
+        held = [(self._arrays[tensor.name], tensor.name) for tensor in tensors if tensor.nbytes]
         places = sorted(
-            (array.address, array.address + array.span_nbytes, tensor.name)
-            for tensor, array in ((t, self._arrays[t.name]) for t in tensors)
-            if array.span_nbytes
+            [(array.address, array.address + array.span_nbytes, name) for array, name in held]
         )
         return [
             f"{name} shares memory with {before} here, and not in the model"

@@ -42,18 +42,23 @@ def torch_array(name: str, tensor: object) -> Array | None:
         and _is_plain(type(tensor))
         and dtype is not None
         and tensor.layout is torch.strided
-    ) or (tensor.is_neg() or tensor.is_conj()):
+        and not tensor.is_neg()
+        and (dtype != "C64" or not tensor.is_conj())
+    ):
         raise _refusal(name, tensor)
-    storage = tensor.untyped_storage()
     return Array(
         dtype,
         tuple(tensor.shape),
         tensor.stride(),
         "cpu",
         tensor.data_ptr(),
-        (storage.data_ptr(), storage.nbytes()),
-        storage,
+        tensor.untyped_storage(),
+        _storage,
     )
+
+
+def _storage(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
