@@ -105,7 +105,7 @@ def read(model: str, endpoint: str, readers: str) -> None:
                 model, peer=endpoint, transport="tcp", into=buffer, settings=settings
             ) as pull:
                 before = 0
-                while going.is_set() and not pull.progress().bytes_done == STACK_BYTES:
+                while going.is_set() and before < STACK_BYTES:
                     time.sleep(0.05)
                     now = pull.progress().bytes_done
                     counts[index] += now - before

@@ -1,6 +1,6 @@
 """Measures live memory against memory that mx lays out, as rows of the table.
 
-`scattered`: pulls that read from tensors where they are, that fill tensors where they are, and both,
+`scattered`: pulls that read from tensors where they are, fill tensors where they are, or both,
 against the same pull between contiguous memory. All memory is there before, and is reused: the
 contiguous destination is one allocation with pages as small as the tensors have. `place`: a pull
 into tensors, against a pull into a new arena and a copy of it into the tensors. Time runs from the
@@ -14,7 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -97,6 +98,17 @@ def _timed(cluster: Cluster, name: str, transport: str, **options: object) -> fl
         return time.perf_counter() - began_s
 
 
+def _copied(cluster: Cluster, transport: str, tensors: Mapping[str, torch.Tensor]) -> float:
+    """Pull into a new arena, and copy that into tensors."""
+    began_s = time.perf_counter()
+    with api.pull(
+        "lent", coordinator=cluster.coordinator, transport=transport, attach=False
+    ) as pull:
+        for name, each in pull.state_dict().items():
+            tensors[name].copy_(each)
+        return time.perf_counter() - began_s
+
+
 def scattered_rows(
     cluster: Cluster, models: Sequence[str], transports: Sequence[str], rounds: int
 ) -> list[harness.Row]:
@@ -114,10 +126,10 @@ def scattered_rows(
             for transport in transports:
                 samples = harness.interleave(
                     {
-                        "contiguous": lambda t=transport: _timed(cluster, "copied", t, into=room),  # type: ignore[misc]
-                        "source": lambda t=transport: _timed(cluster, "lent", t, into=room),  # type: ignore[misc]
-                        "target": lambda t=transport: _timed(cluster, "copied", t, into=tensors),  # type: ignore[misc]
-                        "both": lambda t=transport: _timed(cluster, "lent", t, into=tensors),  # type: ignore[misc]
+                        "contiguous": partial(_timed, cluster, "copied", transport, into=room),
+                        "source": partial(_timed, cluster, "lent", transport, into=room),
+                        "target": partial(_timed, cluster, "copied", transport, into=tensors),
+                        "both": partial(_timed, cluster, "lent", transport, into=tensors),
                     },
                     rounds,
                 )
@@ -148,21 +160,12 @@ def place_rows(
         tensors = tensors_of(model, seed=1)
         nbytes = sum(each.nbytes for each in tensors.values())
 
-        def copied(transport: str) -> float:
-            began_s = time.perf_counter()
-            with api.pull(
-                "lent", coordinator=cluster.coordinator, transport=transport, attach=False
-            ) as pull:
-                for name, each in pull.state_dict().items():
-                    tensors[name].copy_(each)  # noqa: B023 - called in this iteration only
-                return time.perf_counter() - began_s
-
         try:
             for transport in transports:
                 samples = harness.interleave(
                     {
-                        "mx": lambda t=transport: _timed(cluster, "lent", t, into=tensors),  # type: ignore[misc]
-                        "arena and copy": lambda t=transport: copied(t),  # type: ignore[misc]
+                        "mx": partial(_timed, cluster, "lent", transport, into=tensors),
+                        "arena and copy": partial(_copied, cluster, transport, tensors),
                     },
                     rounds,
                     fresh_nbytes=nbytes,

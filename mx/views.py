@@ -50,8 +50,8 @@ Span = memoryview | DeviceView
 class Window(Sequence[memoryview]):
     """Spans of host memory that one view reaches, at ascending or any other places in it.
 
-    The view may span memory that is not there, which nothing touches: the spans are made as they are
-    needed, which for many small tensors takes a tenth of what views of each by itself take.
+    The view may span memory that is not there, which nothing touches. Spans are made as they are
+    needed: for many small tensors that takes a tenth of what a view of each by itself takes.
     """
 
     __slots__ = ("base", "address", "starts", "lengths")

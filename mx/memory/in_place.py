@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 from mx.core.layout import contiguous_strides
@@ -30,6 +31,7 @@ class InPlace:
         self._tensors = tensors
         self._optional = frozenset(optional)
         self._arrays = _arrays(tensors())
+        self._arena: LiveMemory | None = None
 
     def tensors(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the tensors of these names as they are at the moment. Raises ClosedError."""
@@ -51,10 +53,14 @@ class InPlace:
             )
         names = {tensor.name for tensor in layout.tensors} | {a.name for a in layout.aliases}
         arrays = {name: self._arrays[name] for name in names}
-        return LiveMemory(layout, arrays, self._tensors, "another pull fills it", fills=True)
+        self._arena = LiveMemory(layout, arrays, self._tensors, "another pull fills it", fills=True)
+        return self._arena
 
     def release(self) -> None:
-        """Let go of the tensors. Idempotent."""
+        """Let go of the tensors, and of the arena. Idempotent."""
+        if self._arena is not None:
+            self._arena.release()
+            self._arena = None
         self._arrays.clear()
         self._tensors = _released
 
@@ -75,10 +81,10 @@ class InPlace:
         for name in here:
             array, tensor = arrays[name], wanted.get(name)
             if tensor is not None and array[:2] == tensor[1:3] and array.writable:
-                form = array[1:3]
-                if form not in orders:
-                    orders[form] = array.order
-                if orders[form] == tensor.stride:
+                kind = array[1:3]
+                if kind not in orders:
+                    orders[kind] = array.order
+                if orders[kind] == tensor.stride:
                     continue
             form: Tensor | Alias = wanted[name] if name in wanted else aliases[name]
             array = arrays[name]
@@ -118,9 +124,17 @@ class InPlace:
 
     def _overlaps(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return which tensors share memory that do not in the model."""
-        held = [(self._arrays[tensor.name], tensor.name) for tensor in tensors if tensor.nbytes]
+        arrays = self._arrays
+        held = [arrays[tensor.name] for tensor in tensors if tensor.nbytes]
+        begins = [array.address for array in held]
+        ends = map(add, begins, [tensor.nbytes for tensor in tensors if tensor.nbytes])
+        edges = sorted(zip(begins, ends, strict=True))
+        if all(end <= begin for (_, end), (begin, _) in pairwise(edges)):
+            return []
         places = sorted(
-            [(array.address, array.address + array.span_nbytes, name) for array, name in held]
+            (arrays[t.name].address, arrays[t.name].address + arrays[t.name].span_nbytes, t.name)
+            for t in tensors
+            if arrays[t.name].span_nbytes
         )
         return [
             f"{name} shares memory with {before} here, and not in the model"

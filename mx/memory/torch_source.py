@@ -15,7 +15,7 @@ from mx.memory.tensors import TORCH_DTYPES
 
 try:
     import torch
-    from torch.nn.parameter import UninitializedTensorMixin
+    from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 except ModuleNotFoundError as error:
     raise torch_missing(error) from None
 
@@ -171,7 +171,8 @@ def describe(what: Any) -> Described:
 def _is_plain(kind: type[torch.Tensor]) -> bool:
     """Return True if a class of tensors does not compute their values or keep them elsewhere."""
     own = kind.__torch_dispatch__
-    return own is torch.Tensor.__torch_dispatch__ and not issubclass(kind, UninitializedTensorMixin)
+    lazy = issubclass(kind, UninitializedParameter | UninitializedBuffer)
+    return own is torch.Tensor.__torch_dispatch__ and not lazy
 
 
 def _resolved(tensor: object) -> object:

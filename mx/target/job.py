@@ -310,7 +310,12 @@ class Job:
                 unmapped = connection, entry
                 break
 
-        self.arena = arena = options.new_arena(manifest.layout)
+        if isinstance(options.into, InPlace):
+            # Comparing many tensors takes a while, in which leases are to be renewed.
+            arena = await uncut(in_thread(options.new_arena, manifest.layout))
+        else:
+            arena = options.new_arena(manifest.layout)
+        self.arena = arena
         self.pages = pages = Pages(manifest)
         self._transfer = transfer = Transfer(
             manifest,

@@ -137,7 +137,8 @@ class SendingExposure(SocketExposure):
 def _in_host(view: View) -> memoryview | ScatteredView:
     """Return a view whose bytes are all in host memory. Raises LocalError if some are not."""
     if isinstance(view, ScatteredView):
-        for span in view.located()[1]:
-            host_view(span)
+        if view.places() is None:  # else it is known to be in host memory
+            for span in view.located()[1]:
+                host_view(span)
         return view
     return host_view(view)
