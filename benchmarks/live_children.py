@@ -89,7 +89,7 @@ def work(model: str, coordinator: str, max_bandwidth: str) -> None:
 
 def read(model: str, endpoint: str, readers: str) -> None:
     """Read a model over and over by tcp, with so many readers, between the lines `go` and `stop`;
-    print the bytes that came in between. The last core is theirs alone, as far as they go."""
+    print the bytes that have come after each line. The last core is theirs alone, as far as they go."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     going, over = threading.Event(), threading.Event()
     settings = config.load({"listen": "127.0.0.1:0"})
@@ -116,8 +116,10 @@ def read(model: str, endpoint: str, readers: str) -> None:
         thread.start()
     print("ready", flush=True)
     for line in sys.stdin:
-        counts[:] = [0] * len(counts) if line.strip() == "go" else counts
-        (going.set if line.strip() == "go" else going.clear)()
+        if line.strip() == "go":
+            going.set()
+        elif line.strip() == "stop":
+            going.clear()
         print(sum(counts), flush=True)
     over.set()
     going.set()

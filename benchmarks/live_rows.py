@@ -71,7 +71,9 @@ class Child:
             self._process.wait(60)
         finally:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
 
 
 def _serve(cluster: Cluster, model: str) -> tuple[Child, Child]:

@@ -51,6 +51,7 @@ class SendingExposure(SocketExposure):
             listeners=listeners,
             stall_timeout_s=options.stall_timeout_s,
             tls=tls,
+            background=options.background,
         )
         self._limiter = options.limiter
         self._sent_bytes = 0
