@@ -89,7 +89,8 @@ def work(model: str, coordinator: str, max_bandwidth: str) -> None:
 
 def read(model: str, endpoint: str, readers: str) -> None:
     """Read a model over and over by tcp, with so many readers, between the lines `go` and `stop`;
-    print the bytes that have come after each line. The last core is theirs alone, as far as they go."""
+    print the bytes that have come after each line. They stay on the last core, so that what they
+    take themselves, which is on other machines elsewhere, leaves the lender one core."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     going, over = threading.Event(), threading.Event()
     settings = config.load({"listen": "127.0.0.1:0"})
