@@ -18,63 +18,81 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mx.api import (
+        BundleStatus,
         LayerEvent,
         PlannedPull,
+        ProcessingKey,
         Progress,
         Pull,
         PullReport,
         Source,
         TopologyReport,
+        list_bundles,
         list_models,
         list_sources,
+        list_tables,
         load,
         plan,
         pull,
         serve,
         topology,
+        wait_for_bundle,
+        wait_for_bundle_async,
     )
     from mx.errors import MxError
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BundleStatus": "mx.api",
     "LayerEvent": "mx.api",
     "MxError": "mx.errors",
     "PlannedPull": "mx.api",
+    "ProcessingKey": "mx.core.variant",
     "Progress": "mx.api",
     "Pull": "mx.api",
     "PullReport": "mx.api",
     "Source": "mx.api",
     "TopologyReport": "mx.api",
+    "list_bundles": "mx.api",
     "list_models": "mx.api",
     "list_sources": "mx.api",
+    "list_tables": "mx.api",
     "load": "mx.api",
     "plan": "mx.api",
     "pull": "mx.api",
     "serve": "mx.api",
     "topology": "mx.api",
+    "wait_for_bundle": "mx.api",
+    "wait_for_bundle_async": "mx.api",
 }
 
 #: Modules that are attributes of `mx`, too.
 _MODULES = ("config", "errors")
 
 __all__ = [
+    "BundleStatus",
     "LayerEvent",
     "MxError",
     "PlannedPull",
+    "ProcessingKey",
     "Progress",
     "Pull",
     "PullReport",
     "Source",
     "TopologyReport",
     "__version__",
+    "list_bundles",
     "list_models",
     "list_sources",
+    "list_tables",
     "load",
     "plan",
     "pull",
     "serve",
     "topology",
+    "wait_for_bundle",
+    "wait_for_bundle_async",
 ]
 
 

@@ -23,6 +23,7 @@ from mx.core.types import (
     SourceRole,
     SourceState,
 )
+from mx.core.variant import members_of, membership, why_not_a_variant
 from mx.errors import ConfigError, ManifestError, PeerProtocolError
 from mx.units import MIB
 from mx.wire.address import split_address
@@ -77,7 +78,7 @@ def _why_not_a_name(what: str, text: str) -> str | None:
     # `mx.core.reference` reads these characters as the end of the name.
     if set(text) & set(_NOT_IN[what]):
         return f"{what} {text!a}: {' and '.join(map(repr, _NOT_IN[what]))} are not allowed"
-    return None
+    return why_not_a_variant(text) if what == "variant" else None
 
 
 def check_model_key(key: ModelKey) -> None:
@@ -113,6 +114,21 @@ def key_from_wire(message: pb.ModelKey) -> ModelKey:
         if why is not None:
             raise _refuse(why)
     return key
+
+
+def bundle_from_wire(message: pb.ModelKey) -> ModelKey:
+    """Return the key of a bundle: with `*` in place of each rank. "" stands for no revision."""
+    member = membership(message.variant)
+    if member.bundle != message.variant:
+        raise _refuse(f"variant {message.variant[:80]!a} is no bundle")
+    texts = [("model name", message.name), ("variant", next(members_of(message.variant)))]
+    if message.revision:
+        texts.append(("revision", message.revision))
+    for what, text in texts:
+        why = _why_not_a_name(what, text)
+        if why is not None:
+            raise _refuse(why)
+    return ModelKey(message.name, message.revision, message.variant)
 
 
 def digest_from_wire(data: bytes, what: str) -> bytes:
@@ -225,6 +241,7 @@ def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.Addre
         regions=regions,
         held=ranges_to_wire(table.held),
         rows=len(table.rows) if row_count is None else row_count,
+        layers=table.layer_count,
     )
 
 
@@ -263,7 +280,10 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
         digest_from_wire(message.layout_digest, "layout_digest"),
         regions,
         held=ranges_from_wire(message.held),
+        layer_count=message.layers,
     )
+    if message.layers > MAX_LAYERS:
+        raise _refuse(f"{message.layers} layers are more than any model has")
     if message.rows and all(region.layers for region in regions):
         raise _refuse("rows are announced, but every region has layers of its own")
     check_held(table, table.held, rows=message.rows)

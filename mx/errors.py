@@ -114,6 +114,14 @@ class UnknownModelError(CoordinatorError):
     """No such model, revision or variant is registered."""
 
 
+class BundleIncompleteError(CoordinatorError):
+    """Not every rank of a bundle is served. `missing` has the variants of those that are not."""
+
+    def __init__(self, message: str, *, hint: str = "", missing: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.missing = missing
+
+
 class UnknownSourceError(CoordinatorError):
     """No such source is registered: its lease ended, the coordinator restarted, or it never was."""
 

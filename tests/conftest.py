@@ -49,6 +49,7 @@ hypothesis.settings.load_profile("ci")
 _NEEDS = {
     "torch": [
         "unit/test_demo_models.py",
+        "unit/test_files_writer.py",
         "unit/test_held_model.py",
         "unit/test_hints.py",
         "unit/test_job.py",
@@ -61,6 +62,7 @@ _NEEDS = {
         "unit/test_reuse.py",
         "unit/test_safetensors.py",
         "unit/test_shared_folder.py",
+        "unit/test_side_files.py",
         "unit/test_tensors.py",
         "unit/test_text.py",
         "unit/test_verify.py",

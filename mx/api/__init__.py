@@ -6,30 +6,40 @@ which starts with the first user and stops with the last: the caller needs no ev
 
 from __future__ import annotations
 
+from mx.api.bundles import list_bundles, wait_for_bundle, wait_for_bundle_async
 from mx.api.listing import list_models, list_sources
 from mx.api.load_tensors import load
 from mx.api.observe import Observer, Overview
 from mx.api.planning import PlannedPull, plan
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
+from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull, pull
 from mx.core.progress import Progress
+from mx.core.variant import ProcessingKey
 from mx.errors import MxError
 from mx.target.report import LayerEvent, PullReport
+from mx.wire.listing import BundleStatus
 
 __all__ = [
+    "BundleStatus",
     "LayerEvent",
     "MxError",
     "Observer",
     "Overview",
+    "PlacedTensor",
     "PlannedPull",
+    "ProcessingKey",
     "Progress",
     "Pull",
     "PullReport",
     "Source",
+    "SourceTable",
     "TopologyReport",
+    "list_bundles",
     "list_models",
     "list_sources",
+    "list_tables",
     "load",
     "offer",
     "plan",
@@ -38,4 +48,6 @@ __all__ = [
     "source_options",
     "start_source",
     "topology",
+    "wait_for_bundle",
+    "wait_for_bundle_async",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from mx import config, plugins
+from mx.core.variant import ProcessingKey
 from mx.cuda.device import device_key, find_ordinal
 from mx.cuda.driver import load
 from mx.cuda.errors import CudaUnavailableError
@@ -42,6 +43,18 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], hint: st
     """
     if not isinstance(value, kind):
         raise ConfigError(f"`{name}={value!r}` is of type {type(value).__name__}", hint=hint)
+
+
+def variant_text(variant: object) -> str:
+    """Return the text of the argument `variant`.
+
+    Raises:
+        ConfigError: It is neither text nor a `ProcessingKey`.
+    """
+    if isinstance(variant, ProcessingKey):
+        return str(variant)
+    check_type("variant", variant, str, "it must be text or an mx.ProcessingKey")
+    return str(variant)
 
 
 def resolve_device(device: str) -> str:

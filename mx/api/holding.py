@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mx import config, trace
+from mx.api.tensors import live_tensors
 from mx.core.types import Layout, ModelKey
 from mx.errors import ConfigError
 from mx.memory.arrays import arrays_of
@@ -95,8 +96,6 @@ def lend(
         raise ConfigError(
             "only tensors in memory can be lent", hint="serve a path without `copy=False`"
         )
-    from mx.memory.torch_source import live_tensors
-
     tensors = live_tensors(what, non_persistent=non_persistent)
     arrays = arrays_of(tensors())
     with trace.span("serve.lend", tensors=len(arrays)):

@@ -27,7 +27,7 @@ def list_models(
         CoordinatorError: The coordinator does not answer.
         ConfigError: A setting is wrong.
     """
-    return _ask(lambda client: client.list_models(), coordinator, settings)
+    return ask(lambda client: client.list_models(), coordinator, settings)
 
 
 def list_sources(
@@ -45,31 +45,46 @@ def list_sources(
         ConfigError: `model` or a setting is wrong.
     """
     wanted = parse_reference(model)
-    found = _ask(lambda client: client.list_sources(wanted.name), coordinator, settings)
+    found = ask(lambda client: client.list_sources(wanted.name), coordinator, settings)
     return [each for each in found if wanted.fits(each.record.model, each.record.ref)]
 
 
-def _ask(
+def ask(
     question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]],
     coordinator: str | None,
     settings: config.Settings | None,
 ) -> T:
+    """Ask a coordinator, and return its answer. Blocks.
+
+    Args:
+        question: Called with a client, on the loop.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        MxError: What `question` raises.
+    """
     settings = settings or config.load()
-
-    async def run() -> T:
-        client = CoordinatorClient(
-            coordinator or settings.coordinator,
-            tls=tls_of(settings),
-            insecure=settings.insecure,
-            timeout_s=settings.connect_timeout_s,
-        )
-        try:
-            return await question(client)
-        finally:
-            await client.close()
-
     loop = runtime.acquire()
     try:
-        return loop.run(run())
+        return loop.run(asking(question, coordinator, settings))
     finally:
         runtime.release(loop)
+
+
+async def asking(
+    question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]],
+    coordinator: str | None,
+    settings: config.Settings,
+) -> T:
+    """Ask as `ask` does; on the loop."""
+    client = CoordinatorClient(
+        coordinator or settings.coordinator,
+        tls=tls_of(settings),
+        insecure=settings.insecure,
+        timeout_s=settings.connect_timeout_s,
+    )
+    try:
+        return await question(client)
+    finally:
+        await client.close()

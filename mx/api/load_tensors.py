@@ -19,7 +19,8 @@ def load(model: str, **options: Any) -> dict[str, torch.Tensor]:
 
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.
-        options: The options of `pull`, except `hold`, which needs the `Pull` itself.
+        options: The options of `pull`, except `hold`, which needs the `Pull` itself, and
+            `files_only`.
 
     Returns:
         Views that keep their memory alive: the source's memory, mapped privately, where it could
@@ -33,6 +34,10 @@ def load(model: str, **options: Any) -> dict[str, torch.Tensor]:
     if options.get("hold"):
         raise ConfigError(
             "`load` can't hold a model for others", hint="call mx.pull with `hold=True`"
+        )
+    if options.get("files_only"):
+        raise ConfigError(
+            "`files_only` pulls no tensors", hint="mx.pull(...).files() has the files"
         )
     import mx.memory.tensors  # noqa: F401  # fails before the pull if torch is missing
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mx import config
-from mx.api.common import DEFAULT_VARIANT, check_type, tls_of, transports
+from mx.api.common import check_type, tls_of, transports, variant_text
 from mx.api.source import source_options
+from mx.api.tensors import in_place, is_module
 from mx.core.pages import Pages
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.types import Manifest, ModelKey
@@ -33,7 +33,7 @@ def pull_options(
     fallback: str | Path | None = None,
     out: str | Path | None = None,
     revision: str,
-    variant: str,
+    variant: object,
     transport: str | None,
     wait_s: float | None = None,
     **rest: Any,
@@ -46,7 +46,7 @@ def pull_options(
         peer, path, fallback: Where to pull from; at most one of them.
         out: The folder to write a checkpoint to.
         revision: The revision's label, "" for the one that `model` means.
-        variant: The variant's name, "" for the default.
+        variant: The variant, text or a `ProcessingKey`; "" for the one that `model` means.
         transport: The only one to use; None for all.
         wait_s: Seconds to wait for a source, or text like "1m"; None for the settings' value.
         rest: Further fields of `PullOptions`.
@@ -57,9 +57,10 @@ def pull_options(
     Raises:
         ConfigError: An argument is of a wrong type or has a wrong value; it is named.
     """
+    variant = variant_text(variant)
     _check_types(
         model=model, peer=peer, path=path, fallback=fallback, out=out, revision=revision,
-        variant=variant, transport=transport, **rest,
+        transport=transport, **rest,
     )  # fmt: skip
     settings = config.given(settings, wait_s=wait_s)
     reference = parse_reference(model, revision=revision, variant=variant)
@@ -72,6 +73,8 @@ def pull_options(
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
     if rest.get("follow"):
         _check_follow(reference, path=path, fallback=fallback, out=out, device=rest.get("device"))
+    if rest.get("files_only"):
+        _check_files_only(model, path, rest)
     disk = path if path is not None else fallback
     tls = tls_of(settings)
     in_place = isinstance(rest.get("into"), InPlace)
@@ -81,7 +84,7 @@ def pull_options(
     return PullOptions(
         name=reference.pinned_name,
         revision=reference.revision,
-        variant=reference.variant or DEFAULT_VARIANT,
+        variant=reference.variant,
         peer=peer,
         disk=None if disk is None else Path(disk),
         fall_back_to_disk=fallback is not None,
@@ -115,9 +118,9 @@ def _check_follow(reference: ModelReference, **others: object) -> None:
 
 
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
-_TEXTS = ("model", "revision", "variant", "peer", "coordinator", "transport")
+_TEXTS = ("model", "revision", "peer", "coordinator", "transport")
 _PATHS = ("path", "fallback", "out")
-_FLAGS = ("hold", "attach", "resume", "follow")
+_FLAGS = ("hold", "attach", "resume", "follow", "files_only")
 _OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
 
 
@@ -132,6 +135,28 @@ def _check_types(**given: object) -> None:
             check_type(name, value, (str, os.PathLike), "it must be text or a pathlib.Path")
         elif name in _FLAGS:
             check_type(name, value, bool, "it is True or False")
+
+
+def _check_files_only(model: str, path: str | Path | None, rest: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what a pull of files only can't do."""
+    given = {
+        "hold": rest.get("hold"),
+        "into": rest.get("into") is not None,
+        "reuse": rest.get("reuse"),
+        "follow": rest.get("follow"),
+        "device": rest.get("device", "cpu") != "cpu",
+    }
+    for name, wanted in given.items():
+        if wanted:
+            raise ConfigError(
+                f"`files_only` pulls no weights, so `{name}` has nothing to work on",
+                hint=f"leave out `files_only` or `{name}`",
+            )
+    if path is not None and "@" in model:
+        raise ConfigError(
+            "only the weights prove a pin, and `files_only` does not read those in `path`",
+            hint="leave out the pin, or pull from a source, whose files the pin can prove",
+        )
 
 
 def _host(
@@ -163,10 +188,7 @@ def destination(into: object) -> memoryview | InPlace | None:
     """
     if into is None:
         return None
-    torch: Any = sys.modules.get("torch")
-    if isinstance(into, Mapping) or (torch is not None and isinstance(into, torch.nn.Module)):
-        from mx.memory.torch_source import in_place
-
+    if isinstance(into, Mapping) or is_module(into):
         return in_place(into)
     return writable_bytes(into)
 

@@ -11,6 +11,7 @@ from mx.api.options import pull_options
 from mx.core.planner import Plan
 from mx.core.topology import Place
 from mx.core.types import ManifestRef, ModelKey
+from mx.core.variant import ProcessingKey
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.target.resolver import describe
@@ -72,7 +73,7 @@ def plan(
     *,
     peer: str | None = None,
     revision: str = "",
-    variant: str = "",
+    variant: str | ProcessingKey = "",
     coordinator: str | None = None,
     transport: str | None = None,
     attach: bool = True,
@@ -87,7 +88,8 @@ def plan(
         model: NAME, NAME:REVISION or NAME@PIN.
         peer: HOST:PORT of the one source to consider, without a coordinator.
         revision: The revision, where `model` names none.
-        variant: The variant; "checkpoint" if empty.
+        variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint", or
+            the only one that is listed.
         coordinator: HOST:PORT; None takes the address in the settings.
         transport: The name of the only transport to consider.
         attach: False leaves out paths that share memory.

@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
 from mx.api.closing import Closable, Step
-from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, resolve_device, tls_of, transports
+from mx.api.common import (
+    DEFAULT_REVISION,
+    DEFAULT_VARIANT,
+    resolve_device,
+    tls_of,
+    transports,
+    variant_text,
+)
 from mx.api.holding import check_names, hold, lend
+from mx.codec import check_model_key
 from mx.core.limits import Bounds
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
+from mx.core.variant import ProcessingKey, membership
 from mx.errors import (
     ClosedError,
     ConfigError,
@@ -27,7 +36,7 @@ from mx.errors import (
     CoordinatorVersionError,
     MxError,
 )
-from mx.runtime import uncut
+from mx.source.handover import Handover
 from mx.source.lending import Lending
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer, SourceStats
@@ -77,6 +86,7 @@ class Source(Closable):
         """
         self._server = server
         self._held = held
+        self._handover = Handover(server)
         self._embedded = embedded
         self._settings = settings
         self._closing = threading.Event()
@@ -173,6 +183,11 @@ class Source(Closable):
         pull goes on from other sources of the old weights, or fails. No reader gets a mixture of
         the two. Memory that readers attached to keeps the old weights.
 
+        The ranks of a bundle (`variant` with `tp`, `pp` or `ep`) update in step: each calls this
+        once per update, even if its own weights stay the same, and gets the same revision. NAME
+        means the previous one until all have registered. A rank that others are missing for returns
+        and goes on serving the previous weights, too, until they have come.
+
         Args:
             what: The new weights, as for `serve`.
             grace_s: Seconds that readers of the old weights have to finish.
@@ -208,7 +223,8 @@ class Source(Closable):
                 on_progress=on_progress,
                 cancelled=self._closing.is_set,
             )
-            if held.manifest.ref.identity == self._held.manifest.ref.identity:
+            same = held.manifest.ref.identity == self._held.manifest.ref.identity
+            if same and membership(self.model.variant).alone:
                 held.arena.release()
             else:
                 self._loop.run(self._replace(held, grace_s))
@@ -218,7 +234,7 @@ class Source(Closable):
         old = self._held
         await self._server.replace(old.source_id, held)
         self._held = held
-        await uncut(self._server.retire(old.source_id, grace_s, self._closing.is_set))
+        await self._handover.hand_over(old, held, grace_s, self._closing.is_set)
 
     @contextlib.contextmanager
     def changing(
@@ -297,7 +313,12 @@ class Source(Closable):
 
     def _closing_steps(self) -> list[Step]:
         embedded = [] if self._embedded is None else [self._awaiting(self._embedded.stop)]
-        return [self._awaiting(self._server.close), *embedded, self._closed.set]
+        return [
+            self._awaiting(self._handover.close),
+            self._awaiting(self._server.close),
+            *embedded,
+            self._closed.set,
+        ]
 
     def forked(self) -> None:
         super().forked()
@@ -376,7 +397,7 @@ async def _join_or_embed(
     return coordinator
 
 
-def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
+def _key_of(what: Any, model: str, revision: str, variant: str | ProcessingKey) -> ModelKey:
     if not model and isinstance(what, str | Path):
         model = model_name_of(Path(what))
         if any(sign in model for sign in ":@[]") or has_control(model):
@@ -386,17 +407,19 @@ def _key_of(what: Any, model: str, revision: str, variant: str) -> ModelKey:
             )
     if not model:
         raise ConfigError("the model has no name", hint="give it a name with `model`")
-    reference = parse_reference(model, revision=revision, variant=variant)
+    reference = parse_reference(model, revision=revision, variant=variant_text(variant))
     if reference.pin:
         raise ConfigError(
             f"{model!r} pins an identity, which only a pull can do",
             hint=f"serve it as {reference.name}",
         )
-    return ModelKey(
+    key = ModelKey(
         reference.name,
         reference.revision or DEFAULT_REVISION,
         reference.variant or DEFAULT_VARIANT,
     )
+    check_model_key(key)  # before the weights are read
+    return key
 
 
 async def _until_it_answers(
@@ -427,7 +450,7 @@ def serve(
     *,
     model: str = "",
     revision: str = "",
-    variant: str = "",
+    variant: str | ProcessingKey = "",
     coordinator: str | None = None,
     embed: bool = True,
     device: str = "cpu",
@@ -453,7 +476,8 @@ def serve(
             `copy` is False.
         model: NAME or NAME:REVISION; by default the name of the checkpoint's folder.
         revision: The revision, where `model` names none; "main" if empty.
-        variant: The variant; "checkpoint" if empty.
+        variant: The variant: a word, or a `ProcessingKey` or its text, such as
+            "engine=vllm,tp=0/2,dtype=bf16"; "checkpoint" if empty.
         coordinator: HOST:PORT of the coordinator to register with. None takes the address in the
             settings; if that is the default and no coordinator answers there, embeds one.
         embed: False never embeds a coordinator.

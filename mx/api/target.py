@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import resolve_device, transports
+from mx.api.described import Described
 from mx.api.layers import tensors_in, tensors_of
 from mx.api.options import destination, pull_options
 from mx.api.reuse import Holder, held_by
@@ -20,6 +21,7 @@ from mx.api.source import Source, offer, source_options, start_source
 from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.types import Manifest, ModelKey, SourceRole
+from mx.core.variant import ProcessingKey
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.errors import ClosedError, ConfigError, another, release_frames
@@ -30,6 +32,7 @@ from mx.memory.readiness import LayerSignals
 from mx.source.model import HeldModel
 from mx.source.relay import Relay
 from mx.target.events import EventLog
+from mx.target.files_job import FilesJob
 from mx.target.job import Job
 from mx.target.options import PullOptions
 from mx.target.progress import ProgressReporter
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Pull(Closable):
+class Pull(Described, Closable):
     """A running pull. Iterate `layers()`, or `wait()`; then call `state_dict()`.
 
     A context manager, blocking or async, that closes the pull at its end. `await pull` waits as
@@ -66,8 +69,12 @@ class Pull(Closable):
         self._job, self._task = loop.run(self._begin(options))
         super().__init__(loop)
 
-    async def _begin(self, options: PullOptions) -> tuple[Job, asyncio.Task[None]]:
-        job = Job(options, transports(), self._state)
+    async def _begin(self, options: PullOptions) -> tuple[Job | FilesJob, asyncio.Task[None]]:
+        job: Job | FilesJob
+        if options.files_only:
+            job = FilesJob(options, self._state)
+        else:
+            job = Job(options, transports(), self._state)
         task = asyncio.create_task(job.run(), name="mx-pull")
         self._reporter = ProgressReporter(
             options, self._state, job.progress, lambda: job.key, job.reader_id
@@ -163,7 +170,7 @@ class Pull(Closable):
 
     @property
     def manifest(self) -> Manifest | None:
-        """The manifest; None until it is known."""
+        """The manifest; None until it is known. `wait_manifest` waits for it."""
         return self._job.manifest
 
     @property
@@ -212,6 +219,8 @@ class Pull(Closable):
     def _arena_view(self) -> tuple[Manifest, View]:
         if self._state.error is not None:
             raise another(self._state.error)
+        if self._options.files_only:
+            raise ConfigError("a pull of files only has no tensors", hint="files() gives its files")
         with self._lock:
             arena, manifest = self._job.arena, self._job.manifest
             if self._closed or arena is None or manifest is None:
@@ -441,6 +450,7 @@ class Pull(Closable):
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._reporter.close()
+        await self._job.files.close()
         await self._job.leave()
         # The task records no error if it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))
@@ -453,7 +463,7 @@ def pull(
     path: str | Path | None = None,
     fallback: str | Path | None = None,
     revision: str = "",
-    variant: str = "",
+    variant: str | ProcessingKey = "",
     coordinator: str | None = None,
     device: str = "cpu",
     out: str | Path | None = None,
@@ -466,6 +476,7 @@ def pull(
     follow: bool = False,
     wait_s: float | None = None,
     resume: bool = True,
+    files_only: bool = False,
     settings: config.Settings | None = None,
 ) -> Pull:
     """Start to pull `model`, and return at once.
@@ -480,7 +491,8 @@ def pull(
         path: A checkpoint on disk to read, instead of sources.
         fallback: A checkpoint on disk to read if no source can be used.
         revision: The revision, where `model` names none.
-        variant: The variant; "checkpoint" if empty.
+        variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint", or
+            the only one that is listed.
         coordinator: HOST:PORT; None takes the address in the settings.
         device: "cpu", or "cuda:N" for that GPU's memory, which `out` and `verify="strong"` copy
             back to the host.
@@ -507,6 +519,11 @@ def pull(
         resume: False neither resumes from what a failed pull left beside `out` nor leaves
             anything there. Otherwise a pull that fails keeps the layers that it has written, and
             its error says so.
+        files_only: Pull only the model's side files (configuration, tokenizer), to `out`, or into
+            memory, where `Pull.files` has them. No weights are read, and nothing is said of them:
+            the report has `files`, and 0 bytes. Not together with `hold`, `into`, `reuse` or a
+            `device`, nor, from `path`, with a pin, which only the weights prove; other options of
+            the weights have no effect.
         settings: Settings to use; None loads them from the environment and the files.
 
     Returns:
@@ -544,6 +561,7 @@ def pull(
         wait_s=wait_s,
         resume=resume,
         follow=follow,
+        files_only=files_only,
     )
     loop = runtime.acquire()
     try:

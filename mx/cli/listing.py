@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from mx.cli import options, outcome
+from mx.core.variant import ProcessingKey
+from mx.errors import ConfigError
 from mx.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from mx.wire.listing import SourceStatus
+    from mx.api.tables import SourceTable
+    from mx.wire.listing import BundleStatus, SourceStatus
+
+#: The most missing ranks of a bundle that the table names.
+_MAX_SHOWN = 8
 
 
 def models(
@@ -27,6 +35,9 @@ def models(
 ) -> None:
     """List the models that can be pulled, and the pin of each.
 
+    A variant with fields such as tp=0/2 is one of the ranks that make a whole; below the models
+    these bundles are listed, with the ranks that no source holds completely.
+
     NAME@PIN gets exactly these weights, whatever the coordinator says, and exactly these files
     where the pin covers files. A model whose name stands for other weights by now is found by its
     pin only.
@@ -39,6 +50,7 @@ def models(
     from mx import api
 
     found = api.list_models(coordinator=settings.coordinator, settings=settings)
+    bundles = api.list_bundles(coordinator=settings.coordinator, settings=settings)
     if as_json:
         listed = [
             {
@@ -56,7 +68,8 @@ def models(
             }
             for entry in found
         ]
-        outcome.emit({"coordinator": settings.coordinator, "models": listed})
+        in_bundles = [bundle_object(bundle) for bundle in bundles]
+        outcome.emit({"coordinator": settings.coordinator, "models": listed, "bundles": in_bundles})
         return
     if not found:
         outcome.say(f"the coordinator at {settings.coordinator} knows no models")
@@ -69,7 +82,7 @@ def models(
         table.add_row(
             entry.model.name,
             entry.model.revision,
-            entry.model.variant,
+            _spaced(entry.model.variant),
             # Without a source that holds all of it nothing is known of its size.
             format_bytes(entry.nbytes) if entry.layers else "-",
             str(entry.layers) if entry.layers else "-",
@@ -77,6 +90,7 @@ def models(
             "its pin only" if entry.pin_only else "name or pin",
         )
     outcome.show(table)
+    _show_bundles([bundle for bundle in bundles if bundle.ranks > 1])
     # Not in the table, which a terminal would wrap: these are to be copied.
     outcome.write("\npins:")
     for entry in found:
@@ -86,6 +100,9 @@ def models(
 def sources(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Only those of this one.", metavar="MODEL")] = "",
+    table: Annotated[
+        bool, typer.Option("--table", help="Show where each tensor of MODEL is in their memory.")
+    ] = False,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
@@ -104,10 +121,17 @@ def sources(
     - `mx sources`
 
     - `mx sources llama-8b --json`
+
+    - `mx sources llama-8b --table`
     """
     settings = options.settings_of(context)
     from mx import api
 
+    if table:
+        if not model:
+            raise ConfigError("--table shows the sources of one model", hint="name the model")
+        _show_tables(api.list_tables(model, settings=settings), settings.coordinator, as_json)
+        return
     found = api.list_sources(model, coordinator=settings.coordinator, settings=settings)
     if as_json:
         listed = [source_object(status) for status in found]
@@ -117,14 +141,14 @@ def sources(
         of = f" of {model}" if model else ""
         outcome.say(f"the coordinator at {settings.coordinator} knows no sources{of}")
         return
-    table = Table("model", "endpoint", "host", "role", "state", box=None, pad_edge=False)
+    rows = Table("model", "endpoint", "host", "role", "state", box=None, pad_edge=False)
     for name in ("layers", "readers", "lease"):
-        table.add_column(name, justify="right")
-    table.add_column("transports")
+        rows.add_column(name, justify="right")
+    rows.add_column("transports")
     for status in found:
         record = status.record
-        table.add_row(
-            str(record.model),
+        rows.add_row(
+            _spaced(str(record.model)),
             record.endpoint,
             record.place.hostname,
             record.role.value,
@@ -134,7 +158,79 @@ def sources(
             format_seconds(status.lease_left_s),
             ", ".join(record.transports),
         )
+    outcome.show(rows)
+
+
+def _show_tables(tables: list[SourceTable], coordinator: str, as_json: bool) -> None:
+    if as_json:
+        listed = [
+            {
+                "source_id": each.record.source_id,
+                "endpoint": each.record.endpoint,
+                "generation": each.record.generation,
+                "live": each.live,
+                "error": each.error,
+                "table": [asdict(tensor) for tensor in each.tensors],
+            }
+            for each in tables
+        ]
+        outcome.emit({"coordinator": coordinator, "sources": listed})
+        return
+    for each in tables:
+        what = "each tensor where its owner has it" if each.live else "one arena"
+        outcome.write(f"{each.record.model} at {each.record.endpoint}: {each.error or what}")
+        rows = Table("tensor", "layer", "device", box=None, pad_edge=False)
+        for name in ("address", "bytes"):
+            rows.add_column(name, justify="right")
+        for tensor in each.tensors:
+            rows.add_row(
+                tensor.name, tensor.layer, tensor.device, f"{tensor.address:#x}", str(tensor.nbytes)
+            )
+        outcome.show(rows)
+
+
+def _show_bundles(bundles: Sequence[BundleStatus]) -> None:
+    if not bundles:
+        return
+    table = Table("bundle", "revision", "ranks", "state", box=None, pad_edge=False)
+    for bundle in bundles:
+        state = "complete"
+        if not bundle.complete:
+            shown = ", ".join(map(_ranks_of, bundle.missing[:_MAX_SHOWN]))
+            state = f"missing {shown}" + (" …" if bundle.missing_count > _MAX_SHOWN else "")
+        table.add_row(
+            _spaced(f"{bundle.name}[{bundle.variant}]"),
+            bundle.revision + ("" if bundle.named else ", by its revision only"),
+            f"{bundle.ranks - bundle.missing_count} of {bundle.ranks}",
+            state,
+        )
+    outcome.write("")
     outcome.show(table)
+
+
+def _ranks_of(variant: str) -> str:
+    """Return the ranks in a processing key, such as "tp=1/2 pp=0/4"."""
+    return " ".join(f"{name}={rank}" for name, rank in ProcessingKey.parse(variant).ranks.items())
+
+
+def _spaced(text: str) -> str:
+    """Return a processing key so that a terminal may break it between its fields. It is still read
+    as the same."""
+    return text.replace(",", ", ") if "=" in text else text
+
+
+def bundle_object(bundle: BundleStatus) -> dict[str, object]:
+    """Return a bundle as `--json` prints it."""
+    return {
+        "model": bundle.name,
+        "revision": bundle.revision,
+        "variant": bundle.variant,
+        "ranks": bundle.ranks,
+        "complete": bundle.complete,
+        "missing": list(bundle.missing),
+        "missing_count": bundle.missing_count,
+        "named": bundle.named,
+    }
 
 
 def source_object(status: SourceStatus) -> dict[str, object]:

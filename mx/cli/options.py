@@ -130,6 +130,14 @@ def _transport_names() -> list[str]:
     return plugins.names()
 
 
+Variant = Annotated[
+    str,
+    typer.Option(
+        help="Which of its variants: a word, or FIELD=VALUE,... like tp=0/2,dtype=bf16. "
+        "(default: checkpoint, else the only one)",
+        metavar="V",
+    ),
+]
 OneTransport = Annotated[
     str | None,
     typer.Option(

@@ -38,9 +38,7 @@ def plan(
     revision: Annotated[
         str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
     ] = "",
-    variant: Annotated[
-        str, typer.Option(help="Which of its variants. (default: checkpoint)", metavar="V")
-    ] = "",
+    variant: options.Variant = "",
     transport: options.OneTransport = None,
     no_attach: Annotated[
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")

@@ -15,6 +15,7 @@ from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Pull, PullReport
+    from mx.target.report import FilesReport
 
 
 def pull(
@@ -38,9 +39,7 @@ def pull(
     revision: Annotated[
         str, typer.Option(help="The revision's label. (default: the newest of main)", metavar="R")
     ] = "",
-    variant: Annotated[
-        str, typer.Option(help="Which of its variants. (default: checkpoint)", metavar="V")
-    ] = "",
+    variant: options.Variant = "",
     out: Annotated[
         str | None,
         typer.Option(
@@ -52,6 +51,13 @@ def pull(
     no_resume: Annotated[
         bool,
         typer.Option("--no-resume", help="Discard what an earlier pull to --out has left."),
+    ] = False,
+    files_only: Annotated[
+        bool,
+        typer.Option(
+            "--files-only",
+            help="Get only the side files (configuration, tokenizer), no weights.",
+        ),
     ] = False,
     hold: Annotated[
         bool, typer.Option("--hold", help="Stay, and pass the model on to others.")
@@ -121,6 +127,8 @@ def pull(
 
     - `mx pull llama-8b --from peer=10.0.0.2:41001 --verify strong --hold`
 
+    - `mx pull llama-8b --files-only --out /models/llama-8b-files`
+
     - `mx pull llama-8b --from auto=/mnt/models/llama-8b --json`
     """
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
@@ -143,6 +151,7 @@ def pull(
                 verify=verify,
                 attach=not no_attach,
                 resume=not no_resume,
+                files_only=files_only,
                 settings=settings,
             )
         ) as running,
@@ -184,6 +193,8 @@ def _closing(pull: Pull) -> Iterator[Pull]:
 def _summary(report: PullReport, *, out: str | None, kept: bool, compared: bool) -> str:
     from mx.core.reference import with_pin
 
+    if report.files is not None:
+        return _files_summary(report, report.files, out=out)
     # Nothing is copied to attach: a rate of it would say nothing.
     attached = all(path.attached for path in report.paths)
     moved = sum(path.bytes for path in report.paths if path.transport != "resume")
@@ -214,3 +225,22 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, compared: bool)
     if not kept:
         lines.append("  nothing was kept: --out DIR writes it, --hold passes it on")
     return "\n".join(lines)
+
+
+def _files_summary(report: PullReport, files: FilesReport, *, out: str | None) -> str:
+    from mx.core.reference import with_pin
+
+    verified = f"verified by {report.verified}" if report.manifest else "compared with nothing"
+    lines = [
+        f"{report.model}: {count(files.count, 'file')} without weights, "
+        f"{format_bytes(files.bytes)} in {format_seconds(report.seconds)} from {files.source}, "
+        f"{verified}"
+    ]
+    lines += [f"  left {each.source}: {in_flags(each.reason)}" for each in report.left]
+    if report.fallback:
+        lines.append(f"  no source gave them; taken from {report.fallback}")
+    if report.pin:
+        name = with_pin(report.model, report.pin)
+        lines.append(f"  pin {name} {outcome.pin_covers(report.pin_covers_files)}")
+    kept = "nothing was kept: --out DIR writes them" if out is None else f"written to {out}"
+    return "\n".join([*lines, f"  {kept}"])

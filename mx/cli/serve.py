@@ -37,7 +37,8 @@ def serve(
     variant: Annotated[
         str,
         typer.Option(
-            help="Which of the model's variants this is, such as a rank. (default: checkpoint)",
+            help="Which of the model's variants this is: a word, or the fields of a rank, like "
+            "engine=vllm,version=0.32.0,tp=0/2,dtype=bf16. (default: checkpoint)",
             metavar="V",
         ),
     ] = "",

@@ -24,6 +24,7 @@ _FLAGS = {
 _ARGUMENTS = (
     "checkpoint",
     "device",
+    "files_only",
     "hold",
     "model",
     "out",

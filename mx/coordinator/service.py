@@ -13,12 +13,14 @@ from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
 from mx.coordinator.state import StateStore
 from mx.coordinator.uploads import Upload
-from mx.coordinator.watchers import INTERVAL_S, Watcher, WatchLog
+from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core.answers import Listed, in_order, in_turn
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
 from mx.errors import ClosedError, PeerProtocolError
 from mx.wire.documents import pages
 from mx.wire.rows import RowsDecoder
+from mx.wire.v1 import common_pb2 as pb_common
 from mx.wire.v1 import coordinator_pb2 as pb
 
 _T = TypeVar("_T")
@@ -44,6 +46,7 @@ class CoordinatorServicer(PullsServicer):
         self._state = state
         self._messages = SourceMessages()
         self._log = WatchLog()
+        self._names = MeantLog()
         self._watchers: dict[str, set[Watcher]] = {}
         # A thousand sources may be behind one address, but no address may take the whole limit.
         self._registering = StreamBounds("registrations", in_all=4096, per_address=2048)
@@ -233,6 +236,25 @@ class CoordinatorServicer(PullsServicer):
         for page in pages_of(models):
             yield pb.ListModelsResponse(models=page)
 
+    async def ListBundles(
+        self, request: pb.ListBundlesRequest, context: Any
+    ) -> AsyncIterator[pb.ListBundlesResponse]:
+        del context
+        bundles = [
+            pb.Bundle(
+                name=bundle.name,
+                revision=bundle.revision,
+                variant=bundle.variant,
+                ranks=bundle.ranks,
+                missing=bundle.missing,
+                missing_count=bundle.missing_count,
+                named=bundle.named,
+            )
+            for bundle in await self._state.bundles(request.name)
+        ]
+        for page in pages_of(bundles):
+            yield pb.ListBundlesResponse(bundles=page)
+
     async def ListSources(
         self, request: pb.ListSourcesRequest, context: Any
     ) -> AsyncIterator[pb.ListSourcesResponse]:
@@ -264,6 +286,9 @@ class CoordinatorServicer(PullsServicer):
                         events = map(self._messages.event, watcher.take(_WATCH_SLICE))
                         for message in _watch_messages(events, in_batches=request.batches):
                             yield message
+                    # Nothing may come between the changes and what names mean through them.
+                    for named in self._named(watcher):
+                        yield named
                     if snapshot:
                         yield pb.WatchEvent(kind=pb.WatchEvent.KIND_SNAPSHOT_END)
                         snapshot = False
@@ -275,9 +300,22 @@ class CoordinatorServicer(PullsServicer):
                     del self._watchers[request.name]
         raise ClosedError("the coordinator is shutting down")
 
-    def _on_changes(self, changes: Sequence[Change]) -> None:
+    def _named(self, watcher: Watcher) -> list[pb.WatchEvent]:
+        """Return the events of names that have changed their meaning since the last call."""
+        return [
+            pb.WatchEvent(
+                kind=pb.WatchEvent.KIND_NAMED,
+                named=pb_common.ModelKey(
+                    name=meant.name, revision=meant.revision, variant=meant.bundle
+                ),
+            )
+            for meant in watcher.take_meant(self._names)
+        ]
+
+    def _on_changes(self, changes: Sequence[Change], meant: Sequence[Meant]) -> None:
         self._log.push(changes)
-        names = {""}
+        self._names.push(meant)
+        names = {"", *(each.name for each in meant)}
         for change in changes:
             names.add(change.record.model.name)
             if change.before is not None:

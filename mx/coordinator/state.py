@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from mx.core.answers import Listed, ModelSummary, Resolved
+from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved
 from mx.core.documents import DocumentStore
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind, Limits, Registration, Registry
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, PeerProtocolError
@@ -22,7 +23,8 @@ from mx.units import MIB
 #: register at once, its heartbeat stream waits for the registrations before it.
 _FIRST_LEASES = 3
 
-Listener = Callable[[Sequence[Change]], None]
+#: Called with the changes of sources, and with what names have come to mean through them.
+Listener = Callable[[Sequence[Change], Sequence[Meant]], None]
 
 
 class StateStore(Protocol):
@@ -92,6 +94,8 @@ class StateStore(Protocol):
     async def sources(self, name: str = "") -> list[Listed]: ...
 
     async def models(self) -> list[ModelSummary]: ...
+
+    async def bundles(self, name: str = "") -> list[BundleSummary]: ...
 
     async def resolve(self, name: str, revision: str, variant: str) -> Resolved: ...
 
@@ -225,6 +229,10 @@ class MemoryState:
         await self.tick()
         return self._registry.models()
 
+    async def bundles(self, name: str = "") -> list[BundleSummary]:
+        await self.tick()
+        return self._registry.bundles(name)
+
     async def resolve(self, name: str, revision: str, variant: str) -> Resolved:
         await self.tick()
         return self._registry.resolve(name, revision, variant)
@@ -242,6 +250,7 @@ class MemoryState:
         """Report the changes. Documents are held for what is bound, and for each listed source,
         whose files may differ."""
         changes, now = self._registry.take_changes(), self.now()
+        meant = self._registry.take_meant()
         refs = self._registry.take_refs()
         for change in changes:
             if change.kind is not ChangeKind.GONE:
@@ -254,9 +263,9 @@ class MemoryState:
                 self._store.hold(digests)
             else:
                 self._store.release(now, digests)
-        if changes:
+        if changes or meant:
             for listener in self._listeners:
-                listener(changes)
+                listener(changes, meant)
 
 
 def open_state(spec: str, *, lease_s: float = 5.0) -> StateStore:

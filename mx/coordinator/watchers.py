@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
 from mx.core.topology import Place
 from mx.core.types import AddressTable, SourceRecord
@@ -107,6 +108,36 @@ class WatchLog:
         self._ids = [source_id for _, source_id in live]
 
 
+class MeantLog:
+    """What each name means for each bundle now, and the order in which that changed last."""
+
+    def __init__(self) -> None:
+        self.latest = 0
+        self._meant: OrderedDict[tuple[str, str], tuple[int, Meant]] = OrderedDict()
+
+    def push(self, meant: Sequence[Meant]) -> None:
+        """Record changes. What means nothing any more is kept no longer than `MAX_GONE` of its
+        kind, for watchers that have not seen its end yet."""
+        for each in meant:
+            self.latest += 1
+            key = (each.name, each.bundle)
+            self._meant[key] = self.latest, each
+            self._meant.move_to_end(key)
+        if len(meant) and len(self._meant) > MAX_GONE:
+            ended = [key for key, (_, each) in self._meant.items() if not each.revision]
+            for key in ended[: len(self._meant) - MAX_GONE]:
+                del self._meant[key]
+
+    def after(self, seq: int) -> list[Meant]:
+        """Return what has changed after `seq`, the oldest change first."""
+        found = []
+        for number, each in reversed(self._meant.values()):
+            if number <= seq:
+                break
+            found.append(each)
+        return found[::-1]
+
+
 class Watcher:
     """One watcher's position in a log. Its owner sets `woken` when there may be changes."""
 
@@ -117,6 +148,7 @@ class Watcher:
         self._began = log.latest
         self._seq = 0
         self._sent = bytearray()
+        self._meant_seq = 0
         self.woken = asyncio.Event()
 
     @property
@@ -140,6 +172,19 @@ class Watcher:
         found = [change for entry in entries if (change := self._news(entry)) is not None]
         self._seq = entries[-1].seq if len(entries) == limit else self._log.latest
         return found
+
+    def take_meant(self, log: MeantLog) -> list[Meant]:
+        """Return what names have come to mean since the last call; at first, what they mean. A
+        watcher of one revision wants none of it."""
+        if self._meant_seq == log.latest or self._revision:
+            return []
+        begins, seq = not self._meant_seq, self._meant_seq
+        self._meant_seq = log.latest
+        return [
+            each
+            for each in log.after(seq)
+            if self.name in ("", each.name) and (each.revision or not begins)
+        ]
 
     def _wants(self, record: SourceRecord) -> bool:
         model = record.model

@@ -52,6 +52,23 @@ class ModelSummary:
     pin_only: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class BundleSummary:
+    """A bundle of one revision: its key without the ranks, and which ranks no whole source serves.
+
+    A variant that is no rank of several is a bundle of one. `missing` has the first of
+    `missing_count` variants. `named` is True for the revision that NAME means.
+    """
+
+    name: str
+    revision: str
+    variant: str
+    ranks: int
+    missing: tuple[str, ...]
+    missing_count: int
+    named: bool
+
+
 def in_order(sources: Iterable[Listed]) -> list[Listed]:
     """Return sources by group, the oldest first, each group's origins first."""
     return sorted(sources, key=lambda s: (s.group, s.record.role is not SourceRole.ORIGIN))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from mx.core.types import ManifestRef, ModelKey
+from mx.core.variant import membership
 
 
 @dataclass(slots=True, eq=False)
@@ -38,13 +39,16 @@ class _Files:
 class Binding:
     """The weights and the files of one variant.
 
-    `owner` is the digest of the first origin's secret, b"" before an origin has registered. `bound`
-    is False if the name stands for other weights: then readers find these by their pin. `groups`
-    has the oldest group first, and is never empty once a source has joined. `files` is a manifest
-    with the bound files: those of the first origin that had any.
+    `member` says which bundle the variant is a rank of. `owner` is the digest of the first origin's
+    secret, b"" before an origin has registered. `bound` is False if the name stands for other
+    weights: then readers find these by their pin. `groups` has the oldest group first, and is never
+    empty once a source has joined. `files` is a manifest with the bound files: those of the first
+    origin that had any.
     """
 
-    __slots__ = ("key", "identity", "owner", "bound", "groups", "files", "_packaged", "_all_files")
+    __slots__ = (
+        "key", "member", "identity", "owner", "bound", "groups", "files", "_packaged", "_all_files",
+    )  # fmt: skip
 
     def __init__(self, key: ModelKey, ref: ManifestRef, owner: bytes, *, bound: bool) -> None:
         """
@@ -55,6 +59,7 @@ class Binding:
             bound: True if the key stands for these weights.
         """
         self.key = key
+        self.member = membership(key.variant)
         self.identity = ref.identity
         self.owner = owner
         self.bound = bound

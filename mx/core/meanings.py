@@ -9,7 +9,8 @@ from mx.core.bindings import Bindings
 from mx.core.groups import Binding
 from mx.core.reference import check_pin
 from mx.core.revisions import MAIN, is_main, update_number
-from mx.core.types import ManifestRef, ModelKey
+from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
+from mx.core.variant import Difference, nearest
 from mx.errors import ConfigError, UnknownModelError
 
 
@@ -33,31 +34,68 @@ def meaning(bindings: Bindings, name: str, revision: str = "", variant: str = ""
     Args:
         bindings: The bindings.
         name: NAME or NAME@PIN.
-        revision: "" for any revision if there is a pin, else for "main" and its updates, the newest
-            first.
-        variant: "" for "checkpoint".
+        revision: "" for any revision if there is a pin. Else for "main" and its updates, the newest
+            first; for a rank only for the one that NAME means for all ranks of its bundle.
+        variant: "" for "checkpoint", or the only one that is listed.
 
     Raises:
-        UnknownModelError: No binding fits.
+        UnknownModelError: No binding fits, or NAME alone could mean several variants.
         ConfigError: The pin is malformed, or fits several models.
     """
     name, at, pin = name.partition("@")
     if at:
         check_pin(pin)
     pin = pin.lower()
-    variant = variant or "checkpoint"
     named = bindings.of_name(name)
-    fits = [b for b in named if revision in ("", b.key.revision) and b.key.variant == variant]
+    in_revision = [b for b in named if revision in ("", b.key.revision)]
+    wanted = variant or CHECKPOINT
+    fits = [b for b in in_revision if b.key.variant == wanted]
     if at:
-        pinned = _pinned(fits, name, pin)
+        # A pin names weights: it needs no variant beside it.
+        pinned = _pinned(fits, name, pin) or (None if variant else _pinned(in_revision, name, pin))
         if pinned is not None:
             return pinned
+        fits = fits if variant else in_revision
     else:
-        found = [b for b in fits if b.bound and (revision or is_main(b.key.revision))]
+        listed = [b for b in in_revision if b.bound and (revision or is_main(b.key.revision))]
+        found = [b for b in listed if b.key.variant == wanted]
+        if not found and not variant and listed:
+            wanted = _only_variant(name, listed)
+            found = [b for b in listed if b.key.variant == wanted]
+        if found and not revision and not found[0].member.alone:
+            found = [_of_bundle(bindings, found)]
         found.sort(key=lambda b: update_number(b.key.revision), reverse=True)
         if found:
             return Meaning(tuple(found), pinned=False)
-    raise _unknown(bindings, ModelKey(name, revision or MAIN, variant), named, fits, pin)
+    raise _unknown(bindings, ModelKey(name, revision or MAIN, wanted), named, fits, pin)
+
+
+def _only_variant(name: str, listed: Sequence[Binding]) -> str:
+    variants = sorted({b.key.variant for b in listed})
+    if len(variants) == 1:
+        return variants[0]
+    raise UnknownModelError(
+        f"{name} has no variant {CHECKPOINT!r} here, but {len(variants)} others",
+        hint="name one of them as `variant`: " + _some(variants),
+    )
+
+
+def _of_bundle(bindings: Bindings, found: Sequence[Binding]) -> Binding:
+    """Return the binding in the revision that NAME means for all ranks."""
+    key, member = found[0].key, found[0].member
+    meant = bindings.meant(key.name, member.bundle)
+    for binding in found:
+        if binding.key.revision == meant:
+            return binding
+    theirs = ", ".join(sorted(b.key.revision for b in found))
+    raise UnknownModelError(
+        f"{key.name} means {meant} for {member.bundle}, which {key.variant} has not registered",
+        hint=f"it has registered {theirs}, which NAME means once all ranks have registered it",
+    )
+
+
+def _some(texts: Sequence[str], most: int = 5, separator: str = " · ") -> str:
+    return separator.join(texts[:most]) + (" …" if len(texts) > most else "")
 
 
 def _pinned(fits: Sequence[Binding], name: str, pin: str) -> Meaning | None:
@@ -76,6 +114,11 @@ def _pinned(fits: Sequence[Binding], name: str, pin: str) -> Meaning | None:
     return Meaning(tuple(found), True, next(iter(files.values()), None))
 
 
+def _difference(differing: Difference) -> str:
+    listed, asked = differing.first or "none", differing.second or "none"
+    return f"{differing.field}: {listed} listed, {asked} asked for"
+
+
 def _unknown(
     bindings: Bindings,
     key: ModelKey,
@@ -90,6 +133,16 @@ def _unknown(
             f"{key.name} is not {pin} here, but {held}",
             hint="check the pin, or ask a coordinator that has those weights",
         )
+    if named and not pin:
+        message = f"no {key} here"
+        in_revision = [b for b in named if b.bound and b.key.revision == key.revision]
+        here = in_revision or [b for b in named if b.bound]
+        near = nearest(key.variant, [b.key.variant for b in here])
+        if near is not None and near[1]:
+            variant, differing = near
+            closest = next(b.key for b in here if b.key.variant == variant)
+            message += f": {closest} is the nearest that is listed"
+            return UnknownModelError(message, hint="; ".join(map(_difference, differing)))
     if named:
         others = ", ".join(
             str(b.key) if b.bound else f"{b.key} by its pin only, @{b.identity.hex()[:16]}"

@@ -4,7 +4,7 @@ A pin is the beginning of an identity, or of `ManifestRef.pin`, which covers the
 digits name one model. Fewer are for reading: 8 digits can be forged with 2**32 attempts.
 
 The printed form of a `ModelKey` is valid too, so that one command accepts what another lists:
-`llama:main.2[rank-0]`.
+`llama:main.2[rank-0]`, `llama[tp=0/2,dtype=bf16]`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from mx.core.types import ManifestRef, ModelKey
+from mx.core.variant import ProcessingKey, canonical_variant
 from mx.errors import ConfigError
 
 MIN_PIN_DIGITS = 8
@@ -67,7 +68,9 @@ def check_pin(pin: str) -> None:
         )
 
 
-def parse_reference(text: str, *, revision: str = "", variant: str = "") -> ModelReference:
+def parse_reference(
+    text: str, *, revision: str = "", variant: str | ProcessingKey = ""
+) -> ModelReference:
     """Parse NAME[:REVISION][[VARIANT]][@PIN].
 
     Args:
@@ -86,9 +89,11 @@ def parse_reference(text: str, *, revision: str = "", variant: str = "") -> Mode
         raise ConfigError(
             f"{text!r} is not the name of a model", hint="write NAME, NAME:REVISION or NAME@PIN"
         )
+    beside_it = canonical_variant(variant)
+    inside_it = canonical_variant(match["variant"] or "")
     for what, inside, beside in (
         ("revision", match["revision"], revision),
-        ("variant", match["variant"], variant),
+        ("variant", inside_it, beside_it),
     ):
         if inside and beside and inside != beside:
             raise ConfigError(
@@ -98,7 +103,7 @@ def parse_reference(text: str, *, revision: str = "", variant: str = "") -> Mode
     return ModelReference(
         match["name"],
         match["revision"] or revision,
-        match["variant"] or variant,
+        inside_it or beside_it,
         match["pin"] or "",
     )
 

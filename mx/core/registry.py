@@ -19,12 +19,15 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from mx.core.answers import Listed, ModelSummary, Resolved, in_order
+from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved, in_order
 from mx.core.bindings import Bindings
+from mx.core.bundles import summaries
 from mx.core.groups import Binding, Group, by_age
 from mx.core.meanings import meaning
+from mx.core.named import Meant
 from mx.core.quota import Quota
 from mx.core.types import ManifestRef, SourceRecord, SourceRole, SourceState
+from mx.core.variant import membership
 from mx.errors import NotAllowedError, StaleGenerationError, UnknownSourceError
 
 
@@ -133,6 +136,18 @@ class Registry:
         those that no longer are, with False, in order."""
         return self._bindings.take_refs()
 
+    def take_meant(self) -> list[Meant]:
+        """Return what names have come to mean for bundles since the last call, in order.
+
+        Every change of a source that led to it is among those that `take_changes` has returned or
+        returns now.
+        """
+        return self._bindings.take_meant()
+
+    def meant(self, name: str, bundle: str) -> str:
+        """Return the revision that NAME means for the ranks of a bundle, "" for none."""
+        return self._bindings.meant(name, bundle)
+
     # -- events ---------------------------------------------------------------------------------
 
     def register(
@@ -182,6 +197,7 @@ class Registry:
             record.model,
             record.ref,
             owner,
+            source_id=record.source_id,
             replaces_revision=replaces_revision,
             keeps_pin=keeps_pin,
             keeps_layout=keeps_layout,
@@ -211,6 +227,7 @@ class Registry:
         elif before != record:
             change = Change(ChangeKind.CHANGED, record, before, row_count=row_count)
             self._changes.append(change)
+        self._complete(record)
         self._name()
         return Registration(record)
 
@@ -329,13 +346,20 @@ class Registry:
             )
         return found
 
+    def bundles(self, name: str = "") -> list[BundleSummary]:
+        """Return all bundles, or those of one model name, and which of their ranks are missing: no
+        whole source serves them."""
+        names = [name] if name else self._bindings.names
+        return [each for one in names for each in summaries(self._bindings, one, self._is_served)]
+
     def resolve(self, name: str, revision: str = "", variant: str = "") -> Resolved:
         """Return the manifest that NAME or NAME@PIN means, and the sources that serve it now.
 
         Args:
             name: NAME or NAME@PIN.
-            revision: "" for the newest one that is served.
-            variant: "" for "checkpoint".
+            revision: "" for the newest one that is served; for a rank the one that NAME means for
+                all ranks of its bundle.
+            variant: "" for "checkpoint", or the only one that is listed.
 
         Returns:
             The answer; it may have no sources, since draining ones are left out.
@@ -408,6 +432,26 @@ class Registry:
         only_layers = replace(record, table=before.table) == before
         kind = ChangeKind.LAYERS if only_layers else ChangeKind.CHANGED
         self._changes.append(Change(kind, record, before, row_count=listed.row_count))
+        self._complete(record)
+
+    def _complete(self, record: SourceRecord) -> None:
+        """Record that all ranks of a source's bundle are there, if it is the last one to come."""
+        key = record.model
+        member = membership(key.variant)
+        if member.alone or record.pin_only or not _serves(record):
+            return
+        if self._bindings.has_been_complete(key.name, key.revision, member.bundle):
+            return
+        bound = self._bindings.of_revision(key.name, key.revision)
+        if len(bound) < member.ranks:
+            return
+        ranks = [each for each in bound.values() if each.member.bundle == member.bundle]
+        if len(ranks) == member.ranks and all(map(self._is_served, ranks)):
+            self._bindings.complete(key.name, key.revision, member.bundle)
+
+    def _is_served(self, binding: Binding) -> bool:
+        """Return True if a whole source of the binding gives grants."""
+        return any(_serves(self._sources[source_id].record) for source_id in binding.sources)
 
     def _renew(self, listed: Listed, *, first: bool = False) -> None:
         source_id = listed.record.source_id
@@ -436,6 +480,10 @@ class Registry:
         self._tombstones[source_id] = _Tombstone(listed.secret_digest, record.generation, until_s)
         self._changes.append(Change(ChangeKind.GONE, record, record, reason))
         self._name()
+
+
+def _serves(record: SourceRecord) -> bool:
+    return record.state is SourceState.SERVING and record.whole
 
 
 def _digest(secret: bytes) -> bytes:

@@ -26,6 +26,9 @@ LAYER_ALIGNMENT_BYTES = 4096
 #: The most characters of a model's name, of its revision and of its variant.
 NAME_CHARS = 256
 
+#: The variant that is meant where none is named and there is one of this name.
+CHECKPOINT = "checkpoint"
+
 #: Bits per element of each safetensors dtype (safetensors 0.8). Those below 8 travel as bytes.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -55,15 +58,18 @@ DTYPE_BITS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """The key of a registered manifest: a bundle (name, revision) and one variant of it."""
+    """The key of a registered manifest: a name, a revision and one variant of them.
+
+    `variant` is a plain word or the canonical text of an `mx.core.variant.ProcessingKey`.
+    """
 
     name: str
     revision: str = "main"
-    variant: str = "checkpoint"
+    variant: str = CHECKPOINT
 
     def __str__(self) -> str:
         text = self.name if self.revision == "main" else f"{self.name}:{self.revision}"
-        return text if self.variant == "checkpoint" else f"{text}[{self.variant}]"
+        return text if self.variant == CHECKPOINT else f"{text}[{self.variant}]"
 
 
 class Tensor(NamedTuple):
@@ -302,12 +308,14 @@ class AddressTable:
     """The extents of layers that a source holds, and their places.
 
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
+    `layer_count` is the number of the model's layers where rows describe the regions, else 0.
     """
 
     layout_digest: bytes
     regions: tuple[Region, ...]
     rows: tuple[TableRow, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
+    layer_count: int = 0
 
     @property
     def scattered(self) -> bool:
@@ -365,4 +373,5 @@ class SourceRecord:
         """True if it holds every layer."""
         held = sum(end - begin for begin, end in self.table.held)
         spans = (region.layers for region in self.table.regions if region.layers)
-        return self.role is SourceRole.ORIGIN or held >= sum(end - begin for begin, end in spans)
+        layers = self.table.layer_count or sum(end - begin for begin, end in spans)
+        return self.role is SourceRole.ORIGIN or held >= layers > 0

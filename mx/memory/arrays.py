@@ -7,7 +7,6 @@ torch's tensors are understood, and objects that have `__cuda_array_interface__`
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -54,6 +53,11 @@ _DLPACK = {
     (6, 8): "BOOL",
 }
 _DLPACK_CPU, _DLPACK_CUDA = 1, 2
+
+
+#: Understand the tensors of a library, and return None for others. `mx.memory.torch_source` adds
+#: torch's, so that this module need not import it.
+adapters: list[Callable[[str, object], Array | None]] = []
 
 
 class Array(NamedTuple):
@@ -119,15 +123,6 @@ def _span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) ->
     return (last + 1) * (DTYPE_BITS[dtype] // 8)
 
 
-def _adapter() -> Callable[[str, object], Array | None]:
-    """Return what makes torch's tensors arrays, if torch is loaded, and returns None for others."""
-    if "torch" not in sys.modules:
-        return lambda name, tensor: None
-    from mx.memory.torch_source import torch_array
-
-    return torch_array
-
-
 def array_of(name: str, tensor: object) -> Array:
     """Return the form and the place of a tensor.
 
@@ -139,10 +134,10 @@ def array_of(name: str, tensor: object) -> Array:
         ConfigError: It is none of these, has a dtype that no checkpoint has, or is a tensor whose
             values are not in memory of its own.
     """
-    return _adapter()(name, tensor) or _of_interfaces(name, tensor)
-
-
-def _of_interfaces(name: str, tensor: object) -> Array:
+    for library in adapters:
+        found = library(name, tensor)
+        if found is not None:
+            return found
     for attribute, adapt in (
         ("__cuda_array_interface__", _of_interface),
         ("__array_interface__", _of_interface),
@@ -158,23 +153,18 @@ def _of_interfaces(name: str, tensor: object) -> Array:
 
 def arrays_of(tensors: Mapping[str, object]) -> dict[str, Array]:
     """Return `array_of` each tensor, by name. Raises ConfigError."""
-    adapted = _adapter()
-    return {
-        name: adapted(name, tensor) or _of_interfaces(name, tensor)
-        for name, tensor in tensors.items()
-    }
+    return {name: array_of(name, tensor) for name, tensor in tensors.items()}
 
 
 def arrays_and_errors(
     tensors: Mapping[str, object],
 ) -> tuple[dict[str, Array], dict[str, ConfigError]]:
     """Return `array_of` each tensor, by name, and the errors of those that have none."""
-    adapted = _adapter()
     found: dict[str, Array] = {}
     errors: dict[str, ConfigError] = {}
     for name, tensor in tensors.items():
         try:
-            found[name] = adapted(name, tensor) or _of_interfaces(name, tensor)
+            found[name] = array_of(name, tensor)
         except ConfigError as error:
             errors[name] = error.with_traceback(None)  # it would refer to the tensors
     return found, errors

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from mx.errors import ConfigError
-from mx.memory.arrays import Array, array_of
+from mx.memory.arrays import Array, adapters, array_of
 from mx.memory.describe import Described, describe_arrays
 from mx.memory.extras import torch_missing
-from mx.memory.in_place import InPlace
 from mx.memory.tensors import TORCH_DTYPES
 
 try:
@@ -86,6 +85,9 @@ def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
     )
 
 
+adapters.append(torch_array)
+
+
 def tensors_in(module: torch.nn.Module, *, non_persistent: bool = False) -> dict[str, Any]:
     """Return the parameters and buffers of a module by the names that its state dict has.
 
@@ -105,41 +107,6 @@ def tensors_in(module: torch.nn.Module, *, non_persistent: bool = False) -> dict
     return found
 
 
-def live_tensors(what: Any, *, non_persistent: bool = False) -> Callable[[], Mapping[str, Any]]:
-    """Return a function that returns the tensors of a module or a mapping as they are then.
-
-    Args:
-        what: A `torch.nn.Module`, or a mapping of names to tensors. The function refers to it.
-        non_persistent: As in `tensors_in`.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if isinstance(what, torch.nn.Module):
-        return lambda: tensors_in(what, non_persistent=non_persistent)
-    if isinstance(what, Mapping) and all(isinstance(name, str) for name in what):
-        return lambda: what
-    raise ConfigError(
-        f"cannot take tensors from a {type(what).__name__}",
-        hint="give a path, a state dict of tensors, or a torch.nn.Module",
-    )
-
-
-def in_place(what: Any) -> InPlace:
-    """Return the tensors of a module or a mapping, to be filled where they are.
-
-    A model may lack the buffers that a module's state dict leaves out.
-
-    Raises:
-        ConfigError: `what` is something else, or some tensors have no memory of their own.
-    """
-    tensors = live_tensors(what, non_persistent=True)
-    optional: Collection[str] = ()
-    if isinstance(what, torch.nn.Module):
-        optional = tensors_in(what, non_persistent=True).keys() - tensors_in(what).keys()
-    return InPlace(tensors, optional)
-
-
 def describe(what: Any) -> Described:
     """Describe the tensors of a mapping of CPU tensors or a `torch.nn.Module`, to copy them.
 
@@ -155,7 +122,12 @@ def describe(what: Any) -> Described:
     Raises:
         ConfigError: `what` is of another type, or a tensor can't be served.
     """
-    tensors = what.state_dict() if isinstance(what, torch.nn.Module) else live_tensors(what)()
+    tensors = what.state_dict() if isinstance(what, torch.nn.Module) else what
+    if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
+        raise ConfigError(
+            f"cannot serve a {type(what).__name__}",
+            hint="give a path, a state dict of tensors, or a torch.nn.Module",
+        )
     plain = {name: _resolved(tensor) for name, tensor in tensors.items()}
 
     def dense(name: str) -> Array:

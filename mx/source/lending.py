@@ -11,7 +11,13 @@ from typing import Protocol
 
 from mx.core.lending import TRANSITIONS, Lent, LentEvent
 from mx.core.types import ModelKey, SourceRole
-from mx.errors import BindingError, ConfigError, NotAllowedError, UnknownModelError
+from mx.errors import (
+    BindingError,
+    ConfigError,
+    CoordinatorError,
+    NotAllowedError,
+    UnknownModelError,
+)
 from mx.log import event
 from mx.memory.live import LiveMemory
 from mx.runtime import in_thread, uncut
@@ -25,6 +31,10 @@ WATCH_S = 1.0
 #: After readers got wrong bytes the memory is hashed again, but for no more than this part of the
 #: time: a reader may lie.
 _HASHING_PART = 0.1
+
+
+#: How long to try to list changed memory while no coordinator answers, and how often.
+LIST_S, LIST_AGAIN_S = 10.0, 0.5
 
 
 class Server(Protocol):
@@ -43,6 +53,7 @@ class Lending:
         self.held = held
         self.state = Lent.LENT
         self.why = ""  # it was withdrawn
+        self._listed = held.manifest.ref.identity  # under `held.key`
         self._server = server
         self._doubted = asyncio.Event()
         self._busy = asyncio.Lock()
@@ -157,10 +168,10 @@ class Lending:
             self._step(LentEvent.WITHDRAW)
             self._say_withdrawn(why)
             return self.held.key
-        before, self.held = self.held, now
+        self.held = now
         try:
             await self._server.offer(now)
-            refusal = await self._list(now, before)
+            refusal = await self._list(now)
         except BaseException as error:
             self._step(LentEvent.WITHDRAW)
             self._say_withdrawn(str(error))
@@ -172,17 +183,27 @@ class Lending:
             await uncut(self._server.retire(now.source_id, 0.0))
         else:
             self._step(LentEvent.LIST)
-            self.why = ""
+            self.why, self._listed = "", now.manifest.ref.identity
         return now.key
 
-    async def _list(self, now: HeldModel, before: HeldModel) -> str:
-        """Register the memory as it is now. Returns why it may not be listed, or ""."""
+    async def _list(self, now: HeldModel) -> str:
+        """Register the memory as it is now, also if the coordinator is gone for a while. Returns
+        why it may not be listed, or ""."""
+        until_s = time.monotonic() + LIST_S
+        while True:
+            try:
+                return await self._try_list(now)
+            except CoordinatorError as error:
+                if type(error) is not CoordinatorError or time.monotonic() >= until_s:
+                    raise
+            await asyncio.sleep(LIST_AGAIN_S)
+
+    async def _try_list(self, now: HeldModel) -> str:
         registrar = self._server.registrar
         if registrar is None:
             return ""
-        changed = now.manifest.ref.identity != before.manifest.ref.identity
         try:
-            if not changed:
+            if now.manifest.ref.identity == self._listed:
                 now.key = await registrar.list(now, again=True)
             elif now.role is SourceRole.ORIGIN:
                 now.key = await registrar.list(now, replaces_revision=True)

@@ -147,6 +147,7 @@ class HeldModel:
                 regions=(Region(0, self.device, self.arena.address, nbytes, contiguous),),
                 rows=() if extents is None else extents.rows,
                 held=((0, layers),) if self.layers is None else tuple(self.layers),
+                layer_count=0 if extents is None else layers,
             ),
             transports=tuple(transports),
             role=self.role,

@@ -13,6 +13,7 @@ from typing import Any
 from mx import trace
 from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
+from mx.core.variant import membership
 from mx.errors import LocalError, MxError, NotAllowedError
 from mx.log import event
 from mx.runtime import uncut
@@ -173,6 +174,15 @@ class Registrar:
             await self._client.deregister(held.source_id, keeps_name=keeps_name)
         except MxError as error:
             log.debug("could not deregister; the lease will end by itself: %s", error)
+
+    async def named_revision(self, key: ModelKey) -> str:
+        """Return the revision that NAME means for the bundle of a variant, "" for none. Raises as
+        `CoordinatorClient.list_bundles`."""
+        bundle = membership(key.variant).bundle
+        for each in await self._client.list_bundles(key.name):
+            if each.named and each.variant == bundle:
+                return each.revision
+        return ""
 
     async def advertise(self) -> None:
         """Report which layers are held now. Raises as `CoordinatorClient.advertise`."""

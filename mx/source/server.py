@@ -12,7 +12,7 @@ from mx.core.grants import Principal
 from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.topology import Place
-from mx.core.types import SourceRecord, SourceState
+from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.runtime import in_thread, uncut
@@ -294,6 +294,14 @@ class SourceServer:
             await uncut(self._take_back(held))
             raise
         registrar.keep_listed(held)
+
+    async def named_revision(self, key: ModelKey) -> str:
+        """Return the revision that NAME means for the bundle of a variant, "" for none.
+
+        Raises:
+            CoordinatorError: The coordinator does not answer.
+        """
+        return "" if self.registrar is None else await self.registrar.named_revision(key)
 
     async def _take_back(self, held: HeldModel) -> None:
         if held.source_id in self._servicer.models:

@@ -13,7 +13,7 @@ from mx.core.pages import Pages
 from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
 from mx.storage.reader import fill
-from mx.storage.safetensors import open_checkpoint
+from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.views import DeviceView, HostView, View
 
 
@@ -83,6 +83,7 @@ def load_checkpoint(
     chunk_nbytes: int | None = None,
     shortcuts: bool = False,
     threads: int,
+    opened: Callable[[Checkpoint], None] = lambda checkpoint: None,
     progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Loaded[A]:
@@ -94,6 +95,7 @@ def load_checkpoint(
         chunk_nbytes: The chunk size of the manifest; None: the default one.
         shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
+        opened: Called with the checkpoint, whose side files are read, before its tensors are.
         progress: Called with (bytes so far, bytes in total), from reader threads.
         cancelled: Called while reading; returning True stops it.
 
@@ -108,6 +110,7 @@ def load_checkpoint(
         ClosedError: `cancelled` returned True.
     """
     checkpoint = open_checkpoint(path)
+    opened(checkpoint)
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
     total = layout.payload_nbytes
     arena = arena_of(layout)

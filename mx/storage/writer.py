@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
-
-from blake3 import blake3
 
 from mx.core.layout import TensorSpec, permuted_stride
-from mx.core.packaging import INDEX_SUFFIX, SideContent
-from mx.core.types import Layout, Manifest, PackagedFile, Packaging, SideFile, Tensor
-from mx.errors import DigestError, IntegrityError, OutputError
+from mx.core.types import Layout, Manifest, PackagedFile, Packaging, Tensor
+from mx.errors import OutputError
 from mx.storage.header import header_bytes
 from mx.storage.journal import Records, read
 from mx.storage.row_major import row_major
-from mx.storage.safetensors import weight_map
-from mx.storage.staging import JOURNAL, Staging
-from mx.units import MIB
+from mx.storage.staged_writer import StagedWriter
+from mx.storage.staging import JOURNAL
 from mx.views import HostView, as_bytes, host_view
 
 
@@ -41,7 +33,7 @@ def default_packaging(layout: Layout) -> Packaging:
     return Packaging((PackagedFile("model.safetensors", metadata, names),))
 
 
-class CheckpointWriter:
+class CheckpointWriter(StagedWriter):
     """Writes the checkpoint that `manifest` packages as the folder `out`.
 
     Files hold tensors in row-major order, as safetensors does: a permuted tensor is copied to that
@@ -64,29 +56,23 @@ class CheckpointWriter:
     """
 
     def __init__(self, out: Path, manifest: Manifest, *, keep: bool = False) -> None:
+        packaging = manifest.packaging
+        if not packaging.files:  # the source served tensors, not a checkpoint
+            packaging = default_packaging(manifest.layout)
+        super().__init__(
+            out, manifest.packaging.side_files, [file.path for file in packaging.files]
+        )
         self._manifest = manifest
-        self._packaging = manifest.packaging
-        if not self._packaging.files:  # the source served tensors, not a checkpoint
-            self._packaging = default_packaging(manifest.layout)
-        self._side_files = {side.path: side for side in manifest.packaging.side_files}
-        self._lock = threading.Lock()
-        self._active = 0  # calls that use the descriptors right now
-        self._ended = False
+        self._packaging = packaging
         self._fds: list[int] = []
         # Per layer: its tensors, without the empty ones, with descriptor and offset in the file.
         self._pieces: list[list[tuple[Tensor, int, int]]] = [[] for _ in manifest.layout.layers]
         self._records: Records | None = None
         self.claimed: frozenset[int] = frozenset()
-        self._staging = Staging(out)
         with self._using():
             self._create_files(keep=keep)
         self._layers_left = {index for index, pieces in enumerate(self._pieces) if pieces}
         self.layers = len(self._layers_left)
-
-    @property
-    def folder(self) -> Path:
-        """The folder that holds everything until `commit`."""
-        return self._staging.folder
 
     @property
     def kept(self) -> int:
@@ -149,119 +135,19 @@ class CheckpointWriter:
         with self._lock:
             self._layers_left.discard(index)
 
-    def write_side_page(self, path: str, offset: int, data: bytes) -> None:
-        """Write bytes of one of the manifest's side files, in order.
+    def _missing(self) -> str:
+        if not self._layers_left and not self._side_files:
+            return ""
+        return f"{len(self._layers_left)} layers and {len(self._side_files)} side files"
 
-        Args:
-            path: The side file.
-            offset: Where `data` begins in it; 0 begins the file anew.
-            data: The bytes.
+    def _sync(self) -> None:
+        for fd in self._fds:
+            os.fsync(fd)
 
-        Raises:
-            IntegrityError: The manifest names no such bytes.
-            MxError: As the class.
-        """
-        with self._using():
-            side = self._side_files.get(path)
-            if side is None:
-                raise IntegrityError(f"the manifest names no side file {path} to be written")
-            if offset + len(data) > side.nbytes:
-                raise IntegrityError(f"the side file {path} is longer than the manifest says")
-            flags = os.O_WRONLY | (0 if offset else os.O_CREAT | os.O_TRUNC)
-            with open(self._staging.open_file(path, flags), "wb", buffering=0) as file:
-                while data:
-                    written = os.pwrite(file.fileno(), data, offset)
-                    data, offset = data[written:], offset + written
-
-    def finish_side_file(self, path: str) -> None:
-        """Check a side file whose bytes were written, and make it durable.
-
-        Raises:
-            DigestError: The bytes are not those that the manifest names.
-            IntegrityError: A file with such content may not be written.
-            MxError: As the class.
-        """
-        with self._using():
-            side = self._side_files.get(path)
-            if side is None:
-                raise IntegrityError(f"the manifest names no side file {path} to be written")
-            with open(self._staging.open_file(path, os.O_RDONLY), "rb") as file:
-                reason = self._check_side_file(file, side)
-                if reason is not None:
-                    raise IntegrityError(f"the side file {path} {reason}, so it is not written")
-                if path.endswith(INDEX_SUFFIX):
-                    file.seek(0)
-                    self._check_index(path, file.read())
-                os.fsync(file.fileno())
-        with self._lock:
-            del self._side_files[path]
-
-    def commit(self) -> None:
-        """Make everything durable and rename it to `out`.
-
-        Raises:
-            OutputError: A layer or a side file was not written.
-            MxError: As the class.
-        """
-        with self._using():
-            missing = len(self._layers_left), len(self._side_files)
-            if any(missing):
-                raise OutputError(
-                    f"{missing[0]} layers and {missing[1]} side files were not written",
-                    hint="pull again",
-                )
-            for fd in self._fds:
-                os.fsync(fd)
-            self._staging.publish()
-            self._ended = True
-            records, self._records = self._records, None
-            if records is not None:
-                records.close()
-
-    def abort(self) -> None:
-        """Remove what was written, or with `keep` leave it for another run.
-
-        That happens at once, or when the last running call ends. Idempotent; does nothing after
-        `commit`.
-        """
-        with self._lock:
-            self._ended = True
-            if not self._active:
-                self._clean_up()
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.abort()
-
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        """Guard a use of the files.
-
-        An error inside ends the output and is raised as an error about it. What was written is
-        cleaned up once no other call uses a descriptor.
-        """
-        with self._lock:
-            if self._ended:
-                raise OutputError(f"{self._staging.out} was abandoned or is already written")
-            self._active += 1
-        failed = True
-        try:
-            with self._staging.errors():
-                yield
-            failed = False
-        finally:
-            with self._lock:
-                self._active -= 1
-                self._ended = self._ended or failed
-                if self._ended and not self._active:
-                    self._clean_up()
+    def _published(self) -> None:
+        records, self._records = self._records, None
+        if records is not None:
+            records.close()
 
     def _clean_up(self) -> None:
         if self._records is not None:
@@ -306,23 +192,6 @@ class CheckpointWriter:
                 if tensor.nbytes:
                     self._pieces[tensor.layer].append((tensor, fd, position))
                 position += tensor.nbytes
-
-    def _check_side_file(self, file: BinaryIO, side: SideFile) -> str | None:
-        """Return why the file may not be written, or None. Raises DigestError."""
-        content, hasher, nbytes = SideContent(side.path), blake3(), 0
-        while piece := file.read(MIB):
-            hasher.update(piece)
-            content.update(piece)
-            nbytes += len(piece)
-        if nbytes != side.nbytes or hasher.digest() != side.digest:
-            raise DigestError(f"the side file {side.path} is not the one that the manifest names")
-        return content.finish()
-
-    def _check_index(self, path: str, data: bytes) -> None:
-        files = {file.path for file in self._packaging.files}
-        strange = set(weight_map(data, path).values()) - files
-        if strange:
-            raise IntegrityError(f"the index {path} names {min(strange)}, which is not pulled")
 
     def _close_files(self) -> None:
         while self._fds:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mx.errors import CheckpointError
 from mx.memory.live import Memory
 from mx.storage.load import Loaded, load_checkpoint
+from mx.storage.safetensors import Checkpoint
 from mx.storage.staging import Staging
 from mx.target.options import PullOptions
 
@@ -14,6 +15,7 @@ from mx.target.options import PullOptions
 def load(
     options: PullOptions,
     *,
+    opened: Callable[[Checkpoint], None],
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
 ) -> Loaded[Memory]:
@@ -21,6 +23,8 @@ def load(
 
     Args:
         options: The pull's options. `out` is checked before anything is read.
+        opened: Called with the checkpoint before its weights are read. Until they are, a pin proves
+            nothing of it.
         progress: Called with (bytes so far, bytes in total), from reader threads.
         cancelled: Called while reading; returning True stops it.
 
@@ -36,6 +40,7 @@ def load(
         options.new_arena,
         chunk_nbytes=options.chunk_nbytes,
         threads=2,
+        opened=opened,
         progress=progress,
         cancelled=cancelled,
     )

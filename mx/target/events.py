@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mx.errors import MxError, RevisionChangedError, another
+from mx.core.types import Manifest
+from mx.errors import ConfigError, IntegrityError, MxError, RevisionChangedError, another
 from mx.runtime import unexpected
 from mx.target.report import (
     LayerEvent,
@@ -103,6 +104,8 @@ class EventLog:
         self._condition = threading.Condition()
         self._events: dict[int, LayerEvent] = {}
         self._n_layers: int | None = None
+        self._manifest: Manifest | None = None
+        self._told: bytes | None = None  # the identity that the caller knows
         self._kept = False
         #: How often layers that were ready became unready, since the model changed.
         self.edition = 0
@@ -115,11 +118,27 @@ class EventLog:
 
     # -- changes ------------------------------------------------------------------------------
 
-    def planned(self, n_layers: int) -> None:
-        """Record how many layers there are."""
+    def planned(self, n_layers: int, manifest: Manifest | None = None) -> None:
+        """Record how many layers there are, and what describes them.
+
+        Raises:
+            IntegrityError: The caller was told of other weights.
+        """
         with self._condition:
-            self._n_layers = n_layers
+            if manifest is not None and self._told not in (None, manifest.ref.identity):
+                raise IntegrityError(
+                    f"the pull began with the weights {self._told.hex()}, and could only go on "
+                    f"with {manifest.ref.identity.hex()}",
+                    hint="pull again; NAME@PIN insists on weights",
+                )
+            self._n_layers, self._manifest = n_layers, manifest
             self._wake()
+
+    def tell(self, manifest: Manifest) -> None:
+        """Record that the caller knows this manifest, or its files: from now on the pull is of
+        these weights."""
+        with self._condition:
+            self._told = manifest.ref.identity
 
     def reading_began(self, now_s: float) -> None:
         """Record that a connection is open, and read through."""
@@ -147,12 +166,12 @@ class EventLog:
         return last
 
     def begin_again(self) -> bool:
-        """Return True if the pull may begin again with other memory, which has no layers until
-        `planned`; False if its layers or its memory were given to the caller."""
+        """Return True if the pull may begin again with other memory, which has no layers and no
+        manifest until `planned`; False if its layers or its memory were given to the caller."""
         with self._condition:
             if self._events or self._kept:
                 return False
-            self._n_layers = None
+            self._n_layers = self._manifest = None
             return True
 
     def begin_anew(self) -> None:
@@ -161,7 +180,7 @@ class EventLog:
         with self._condition:
             self.edition += 1 if self._events else 0
             self._events.clear()
-            self._n_layers = None
+            self._n_layers = self._manifest = self._told = None
             for subscriber in self._subscribers:
                 subscriber.queue.clear()
             self._wake()
@@ -192,6 +211,11 @@ class EventLog:
             self._wake()
 
     # -- queries ------------------------------------------------------------------------------
+
+    @property
+    def told(self) -> bool:
+        """Return True if the caller knows which weights these are."""
+        return self._told is not None
 
     @property
     def error(self) -> MxError | None:
@@ -293,6 +317,27 @@ class EventLog:
             raise LookupError
         self._kept = True
         return self._n_layers
+
+    def wait_manifest(self, timeout_s: float | None = None) -> Manifest:
+        """Block until the manifest is known, and `tell` of it. Raises as `wait_layer`, and
+        TimeoutError, and ConfigError if there is none."""
+        return self._block(self._tell_manifest, timeout_s)
+
+    async def wait_manifest_async(self) -> Manifest:
+        return await self._await(self._tell_manifest)
+
+    def _tell_manifest(self) -> Manifest:
+        if self._manifest is not None:
+            self._told = self._manifest.ref.identity
+            return self._manifest
+        if self._error is not None:
+            raise another(self._error)
+        if self._report is not None:
+            raise ConfigError(
+                "a pull of files only from a disk reads no weights, and so has no manifest",
+                hint="leave out `files_only`",
+            )
+        raise LookupError
 
     def wait_end(self, timeout_s: float | None = None) -> PullReport:
         """Block until the pull is complete. Raises as `wait_layer`, TimeoutError."""

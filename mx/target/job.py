@@ -41,6 +41,7 @@ from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.events import EventLog, Outcome
+from mx.target.files import SideFiles
 from mx.target.options import PullOptions
 from mx.target.pages import PageFetcher
 from mx.target.paths import plan_paths, target_place
@@ -84,6 +85,7 @@ class Job:
         self.arena: Memory | None = None
         self.node: Node | None = None
         self.kept = ""  # how to go on from what a failed pull has left on disk
+        self.files = SideFiles(options, log)
         #: The source id by which others know this pull; "" if others can't read from it.
         self.reader_id = ""
         in_place = options.into is None or isinstance(options.into, InPlace)
@@ -146,8 +148,7 @@ class Job:
                 raise  # reading from disk would fail too
             if not self._log.begin_again():
                 raise
-        await uncut(self._discard())
-        self.manifest = self.pages = self._transfer = None
+        await self._forget()
         report = await self._from_disk()
         report.fallback = "disk"
         return report
@@ -178,8 +179,7 @@ class Job:
         return updated or (self._transfer is not None and self._transfer.progress()[0] > 0)
 
     async def _begin_anew(self) -> None:
-        await uncut(self._discard())
-        self.manifest = self.pages = self._transfer = None
+        await self._forget()
         if self.reader_id:  # the coordinator may still know the other one, with its secret
             self.reader_id = str(uuid.uuid4())
 
@@ -200,6 +200,12 @@ class Job:
                     raise
                 raise lies from None
             await self._begin_anew()
+
+    async def _forget(self) -> None:
+        """Undo what was begun, to begin again."""
+        await uncut(self._discard())
+        self.manifest = self.pages = self._transfer = None
+        self.files.unknown()
 
     async def _from_peers(self) -> PullReport:
         outcome, closing = Outcome(), AsyncExitStack()
@@ -242,7 +248,8 @@ class Job:
             self._log.waiting,
         )
         self.manifest = found.manifest
-        self._log.planned(len(found.manifest.layout.layers))
+        self._log.planned(len(found.manifest.layout.layers), found.manifest)
+        self.files.described(found.located, found.manifest)
         return found
 
     @property
@@ -510,12 +517,20 @@ class Job:
             self._disk_done = (done, total)
 
         # Uncut: once the pull is closed no thread may write to `into`.
+        loop = asyncio.get_running_loop()
         loaded = await uncut(
-            in_thread(disk.load, self.options, progress=count, cancelled=lambda: self._closed)
+            in_thread(
+                disk.load,
+                self.options,
+                opened=lambda found: loop.call_soon_threadsafe(self.files.opened, found),
+                progress=count,
+                cancelled=lambda: self._closed,
+            )
         )
         manifest, arena = loaded.manifest, loaded.arena
         self.arena, self.manifest, self.pages = arena, manifest, loaded.pages
-        self._log.planned(len(manifest.layout.layers))
+        self._log.planned(len(manifest.layout.layers), manifest)
+        self.files.loaded(manifest)
         outcome = Outcome()
         delivery = self._deliver(manifest, outcome, strong=False)
         await in_thread(write_side_files, manifest, delivery.side_page)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mx.core.reuse import Held
 from mx.core.revisions import MAIN
-from mx.core.types import Layout, ModelKey
+from mx.core.types import CHECKPOINT, Layout, ModelKey
 from mx.errors import ConfigError
 from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
 from mx.memory.device import DeviceArena
@@ -21,25 +21,27 @@ from mx.transport import TlsFiles
 class PullOptions:
     """Made by the API from its arguments and the settings.
 
-    `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it.
+    `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it, and
+    without a `variant` "checkpoint", or the only one that is listed.
     One of `coordinator`, `peer` and `disk` says where to look; `disk` beside another one is the
-    fallback, if `fall_back_to_disk`. `device` is "cpu" or "cuda:UUID", `into` the caller's memory,
-    `reuse` the weights that this process holds (the pull empties the list). `follow` goes over to a
-    newer revision when the weights change. `host` lets others read
-    from the pull; `alone_because` says why it is None where users may not expect that.
+    fallback, if `fall_back_to_disk`. `files_only` pulls no weights. `device` is "cpu" or
+    "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
+    empties the list). `follow` goes over to a newer revision when the weights change. `host` lets
+    others read from the pull; `alone_because` says why it is None where users may not expect that.
     `coordinate_always` coordinates on every medium when a source says that others read there, not
     only over networks.
     """
 
     name: str
     revision: str = ""
-    variant: str = "checkpoint"
+    variant: str = ""
     coordinator: str | None = None
     peer: str | None = None
     disk: Path | None = None
     fall_back_to_disk: bool = False
     out: Path | None = None
     resume: bool = True
+    files_only: bool = False
     device: str = "cpu"
     hold: bool = False
     into: memoryview | InPlace | None = None
@@ -65,7 +67,8 @@ class PullOptions:
     @property
     def key(self) -> ModelKey:
         """The requested model, as far as it is known before it is resolved."""
-        return ModelKey(self.name.partition("@")[0], self.revision or MAIN, self.variant)
+        variant = self.variant or CHECKPOINT
+        return ModelKey(self.name.partition("@")[0], self.revision or MAIN, variant)
 
     @property
     def patience_s(self) -> float:

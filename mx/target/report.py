@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from mx.core.types import Layout
@@ -81,12 +81,24 @@ class LeftSource:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class FilesReport:
+    """The side files of a pull of files only. `source` is the endpoint (HOST:PORT) of the source
+    that gave them, or the folder on disk."""
+
+    count: int
+    bytes: int
+    source: str
+
+
 @dataclass
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
 
     `manifest` is the identity of the weights. `pin` covers their files too, if there are any, else
-    it is the identity; both in hexadecimal digits.
+    it is the identity; both in hexadecimal digits. Both are "" for files from a disk alone, whose
+    weights are not read. `bytes`, `layers` and `paths` count weights: a pull of files only has
+    none, and has `files`.
     """
 
     model: str
@@ -102,6 +114,7 @@ class PullReport:
     left: list[LeftSource] = field(default_factory=list)
     fallback: str | None = None
     control_s: float = 0.0
+    files: FilesReport | None = None
 
     @property
     def pin_covers_files(self) -> bool:
@@ -138,7 +151,7 @@ class PullReport:
             "left": [{"source": each.source, "reason": each.reason} for each in self.left],
             "fallback": self.fallback,
             "control_s": round(self.control_s, 6),
-        }
+        } | ({} if self.files is None else {"files": asdict(self.files)})
 
 
 def again(error: MxError, how: str) -> MxError:

@@ -21,7 +21,7 @@ from mx.errors import (
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
-from mx.wire.listing import Lists, ModelStatus, SourceStatus
+from mx.wire.listing import BundleStatus, Lists, ModelStatus, SourceStatus, bundle_status
 from mx.wire.progress import Report, pull_from_wire, reporting
 from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub
@@ -339,8 +339,9 @@ class CoordinatorClient:
 
         Args:
             name: NAME or NAME@PIN.
-            revision: "" for the newest one that is served.
-            variant: "" for "checkpoint".
+            revision: "" for the newest one that is served; for a rank the one that NAME means for
+                all ranks of its bundle.
+            variant: "" for "checkpoint", or the only one that is listed.
             documents: Request the documents of a small manifest, too.
 
         Raises:
@@ -399,6 +400,14 @@ class CoordinatorClient:
         async with self._reading():
             messages = [status async for page in call for status in page.sources]
         return self._lists.read("source", messages, _source_status)
+
+    async def list_bundles(self, name: str = "") -> list[BundleStatus]:
+        """Return all bundles, or those of one model name, with the ranks that are missing."""
+        request = pb.ListBundlesRequest(name=name)
+        call = self._stub.ListBundles(request, timeout=self._timeout_s)
+        async with self._reading():
+            messages = [bundle async for page in call for bundle in page.bundles]
+        return self._lists.read("bundle", messages, bundle_status)
 
     async def list_pulls(self, name: str = "") -> list[PullStatus]:
         """Return all pulls that report their progress, or those of one model name."""

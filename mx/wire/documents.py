@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -10,8 +11,14 @@ from typing import Any
 import grpc.aio
 from blake3 import blake3
 
-from mx.errors import CapacityError, DigestError, PeerProtocolError, UnknownModelError
-from mx.runtime import in_thread
+from mx.errors import (
+    CapacityError,
+    DigestError,
+    PeerProtocolError,
+    PeerTimeoutError,
+    UnknownModelError,
+)
+from mx.runtime import in_thread, uncut
 from mx.units import MIB, format_bytes
 from mx.wire.channel import Remote, Role, translating
 from mx.wire.rpc import Stub
@@ -22,8 +29,10 @@ PAGE_BYTES = MIB
 MAX_DOCUMENT_BYTES = 256 * MIB
 _MAX_DIGESTS = 4096
 _TIMEOUT_S = 30.0
-#: The least rate of documents that go to disk.
+#: The least rate of documents that are handed on page by page,
 _LEAST_BYTES_PER_S = MIB
+#: and how long a page of them may take, beside the weights on a narrow link too.
+PAGE_TIMEOUT_S = 10.0
 
 #: Takes a document's bytes in order: (digest, offset, data). Offset 0 begins the document again.
 WritePage = Callable[[bytes, int, bytes], None]
@@ -210,14 +219,27 @@ async def fetch_to(
         who: The process at the channel's other end.
 
     Raises:
+        PeerTimeoutError: No page came for `PAGE_TIMEOUT_S`.
         MxError: As `fetch`, and as `write`.
     """
     assembler = Assembler(refs, who=who.address, write=write)
     timeout_s = _TIMEOUT_S + sum(nbytes for _, nbytes in refs) / _LEAST_BYTES_PER_S
     async with aclosing(_pages(channel, assembler.missing, who, timeout_s)) as found:
-        async for page in found:
-            await in_thread(assembler.add, page)
+        while (page := await _next(found, who)) is not None:
+            # Uncut: a write that goes on after this call would write into what comes next.
+            await uncut(in_thread(assembler.add, page))
     _require_all(assembler, who)
+
+
+async def _next(pages: AsyncIterator[pb.Page], who: Remote) -> pb.Page | None:
+    """Return the next page, None at the end. Raises PeerTimeoutError."""
+    try:
+        async with asyncio.timeout(PAGE_TIMEOUT_S):
+            return await anext(pages, None)
+    except TimeoutError:
+        raise PeerTimeoutError(
+            f"{who.address} sent nothing of a document for {PAGE_TIMEOUT_S:g} s", peer=who.address
+        ) from None
 
 
 async def _pages(

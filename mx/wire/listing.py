@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mx.codec import bundle_from_wire
 from mx.core.reference import pinned_name
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
+from mx.core.variant import members_of, membership
 from mx.errors import PeerProtocolError
 from mx.units import count, format_bytes
 from mx.wire.status import Remote
+from mx.wire.v1 import common_pb2
+from mx.wire.v1 import coordinator_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +69,53 @@ class SourceStatus:
             f"<SourceStatus {record.model} at {record.endpoint}: {record.role.value}, "
             f"{record.state.value}, {count(self.readers, 'reader')}>"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BundleStatus:
+    """A bundle: the ranks of one revision that make a whole, and which of them no whole source
+    serves.
+
+    `variant` is the ranks' processing key with `*` in place of each rank. A variant that is no rank
+    of several is a bundle of one. `missing` has the first of `missing_count` variants. `named` is
+    True for the revision that NAME means.
+    """
+
+    name: str
+    revision: str
+    variant: str
+    ranks: int
+    missing: tuple[str, ...]
+    missing_count: int
+    named: bool
+
+    @property
+    def complete(self) -> bool:
+        """True if every rank is served by a whole source: a replica can have all of it."""
+        return not self.missing_count
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The variants of all ranks, in order."""
+        return tuple(members_of(self.variant))
+
+    def __str__(self) -> str:
+        return str(ModelKey(self.name, self.revision, self.variant))
+
+
+def bundle_status(message: pb.Bundle) -> BundleStatus:
+    """Return the status that a message describes. Raises PeerProtocolError."""
+    key = bundle_from_wire(
+        common_pb2.ModelKey(name=message.name, revision=message.revision, variant=message.variant)
+    )
+    ranks = membership(key.variant).ranks
+    missing = tuple(message.missing)
+    fits = all(membership(each).bundle == key.variant for each in missing)
+    if not (ranks == message.ranks >= message.missing_count >= len(missing) and fits):
+        raise PeerProtocolError(f"{key} has {ranks} ranks: what is said of them can't be")
+    return BundleStatus(
+        key.name, key.revision, key.variant, ranks, missing, message.missing_count, message.named
+    )
 
 
 class Lists:

@@ -6,7 +6,7 @@ themselves. Without a pin the coordinator decides which weights a name stands fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import grpc.aio
 from mx import codec
 from mx.core.reference import check_pin, pinned_name
 from mx.core.revisions import MAIN, is_main, update_number
-from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
+from mx.core.types import CHECKPOINT, Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     LocalError,
     ManifestError,
@@ -130,15 +130,21 @@ class Locator:
     async def again(self, located: Located) -> list[SourceRecord]:
         """Return the sources that hold the located weights, or parts of them, now. Raises as
         `locate`."""
+        return [each for each in await self.listed(located) if each.ref.same_chunks(located.ref)]
+
+    async def listed(self, located: Located) -> list[SourceRecord]:
+        """Return the sources of the same weights now, in whichever layout and chunks. Raises as
+        `locate`."""
         if self._where.peer is not None:
-            sources = (await self._describe(self._where.peer)).sources
+            described = await self._describe(self._where.peer)
+            sources = (*described.sources, *described.others)
         else:
             key, pin = located.key, located.ref.identity.hex()
             client = self._coordinator()
             # In all revisions: the revision's name may stand for other weights by now.
             found = await client.resolve(f"{key.name}@{pin}", "", key.variant, documents=False)
             sources = tuple(found.sources)
-        return [source for source in sources if source.ref.same_chunks(located.ref)]
+        return [source for source in sources if source.ref.identity == located.ref.identity]
 
     def _coordinator(self) -> CoordinatorClient:
         assert self._where.coordinator is not None
@@ -162,15 +168,16 @@ class Locator:
             response = await stub.Describe(
                 peer_pb2.DescribeRequest(name=name), timeout=where.connect_timeout_s
             )
-        wanted = ModelKey(name, where.revision or MAIN, where.variant)
         records = [codec.source_from_wire(source) for source in response.sources]
-        found = [
+        listed = [
             _dialable(record, address)
             for record in records
-            if (record.model.name, record.model.variant) == (name, where.variant)
+            if record.model.name == name
             and record.ref.pinned_by(pin)
             and _is_meant(record.model.revision, where.revision, pinned=bool(pin))
         ]
+        wanted = ModelKey(name, where.revision or MAIN, where.variant or _variant_of(listed))
+        found = [record for record in listed if record.model.variant == wanted.variant]
         found.sort(key=lambda record: update_number(record.model.revision), reverse=True)
         if not found:
             held = ", ".join(str(record.model) for record in records) or "nothing of that name"
@@ -239,10 +246,25 @@ class Locator:
         return None
 
     async def write_side_files(
-        self, manifest: Manifest, sources: Sequence[SourceRecord], write: WritePage
-    ) -> None:
+        self,
+        manifest: Manifest,
+        sources: Sequence[SourceRecord],
+        write: WritePage,
+        on_failure: Callable[[str, MxError], None] = lambda endpoint, error: None,
+    ) -> str:
         """Pass the side files to `write` page by page: those among the manifest's documents, or
         fetched from those of `sources` with the same files, which alone hold them.
+
+        Args:
+            manifest: The manifest.
+            sources: Sources of these weights. Those that hold all layers are asked first: others
+                may not have fetched the files yet.
+            write: Takes the pages, on a thread. It gets a document from the start again where
+                another source has to give it.
+            on_failure: Called with the endpoint of a source that did not give them, and why.
+
+        Returns:
+            The endpoint of the source that gave them; "" if they were among the documents.
 
         Raises:
             NoSourceError: No source gave all of them.
@@ -250,16 +272,21 @@ class Locator:
         """
         refs = list({(side.digest, side.nbytes) for side in manifest.packaging.side_files})
         if all(digest in manifest.documents for digest, _ in refs):
-            return await in_thread(write_side_files, manifest, write)
+            await in_thread(write_side_files, manifest, write)
+            return ""
         causes: list[MxError] = []
-        for source in _with_files(sources, manifest.ref):
+        known = _with_files(sources, manifest.ref)
+        for source in sorted(known, key=lambda source: not source.whole):
             remote = Remote(Role.SOURCE, source.endpoint)
             try:
-                return await fetch_to(self._channel(source.endpoint), refs, write, who=remote)
+                await fetch_to(self._channel(source.endpoint), refs, write, who=remote)
             except LocalError:  # of `write`: another source would not help
                 raise
             except MxError as error:
                 causes.append(error)
+                on_failure(source.endpoint, error)
+            else:
+                return source.endpoint
         raise _no_files(self._where.name, sources, causes)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
@@ -289,16 +316,22 @@ def _none_gave(what: str, name: str, causes: Sequence[MxError]) -> MxError:
         return causes[-1]
     return NoSourceError(
         f"no source gave the {what} of {name}: "
-        + ("; ".join(str(cause) for cause in causes) or "none is registered"),
+        + ("; ".join(map(_named, causes)) or "none is registered"),
         hint="mx sources shows who is registered",
     )
+
+
+def _named(cause: MxError) -> str:
+    """Return what an error says, after its peer if it does not name that."""
+    said, peer = str(cause), getattr(cause, "peer", "")
+    return f"{peer}: {said}" if peer not in said else said
 
 
 def _no_files(name: str, sources: Sequence[SourceRecord], causes: Sequence[MxError]) -> MxError:
     if causes or not sources:
         return _none_gave("side files", name, causes)
     ref = next((source.ref for source in sources if source.ref.packaging), None)
-    hint = "pull them without `out`, or wait for a source with those files"
+    hint = "wait for a source that has them, or pull the weights without `out`"
     if ref is not None:
         hint = f"{pinned_name(sources[0].model, ref)} has other ones"
     return NoSourceError(f"no source of {name} that is listed now has its files", hint=hint)
@@ -334,6 +367,12 @@ def check_pin_of(name: str) -> None:
 def _is_meant(revision: str, wanted: str, *, pinned: bool) -> bool:
     """Return True if a model of this revision is wanted, by `mx.core.bindings.Bindings.find`."""
     return revision == wanted or (not wanted and (pinned or is_main(revision)))
+
+
+def _variant_of(records: Sequence[SourceRecord]) -> str:
+    """Return the variant that a name alone means at a peer, as `mx.core.meanings.meaning`."""
+    variants = {record.model.variant for record in records}
+    return variants.pop() if len(variants) == 1 else CHECKPOINT
 
 
 def _dialable(record: SourceRecord, address: str) -> SourceRecord:

@@ -116,6 +116,7 @@ def valid_requests() -> dict[str, list[bytes]]:
         ],
         "Deregister": [pb.DeregisterRequest(source_id=source_id, binding_secret=SECRET)],
         "Resolve": [pb.ResolveRequest(name="llama@" + digests[0].hex()[:16], revision="main")],
+        "ListBundles": [pb.ListBundlesRequest(name="llama")],
         "ListModels": [pb.ListModelsRequest()],
         "ListSources": [pb.ListSourcesRequest(name="llama")],
         "Progress": [

@@ -7,7 +7,8 @@ serve, and where it registers. Its lies, each of them absent for the truth:
     digests    "own": block digests of its own bytes
     pages      how it answers Pages: a name in PAGES
     layout     "garbage": a layout document that describes no weights
-    files      "others": other bytes of the side files, under the right digests
+    files      "others": other bytes of the side files, under the right digests; "endless": more
+               than were announced, for ever; "silent": none, and no end; "stopped": the first byte
     uid        the user that it becomes; it claims to be still the one that started it
     tickets    the endpoint of a source whose shm tickets it hands out as its own
     crowd      as how many sources it registers
@@ -47,9 +48,10 @@ from mx.source.service import PeerServicer
 from mx.transport import host_view
 from mx.units import MIB
 from mx.wire.channel import Remote, Role, dial
+from mx.wire.documents import DocumentsServicer
 from mx.wire.lease import Lease
 from mx.wire.rpc import Stub
-from mx.wire.v1 import peer_pb2
+from mx.wire.v1 import common_pb2, peer_pb2
 from mx_transports.toolkit.local import LocalExposure
 from tests.hostile.lies import change, lie
 from tests.support.hashing import blocks_of, pages_of, shortcuts_of
@@ -143,6 +145,40 @@ def other_files(manifest: Manifest) -> None:
         return bytes(each ^ 1 for each in data) if data and digest in digests else data
 
     lie(PeerServicer, "document", document)
+
+
+async def endless_file(digest: bytes, data: bytes) -> AsyncIterator[common_pb2.Page]:
+    for offset in itertools.count(step=len(data)):
+        yield common_pb2.Page(digest=digest, offset=offset, nbytes=len(data), data=data)
+
+
+async def silent_file(digest: bytes, data: bytes) -> AsyncIterator[common_pb2.Page]:
+    await asyncio.Event().wait()
+    yield common_pb2.Page(digest=digest, nbytes=len(data), data=data)
+
+
+async def stopped_file(digest: bytes, data: bytes) -> AsyncIterator[common_pb2.Page]:
+    yield common_pb2.Page(digest=digest, nbytes=len(data), data=data[:1])
+
+
+FILES = {"endless": endless_file, "silent": silent_file, "stopped": stopped_file}
+
+
+def answer_files(manifest: Manifest, how: str) -> None:
+    honest, digests = DocumentsServicer.Fetch, {s.digest for s in manifest.packaging.side_files}
+
+    async def fetch(
+        self: DocumentsServicer, request: common_pb2.FetchRequest, context: Any
+    ) -> AsyncIterator[common_pb2.Page]:
+        if not digests.isdisjoint(request.digests):
+            for digest in request.digests:
+                async for page in FILES[how](digest, manifest.documents[digest]):
+                    yield page
+            return
+        async for page in honest(self, request, context):
+            yield page
+
+    lie(DocumentsServicer, "Fetch", fetch)
 
 
 def garbage_layout(manifest: Manifest) -> Manifest:
@@ -242,8 +278,10 @@ def serve(lies: Mapping[str, Any]) -> None:
     options = api.source_options(config.load(environ={"HOME": "/nonexistent"}))
     uid = os.getuid()
     lie(SourceLimits, "idle", lambda self: [])  # it has all the time in the world
-    if "files" in lies:
+    if lies.get("files") == "others":
         other_files(held.manifest)
+    elif "files" in lies:
+        answer_files(held.manifest, lies["files"])
     if "pages" in lies:
         answer_pages(PAGES[lies["pages"]])
     if "uid" in lies:

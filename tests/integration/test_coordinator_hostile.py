@@ -276,6 +276,29 @@ class Liar:
         statuses.append(pb.SourceStatus(source=self.sources[0], gb_per_s=float("nan")))
         yield pb.ListSourcesResponse(sources=statuses).SerializeToString()
 
+    async def ListBundles(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        await context.send_initial_metadata(headers())
+        good: dict[str, Any] = {
+            "name": "llama",
+            "revision": "main",
+            "variant": "tp=*/2",
+            "ranks": 2,
+        }
+        wrong: list[dict[str, Any]] = [
+            {"name": "b" * 300},
+            {"revision": "a]"},
+            {"variant": "tp=0/2"},
+            {"variant": "tp=*/2,pp=*/5000"},
+            {"variant": "tp=*/2,x=\x1b"},
+            {"ranks": 3},
+            {"missing_count": 3},
+            {"missing": ["tp=0/2"]},
+            {"missing": ["tp=0/4"], "missing_count": 1},
+            {"missing": ["tp=0/2" + " " * 1000], "missing_count": 1},
+        ]
+        bundles = [pb.Bundle(**(good | each)) for each in ({}, *wrong)]
+        yield pb.ListBundlesResponse(bundles=bundles).SerializeToString()
+
     async def ListPulls(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         await context.send_initial_metadata(headers())
         pulls = [
@@ -294,6 +317,8 @@ class Liar:
         up = pb.WatchEvent.KIND_SOURCE_UP
         events = [pb.WatchEvent(kind=up, source=source) for source in self.sources]
         events.append(pb.WatchEvent(kind=99))  # type: ignore[arg-type]
+        rank = common_pb2.ModelKey(name="llama", revision="main", variant="tp=0/2")
+        events.append(pb.WatchEvent(kind=pb.WatchEvent.KIND_NAMED, named=rank))
         yield pb.WatchEvent(batch=events).SerializeToString()
         yield pb.WatchEvent(kind=pb.WatchEvent.KIND_SNAPSHOT_END).SerializeToString()
 
@@ -310,7 +335,7 @@ async def liar() -> AsyncIterator[str]:
     lies, server = Liar(), grpc.aio.server()
     handlers: Any = {
         name: grpc.unary_stream_rpc_method_handler(getattr(lies, name))
-        for name in ("ListModels", "ListSources", "ListPulls", "Watch")
+        for name in ("ListBundles", "ListModels", "ListSources", "ListPulls", "Watch")
     }
     handlers["Resolve"] = grpc.unary_unary_rpc_method_handler(lies.Resolve)
     server.add_generic_rpc_handlers(
@@ -329,6 +354,7 @@ async def test_a_bad_entry_is_skipped_by_every_client() -> None:
         assert len(await client.list_models()) == 2
         assert len(await client.list_sources()) == 2
         assert len(await client.list_pulls()) == 1
+        assert [str(each) for each in await client.list_bundles()] == ["llama[tp=*/2]"]
         assert len((await client.resolve("llama")).sources) == 2
         watch = client.watch()
         kinds = [(await anext(watch)).kind.name for _ in range(3)]
@@ -337,7 +363,7 @@ async def test_a_bad_entry_is_skipped_by_every_client() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "lines"), [(["models"], 1), (["sources"], 2), (["top", "--once"], 3)]
+    ("verb", "lines"), [(["models"], 7), (["sources"], 2), (["top", "--once"], 3)]
 )
 async def test_a_bad_entry_is_reported_in_one_line(verb: list[str], lines: int) -> None:
     async with liar() as address:

@@ -44,6 +44,9 @@ def inherited():
         lambda: done.buffer(),
         lambda: slow['tcp'].wait(),
         lambda: slow['tcp'].progress(),
+        lambda: slow['tcp'].wait_manifest(),
+        lambda: slow['tcp'].files(),
+        lambda: done.files(),
         lambda: next(slow['shm'].layers()),
     ]
     for number, call in enumerate(refused):

@@ -57,9 +57,13 @@ def test_a_pull_holds_no_side_file_in_memory(tmp_path: Path, coordinator: str) -
         where = ("pull", "m", "--from", f"peer={served.endpoint}")
         without = peak_bytes(*where)
         with_them = peak_bytes(*where, "--out", str(out))
+        alone = peak_bytes(*where, "--files-only", "--out", str(tmp_path / "alone"))
     written = sorted(path.relative_to(out) for path in out.rglob("*"))
     assert written == sorted(path.relative_to(source) for path in source.rglob("*"))
     for path in written:
         if (source / path).is_file():
             assert (out / path).read_bytes() == (source / path).read_bytes()
+            if path.suffix == ".txt":
+                assert (tmp_path / "alone" / path).read_bytes() == (source / path).read_bytes()
     assert with_them - without < FILE_BYTES
+    assert alone - without < FILE_BYTES

@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mx.core.topology import Place
-from mx.core.versions import own
+from mx.core.versions import WIRE_VERSION, own
 from mx.errors import (
     CoordinatorError,
     CoordinatorVersionError,
@@ -43,12 +43,12 @@ SERVICES = [
 ]
 METHODS = [method for service in SERVICES for method in service.methods]
 RESOLVE = SERVICES[0].methods_by_name["Resolve"]
-NEWER = "wire=3,layout=2,digest=2"
+NEWER = f"wire={WIRE_VERSION + 1},layout=2,digest=2"
 OLDER = "wire 1 (an older mx, which sends no versions)"
 #: What a peer sends, and what is said of it.
 OTHERS = {
     "older": ((), OLDER),
-    "newer": (((VERSIONS_KEY, NEWER),), "wire 3, layout 2, digest 2"),
+    "newer": (((VERSIONS_KEY, NEWER),), f"wire {WIRE_VERSION + 1}, layout 2, digest 2"),
     "unreadable": (((VERSIONS_KEY, "what"),), "versions that can't be read: 'what'"),
     "twice": (headers() * 2, "versions that can't be read: 2 texts"),
 }
@@ -208,7 +208,7 @@ async def test_a_method_that_a_newer_version_has_added_is_refused_with_the_versi
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(b"", metadata=((VERSIONS_KEY, NEWER),))
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
-            assert "you speak wire 3, layout 2" in (caught.value.details() or "")
+            assert f"you speak wire {WIRE_VERSION + 1}, layout 2" in (caught.value.details() or "")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await ask(b"", metadata=headers())
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -31,6 +31,7 @@ SETTINGS = config.load({"coordinator": "127.0.0.1:1", "wait_s": 0})
         ("attach", "no"),
         ("hold", 1),
         ("resume", "yes"),
+        ("files_only", "yes"),
     ],
 )
 def test_a_wrong_argument_of_pull_is_named(name: str, value: object) -> None:
@@ -53,3 +54,21 @@ def test_a_time_may_be_written_as_in_the_settings() -> None:
         pytest.raises(CoordinatorError, match="answers"),
     ):
         pull.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hold", True), ("into", memoryview(bytearray(8)))],
+)
+def test_files_only_goes_with_nothing_for_weights(name: str, value: object) -> None:
+    weights: dict[str, Any] = {name: value}
+    with pytest.raises(ConfigError, match=name) as caught:
+        api.pull("m", files_only=True, settings=SETTINGS, **weights)
+    assert "files_only" in str(caught.value)
+
+
+def test_files_alone_prove_no_pin_and_hold_no_tensors() -> None:
+    with pytest.raises(ConfigError, match="pin"):
+        api.pull("m@0123456789", path="/models/m", files_only=True, settings=SETTINGS)
+    with pytest.raises(ConfigError, match="tensors"):
+        api.load("m", files_only=True, settings=SETTINGS)

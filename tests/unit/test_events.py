@@ -6,10 +6,15 @@ import asyncio
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from mx.errors import ClosedError, MxError, PeerBusyError
+from mx.core.digest import document_digest
+from mx.core.layout import TensorSpec
+from mx.core.manifest import encode, plan_layout
+from mx.core.types import Manifest, Packaging
+from mx.errors import ClosedError, ConfigError, IntegrityError, MxError, PeerBusyError
 from mx.target.events import EventLog
 from mx.target.report import LayerEvent, PullReport
 
@@ -96,6 +101,45 @@ def test_a_pull_begins_again_only_while_no_caller_has_its_layers_or_its_memory()
     state.planned(2)
     state.layer_ready(event(0))
     assert not state.begin_again()
+
+
+def manifest(first: int) -> Manifest:
+    layout = plan_layout([TensorSpec("w", "U8", (10,))])
+    return encode(layout, Packaging(), {"w": document_digest(bytes([first]))})
+
+
+def test_a_manifest_is_waited_for_and_its_weights_are_then_the_pulls() -> None:
+    state, found = EventLog(0.0), list[Manifest]()
+    with pytest.raises(TimeoutError):
+        state.wait_manifest(0)
+    waiting = threading.Thread(target=lambda: found.append(state.wait_manifest()))
+    waiting.start()
+    state.planned(1, manifest(1))
+    waiting.join()
+    assert found[0] is state.wait_manifest(0)
+    assert state.begin_again()
+    with pytest.raises(TimeoutError):
+        state.wait_manifest(0)
+    with pytest.raises(IntegrityError, match=found[0].ref.identity.hex()):
+        state.planned(1, manifest(2))
+    state.planned(1, again := replace(manifest(1)))
+    assert state.wait_manifest(0) is again
+    state.failed(ClosedError("later"))
+    assert state.wait_manifest(0) is again
+
+
+def test_a_pull_without_a_manifest_says_so_at_its_end() -> None:
+    state = EventLog(0.0)
+    state.planned(0)
+    with pytest.raises(TimeoutError):
+        state.wait_manifest(0)
+    state.finished(report())
+    with pytest.raises(ConfigError, match="manifest"):
+        state.wait_manifest()
+    state = EventLog(0.0)
+    state.failed(ClosedError("first"))
+    with pytest.raises(ClosedError, match="first"):
+        state.wait_manifest()
 
 
 def test_who_comes_while_a_pull_is_failing_is_told_at_once() -> None:

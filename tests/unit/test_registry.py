@@ -119,7 +119,23 @@ def test_the_error_for_an_unknown_name_lists_known_ones() -> None:
     with pytest.raises(UnknownModelError, match="there is llama"):
         registry.resolve("lama")
     with pytest.raises(UnknownModelError, match="tp0of2"):
+        registry.resolve("llama", variant="tp1of2")
+
+
+def test_a_name_alone_is_its_checkpoint_else_its_only_variant_else_an_error_that_lists_them() -> (
+    None
+):
+    registry = machine()
+    registry.register(0, make_record(WEIGHTS["A"], variant="rank-0"), ALICE)
+    assert registry.resolve("llama").model.variant == "rank-0"
+    pin = registry.resolve("llama").ref.identity.hex()
+    registry.register(0, make_record(WEIGHTS["B"], variant="rank-1"), ALICE)
+    with pytest.raises(UnknownModelError, match="2 others.*rank-0 · rank-1"):
         registry.resolve("llama")
+    assert registry.resolve(f"llama@{pin}").model.variant == "rank-0"
+    registry.register(0, make_record(WEIGHTS["C"]), ALICE)
+    assert registry.resolve("llama").model.variant == "checkpoint"
+    assert registry.resolve(f"llama@{pin}").model.variant == "rank-0"
 
 
 def test_resolve_lists_origins_first_and_no_draining_sources() -> None:

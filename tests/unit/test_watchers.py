@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.coordinator.watchers import Watcher, WatchLog
+from mx.coordinator.watchers import MeantLog, Watcher, WatchLog
+from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import CapacityError, MxError
@@ -132,3 +133,19 @@ def test_a_watcher_that_does_not_read_holds_nothing() -> None:
 def _size(watcher: Watcher) -> int:
     own = {name: value for name, value in vars(watcher).items() if name != "_log"}
     return sum(map(sys.getsizeof, own.values()))
+
+
+def test_a_watcher_gets_what_names_mean_first_as_it_is_and_then_each_change_once() -> None:
+    log, names = WatchLog(), MeantLog()
+    early, other, one = Watcher(log), Watcher(log, "b"), Watcher(log, "a", "main")
+    assert early.take_meant(names) == []
+    names.push([Meant("a", "tp=*/2", "main"), Meant("b", "tp=*/2", "main")])
+    names.push([Meant("a", "tp=*/2", "main.2"), Meant("c", "tp=*/2", "main")])
+    names.push([Meant("c", "tp=*/2", "")])
+    # Of several changes the last one; an end is news only to those who saw the beginning.
+    assert early.take_meant(names) == [Meant("b", "tp=*/2", "main"), Meant("a", "tp=*/2", "main.2")]
+    assert early.take_meant(names) == []
+    assert other.take_meant(names) == [Meant("b", "tp=*/2", "main")]
+    assert one.take_meant(names) == []  # it watches one revision, whatever the name means
+    names.push([Meant("b", "tp=*/2", "")])
+    assert early.take_meant(names) == other.take_meant(names) == [Meant("b", "tp=*/2", "")]

@@ -188,7 +188,7 @@ class WatchRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., batches: bool = ...) -> None: ...
 
 class WatchEvent(_message.Message):
-    __slots__ = ("kind", "source", "reason", "batch")
+    __slots__ = ("kind", "source", "reason", "named", "batch")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[WatchEvent.Kind]
@@ -197,21 +197,25 @@ class WatchEvent(_message.Message):
         KIND_SOURCE_CHANGED: _ClassVar[WatchEvent.Kind]
         KIND_SOURCE_GONE: _ClassVar[WatchEvent.Kind]
         KIND_LAYERS: _ClassVar[WatchEvent.Kind]
+        KIND_NAMED: _ClassVar[WatchEvent.Kind]
     KIND_UNSPECIFIED: WatchEvent.Kind
     KIND_SNAPSHOT_END: WatchEvent.Kind
     KIND_SOURCE_UP: WatchEvent.Kind
     KIND_SOURCE_CHANGED: WatchEvent.Kind
     KIND_SOURCE_GONE: WatchEvent.Kind
     KIND_LAYERS: WatchEvent.Kind
+    KIND_NAMED: WatchEvent.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     kind: WatchEvent.Kind
     source: Source
     reason: str
+    named: _common_pb2.ModelKey
     batch: _containers.RepeatedCompositeFieldContainer[WatchEvent]
-    def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reason: _Optional[str] = ..., batch: _Optional[_Iterable[_Union[WatchEvent, _Mapping]]] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[WatchEvent.Kind, str]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., reason: _Optional[str] = ..., named: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., batch: _Optional[_Iterable[_Union[WatchEvent, _Mapping]]] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
@@ -264,6 +268,36 @@ class ListSourcesResponse(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[SourceStatus]
     coordinator_epoch: str
     def __init__(self, sources: _Optional[_Iterable[_Union[SourceStatus, _Mapping]]] = ..., coordinator_epoch: _Optional[str] = ...) -> None: ...
+
+class ListBundlesRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class Bundle(_message.Message):
+    __slots__ = ("name", "revision", "variant", "ranks", "missing", "missing_count", "named")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    MISSING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    revision: str
+    variant: str
+    ranks: int
+    missing: _containers.RepeatedScalarFieldContainer[str]
+    missing_count: int
+    named: bool
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., variant: _Optional[str] = ..., ranks: _Optional[int] = ..., missing: _Optional[_Iterable[str]] = ..., missing_count: _Optional[int] = ..., named: bool = ...) -> None: ...
+
+class ListBundlesResponse(_message.Message):
+    __slots__ = ("bundles",)
+    BUNDLES_FIELD_NUMBER: _ClassVar[int]
+    bundles: _containers.RepeatedCompositeFieldContainer[Bundle]
+    def __init__(self, bundles: _Optional[_Iterable[_Union[Bundle, _Mapping]]] = ...) -> None: ...
 
 class PullProgress(_message.Message):
     __slots__ = ("pull_id", "model", "host", "pid", "phase", "layers", "ready", "nbytes", "done_bytes", "seconds", "sources", "retries", "gb_per_s")

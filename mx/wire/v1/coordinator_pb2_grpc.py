@@ -80,6 +80,11 @@ class CoordinatorStub(object):
                 request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.FromString,
                 _registered_method=True)
+        self.ListBundles = channel.unary_stream(
+                '/mx.wire.v1.Coordinator/ListBundles',
+                request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListBundlesRequest.SerializeToString,
+                response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListBundlesResponse.FromString,
+                _registered_method=True)
         self.Progress = channel.stream_unary(
                 '/mx.wire.v1.Coordinator/Progress',
                 request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ProgressRequest.SerializeToString,
@@ -155,6 +160,12 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBundles(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Progress(self, request_iterator, context):
         """For users to watch: each message reports a pull's progress, at most once a second. The end of
         the stream is the end of the pull, which is forgotten soon after, as is one that falls silent.
@@ -216,6 +227,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListSources,
                     request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.SerializeToString,
+            ),
+            'ListBundles': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListBundles,
+                    request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListBundlesRequest.FromString,
+                    response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListBundlesResponse.SerializeToString,
             ),
             'Progress': grpc.stream_unary_rpc_method_handler(
                     servicer.Progress,
@@ -472,6 +488,33 @@ class Coordinator(object):
             '/mx.wire.v1.Coordinator/ListSources',
             mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesRequest.SerializeToString,
             mx_dot_wire_dot_v1_dot_coordinator__pb2.ListSourcesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBundles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mx.wire.v1.Coordinator/ListBundles',
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ListBundlesRequest.SerializeToString,
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ListBundlesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,56 @@
+"""Which ranks of a bundle are there, and which are missing. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from mx.core.answers import BundleSummary
+from mx.core.bindings import Bindings
+from mx.core.groups import Binding
+from mx.core.revisions import is_main, update_number
+from mx.core.variant import members_of, membership
+
+#: The most missing ranks that an answer names.
+MAX_MISSING = 64
+
+
+def summaries(
+    bindings: Bindings, name: str, is_served: Callable[[Binding], bool]
+) -> Iterator[BundleSummary]:
+    """Yield the bundles of a model name, by revision.
+
+    Args:
+        bindings: The bindings.
+        name: The model's name.
+        is_served: Returns True if a whole source of a binding gives grants.
+    """
+    served: dict[tuple[str, str], set[str]] = {}  # the variants, by revision and bundle
+    meant: dict[str, tuple[bool, int, str]] = {}  # by variant, for those that are alone
+    revisions = bindings.revisions(name)
+    for revision in revisions:
+        for variant, binding in bindings.of_revision(name, revision).items():
+            is_there = is_served(binding)
+            if is_there:
+                served.setdefault((revision, binding.member.bundle), set()).add(variant)
+            if binding.member.alone and is_main(revision):
+                one = (is_there, update_number(revision), revision)
+                meant[variant] = max(meant.get(variant, one), one)
+    for revision, bundles in revisions.items():
+        for bundle in sorted(bundles):
+            ranks = membership(bundle).ranks
+            there = served.get((revision, bundle), set())
+            missing: list[str] = []
+            if len(there) < ranks:
+                absent = (each for each in members_of(bundle) if each not in there)
+                missing = list(itertools.islice(absent, MAX_MISSING))
+            named = bindings.meant(name, bundle) if ranks > 1 else meant.get(bundle, ("",))[-1]
+            yield BundleSummary(
+                name,
+                revision,
+                bundle,
+                ranks,
+                tuple(missing),
+                ranks - len(there),
+                revision == named,
+            )

@@ -1,0 +1,278 @@
+"""Gets a model's side files (configuration, tokenizer) into memory, beside the pull of its weights
+and only when they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mx import trace
+from mx.core.types import Manifest, Packaging, SourceRecord
+from mx.errors import ClosedError, LocalError, MxError, another
+from mx.runtime import in_thread, uncut, unexpected
+from mx.storage.safetensors import Checkpoint, open_checkpoint
+from mx.target.events import EventLog
+from mx.target.options import PullOptions
+from mx.target.report import LeftSource
+from mx.target.resolver import retry_until_found
+from mx.wire.documents import WritePage
+from mx.wire.locate import Located, Locator
+
+#: The name of the disk where a source's endpoint is expected.
+DISK = "disk"
+
+
+class Collector:
+    """Collects documents that come in pages, and in whole or in part several times."""
+
+    def __init__(self) -> None:
+        self._parts: dict[bytes, bytearray] = {}
+
+    def write(self, digest: bytes, offset: int, data: bytes) -> None:
+        """Take the bytes of a document, in order; at offset 0 it begins anew."""
+        if offset == 0:
+            self._parts[digest] = bytearray()
+        self._parts[digest] += data
+
+    def take(self) -> dict[bytes, bytes]:
+        """Return the documents by digest, and forget them."""
+        found = {}
+        while self._parts:  # one after the other: together they may be large
+            digest, part = self._parts.popitem()
+            found[digest] = bytes(part)
+        return found
+
+
+async def write_files(
+    options: PullOptions,
+    located: Located,
+    manifest: Manifest,
+    write: WritePage,
+    left: list[LeftSource],
+    on_wait: Callable[[], None] = lambda: None,
+) -> str:
+    """Pass a model's side files to `write`, page by page: from a source that has the same ones,
+    known or listed by now, or that comes within `wait_s`; else from the fallback on disk.
+
+    Args:
+        options: The pull's options.
+        located: The model, and its sources when it was found.
+        manifest: The model's manifest.
+        write: Takes the pages, on a thread; at offset 0 a document begins anew.
+        left: Gets the sources that did not give them.
+        on_wait: Called when a wait for a source begins.
+
+    Returns:
+        The endpoint of the source that gave them; `DISK`; or "" if they were with the manifest.
+
+    Raises:
+        NoSourceError, DigestError, CoordinatorError: No source gave all of them.
+        LocalError: `write` raised it.
+    """
+    known: Sequence[SourceRecord] = (*located.sources, *located.others)
+    locator = Locator(options)
+
+    def refused(endpoint: str, error: MxError) -> None:
+        left.append(LeftSource(endpoint, error.message))
+
+    async def attempt() -> str:
+        nonlocal known
+        try:
+            return await locator.write_side_files(manifest, known, write, refused)
+        except LocalError:
+            raise
+        except MxError as error:
+            tried = {source.key for source in known}
+            try:
+                known = await locator.listed(located)
+            except MxError:
+                raise error from None  # it says more
+            if tried.issuperset(source.key for source in known):
+                raise
+        return await locator.write_side_files(manifest, known, write, refused)
+
+    nbytes = sum(side.nbytes for side in manifest.packaging.side_files)
+    try:
+        with trace.span("pull.files", nbytes=nbytes):
+            return await retry_until_found(attempt, options.wait_s, on_wait)
+    except LocalError:
+        raise
+    except MxError:
+        same = await in_thread(_fallback, options, manifest.packaging)
+        if same is None:
+            raise
+        await uncut(in_thread(write_documents, manifest.packaging, same, write))
+        return DISK
+    finally:
+        await locator.close()
+
+
+def _fallback(options: PullOptions, packaging: Packaging) -> Mapping[bytes, bytes] | None:
+    """Return the side files of the fallback on disk by digest, if it has all of these. Blocks."""
+    if not options.fall_back_to_disk or options.disk is None:
+        return None
+    try:
+        documents = open_checkpoint(options.disk).side_documents
+    except MxError:  # the sources' error says more
+        return None
+    return documents if all(side.digest in documents for side in packaging.side_files) else None
+
+
+def write_documents(
+    packaging: Packaging, documents: Mapping[bytes, bytes], write: WritePage
+) -> None:
+    """Pass the side files, which are among these documents, to `write`. Blocks."""
+    for digest in {side.digest for side in packaging.side_files}:
+        write(digest, 0, documents[digest])
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of the files: which there are, and those that are here; and where to get the
+    others (None: all are here)."""
+
+    packaging: Packaging
+    documents: Mapping[bytes, bytes]
+    manifest: Manifest | None = None
+    located: Located | None = None
+
+
+class SideFiles:
+    """One pull's side files in memory, at most 256 MiB; on the loop. `close` it.
+
+    They are got by the first `get`, once for all that ask, and kept until `close`.
+    """
+
+    def __init__(self, options: PullOptions, log: EventLog) -> None:
+        """
+        Args:
+            options: The pull's options.
+            log: The pull's. When it has failed, `get` raises its error.
+        """
+        self.source = ""  # that gave the files: its endpoint, or `DISK`
+        self.left: list[LeftSource] = []
+        self._options = options
+        self._log = log
+        self._known: _Known | None = None
+        self._changed = asyncio.Event()
+        self._files: dict[str, bytes] | None = None
+        self._task: asyncio.Task[dict[str, bytes]] | None = None
+        self._failure: MxError | None = None
+        loop = asyncio.get_running_loop()
+
+        def failed(error: MxError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(self._fail, error)
+
+        log.on_failure(failed)
+
+    # -- what the pull finds ----------------------------------------------------------------------
+
+    def described(self, located: Located, manifest: Manifest) -> None:
+        """Take the manifest that a source or the coordinator gave."""
+        self._know(_Known(manifest.packaging, manifest.documents, manifest, located))
+
+    def loaded(self, manifest: Manifest) -> None:
+        """Take the manifest of a checkpoint on disk, with its files."""
+        self._know(_Known(manifest.packaging, manifest.documents, manifest))
+
+    def opened(self, checkpoint: Checkpoint) -> None:
+        """Take the files of a checkpoint on disk, before its weights are read. Only these say
+        which weights they are: with a pin, or if the caller knows already, this does nothing."""
+        if "@" not in self._options.name and not self._log.told:
+            self._know(_Known(checkpoint.packaging, checkpoint.side_documents))
+
+    def unknown(self) -> None:
+        """Take back what was found: the pull begins again."""
+        self._known = None
+
+    def _know(self, known: _Known) -> None:
+        self._known = known
+        self._changed.set()
+
+    # -- what the caller asks for -----------------------------------------------------------------
+
+    @property
+    def here(self) -> dict[str, bytes] | None:
+        """The files by path, None if they have not come, or not been asked for; on any thread."""
+        files = self._files
+        return None if files is None else dict(files)
+
+    async def get(self) -> dict[str, bytes]:
+        """Return the files by path, as soon as they are known and here. Each call after a failed
+        one tries again.
+
+        Raises:
+            ClosedError: The pull was closed.
+            NoSourceError, DigestError, CoordinatorError: No source gave all of them.
+            MxError: The error that ended the pull before they were here.
+        """
+        if (here := self.here) is not None:
+            return here
+        if self._failure is not None:
+            raise self._refusal()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="mx-files")
+            self._task.add_done_callback(self._ended)
+        task = self._task
+        try:
+            return dict(await asyncio.shield(task))
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise  # it is the caller who was cancelled
+            raise self._refusal() from None
+        except Exception as error:  # noqa: BLE001 - raised, once for each that asks
+            raise another(unexpected(error)) from None
+
+    def _refusal(self) -> MxError:
+        return another(self._failure or ClosedError("the pull was closed"))
+
+    def _ended(self, task: asyncio.Task[dict[str, bytes]]) -> None:
+        self._task = None
+        if not task.cancelled():
+            task.exception()  # retrieved: those that asked may have stopped waiting
+
+    async def _run(self) -> dict[str, bytes]:
+        while True:
+            while self._known is None:
+                self._changed.clear()
+                await self._changed.wait()
+            known = self._known
+            try:
+                documents = await self._documents(known)
+            except MxError:
+                if known is self._known:
+                    raise
+            else:
+                if known is self._known:
+                    break  # else the pull has begun again, maybe with other files
+        if known.manifest is not None:
+            known.manifest.documents.update(documents)  # this pull's readers may want them
+            self._log.tell(known.manifest)
+        self._files = {side.path: documents[side.digest] for side in known.packaging.side_files}
+        return self._files
+
+    async def _documents(self, known: _Known) -> Mapping[bytes, bytes]:
+        digests = {side.digest for side in known.packaging.side_files}
+        if known.manifest is None or known.located is None or digests <= known.documents.keys():
+            return {digest: known.documents[digest] for digest in digests}
+        collector = Collector()
+        self.source = await write_files(
+            self._options, known.located, known.manifest, collector.write, self.left
+        )
+        return collector.take()
+
+    def _fail(self, error: MxError) -> None:
+        self._failure = self._failure or error
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """Stop, and let go of the files. Idempotent."""
+        task = self._task
+        self._fail(ClosedError("the pull was closed"))
+        self._files = self._known = None
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,175 @@
+"""A pull of a model's side files alone: no weights, no memory for them, no reader slot. On the
+loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from mx.core.pages import Pages
+from mx.core.progress import Progress
+from mx.core.types import Manifest, Packaging
+from mx.errors import ConfigError, LocalError, MxError, NoSourceError
+from mx.memory.arena import Arena
+from mx.runtime import in_thread, uncut, unexpected
+from mx.storage.safetensors import open_checkpoint
+from mx.storage.staged_writer import FilesWriter
+from mx.swarm.node import Node
+from mx.target.events import EventLog
+from mx.target.files import DISK, SideFiles, write_documents, write_files
+from mx.target.options import PullOptions
+from mx.target.report import FilesReport, PullReport, VerifiedBy
+from mx.target.resolver import describe, retry_until_found
+from mx.wire.documents import WritePage
+from mx.wire.locate import Locator
+
+
+class FilesJob:
+    """One pull of files only; call `run` on the loop. To its caller it is a `Job` without layers.
+
+    With `out` the files go to disk as they come, else into memory, where `files` has them.
+    """
+
+    def __init__(self, options: PullOptions, log: EventLog) -> None:
+        self.options = options
+        self.key = options.key
+        self.manifest: Manifest | None = None
+        self.files = SideFiles(options, log)
+        # What only a pull of weights has:
+        self.pages: Pages | None = None
+        self.arena: Arena | None = None
+        self.node: Node | None = None
+        self.kept = ""
+        self.reader_id = ""
+        self._log = log
+        self._done_nbytes = self._total_nbytes = 0
+
+    def progress(self) -> Progress:
+        """Return a snapshot, which counts the files' bytes; from any thread."""
+        return Progress(self._done_nbytes, self._total_nbytes, phase=self._log.phase)
+
+    async def run(self) -> None:
+        """Run to the end; the log gets the report or the error. Raises only if cancelled."""
+        try:
+            report = await self._pull()
+            self._log.phase = "complete"
+            self._log.finished(report)
+        except BaseException as error:  # callers that wait on the log need any error
+            self._log.failed(unexpected(error))
+            if not isinstance(error, Exception):
+                raise
+
+    async def _pull(self) -> PullReport:
+        if self.options.disk is not None and not self.options.fall_back_to_disk:
+            return await self._from_disk()
+        try:
+            return await self._from_sources()
+        except (LocalError, ConfigError):
+            raise
+        except MxError:
+            # Which weights the disk's files belong to, only its weights could prove.
+            bound = "@" in self.options.name or self._log.told
+            if not self.options.fall_back_to_disk or bound or not self._log.begin_again():
+                raise
+        self.manifest = None
+        self.files.unknown()
+        return await self._from_disk()
+
+    async def _from_sources(self) -> PullReport:
+        locator = Locator(self.options)
+        try:
+            located, manifest = await retry_until_found(
+                lambda: describe(locator), self.options.wait_s, self._log.waiting
+            )
+        finally:
+            await locator.close()
+        self.key, self.manifest = located.key, manifest
+        self._log.planned(0, manifest)
+        self.files.described(located, manifest)
+        packaging, left = manifest.packaging, self.files.left
+        if not packaging.side_files:
+            raise NoSourceError(
+                f"{self.key} has no files: its sources serve the weights alone",
+                hint="serve the checkpoint's folder, or pull the weights without `files_only`",
+            )
+
+        async def fetch(write: WritePage) -> str:
+            return await write_files(
+                self.options, located, manifest, write, left, self._log.waiting
+            )
+
+        source = await self._get("fetching files", packaging, fetch) or self.files.source
+        report = self._report(packaging, source)
+        report.manifest, report.pin = manifest.ref.identity.hex(), manifest.ref.pin.hex()
+        report.left = list(dict.fromkeys(left))
+        return report
+
+    async def _from_disk(self) -> PullReport:
+        self._log.planned(0)
+        self._log.phase = "reading disk"
+        assert self.options.disk is not None
+        checkpoint = await in_thread(open_checkpoint, self.options.disk)
+        packaging = checkpoint.packaging
+        self.files.opened(checkpoint)
+        if not packaging.side_files:
+            raise ConfigError(
+                f"{self.options.disk} has no files beside its weights",
+                hint="name the folder that has config.json",
+            )
+
+        async def copy(write: WritePage) -> str:
+            await uncut(in_thread(write_documents, packaging, checkpoint.side_documents, write))
+            return DISK
+
+        await self._get("reading disk", packaging, copy)
+        return self._report(packaging, DISK)
+
+    async def _get(
+        self, phase: str, packaging: Packaging, write_to: Callable[[WritePage], Awaitable[str]]
+    ) -> str:
+        """Get the files: by `write_to` into `out`, or into memory. Returns what `write_to` does, ""
+        if it was not called."""
+        self._log.phase = phase
+        self._total_nbytes = sum(side.nbytes for side in packaging.side_files)
+        if self.options.out is None:
+            await self.files.get()
+            self._done_nbytes = self._total_nbytes
+            return ""
+        writer = FilesWriter(self.options.out, packaging)
+        done_nbytes: dict[bytes, int] = {}
+
+        def write(digest: bytes, offset: int, data: bytes) -> None:
+            writer.write_page(digest, offset, data)
+            done_nbytes[digest] = offset + len(data)
+            self._done_nbytes = sum(done_nbytes.values())
+
+        try:
+            source = await write_to(write)
+            self._log.phase = "writing"
+            await uncut(in_thread(writer.finish))
+        finally:
+            await uncut(in_thread(writer.abort))
+        self._done_nbytes = self._total_nbytes
+        return source
+
+    def _report(self, packaging: Packaging, source: str) -> PullReport:
+        where = str(self.options.disk) if source == DISK else source
+        count = len(packaging.side_files)
+        return PullReport(
+            model=str(self.key),
+            manifest="",
+            pin="",
+            bytes=0,
+            seconds=time.monotonic() - self._log.started_s,
+            first_layer_s=0.0,
+            layers=0,
+            verified=VerifiedBy.DIGEST.value,
+            fallback=DISK if source == DISK and self.options.fall_back_to_disk else None,
+            files=FilesReport(count, self._total_nbytes, where),
+        )
+
+    async def leave(self) -> None:
+        """Do nothing: no other pull reads here."""
+
+    def close(self) -> None:
+        """Do nothing: cancelling `run` ends it."""

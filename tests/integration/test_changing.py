@@ -1,0 +1,359 @@
+"""Lent tensors that their owner changes: readers get one revision each, whole, or a typed error."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mx import api
+from mx.errors import (
+    ClosedError,
+    ConfigError,
+    DigestError,
+    IncompleteError,
+    MxError,
+    RevisionChangedError,
+    StaleGenerationError,
+)
+from mx.units import MIB
+from tests.integration.conftest import Run, environment, error_of, start_coordinator
+
+pytestmark = pytest.mark.integration
+
+LAYERS = 8
+
+#: Fills tensors of its own in so many threads, again and again until its standard input is closed,
+#: and prints which versions each pull ended with, or its error. "stop": stops in the middle of the
+#: first pull, and says so.
+READER = f"""
+import json, sys, threading, torch
+from mx import api
+from mx.errors import MxError
+coordinator, threads, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+ended, go_on = threading.Event(), threading.Event()
+def until_closed():
+    sys.stdin.read()
+    ended.set()
+    go_on.set()
+threading.Thread(target=until_closed, daemon=True).start()
+def say(what):
+    sys.stdout.write(json.dumps(what) + chr(10))
+    sys.stdout.flush()
+def stop(event):
+    say(dict(layer=event.name, revision=event.revision))
+    go_on.wait()
+def read():
+    names = ["model.layers.%d.mlp.weight" % i for i in range({LAYERS})]
+    own = dict((name, torch.zeros({2 * MIB}, dtype=torch.uint8)) for name in names)
+    last = False
+    while not last:
+        last = ended.is_set() or how == "stop"
+        follow = how != "stop"
+        options = dict(follow=follow, wait_s=20 if follow else 0)
+        with api.pull("m", coordinator=coordinator, into=own, **options) as pull:
+            if how == "stop":
+                pull.on_layer(stop)
+            try:
+                model = pull.wait(60).model
+                versions = set(int(v) for t in own.values() for v in t.unique())
+                found = dict(model=model, versions=sorted(versions))
+            except MxError as error:
+                found = dict(error=type(error).__name__, text=str(error))
+        say(found)
+each = [threading.Thread(target=read) for _ in range(threads)]
+for thread in each: thread.start()
+for thread in each: thread.join()
+"""
+
+
+def tensors(version: int = 1) -> dict[str, torch.Tensor]:
+    """Every byte says which version it is of."""
+    return {
+        f"model.layers.{layer}.mlp.weight": torch.full((2 * MIB,), version, dtype=torch.uint8)
+        for layer in range(LAYERS)
+    }
+
+
+def write(lent: dict[str, torch.Tensor], version: int) -> None:
+    for tensor in lent.values():
+        tensor.fill_(version)
+
+
+def pulled(coordinator: str, model: str = "m", **options: Any) -> tuple[str, set[int]]:
+    """Pull into tensors of this process; return the model and the versions that they hold."""
+    own = tensors(0)
+    with api.pull(model, coordinator=coordinator, into=own, **options) as pull:
+        model = pull.wait(60).model
+    return model, {int(value) for tensor in own.values() for value in torch.unique(tensor)}
+
+
+class Reader:
+    def __init__(self, coordinator: str, threads: int, how: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", READER, coordinator, str(threads), how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(MX_PEER_STREAMS="1"),
+        )
+
+    def line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def rest(self) -> list[dict[str, Any]]:
+        """Let it end, and return what it printed from here on."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        return [json.loads(line) for line in self.process.stdout]
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def reader(coordinator: str) -> Iterator[Callable[[int, str], Reader]]:
+    started: list[Reader] = []
+
+    def start(threads: int, how: str) -> Reader:
+        started.append(Reader(coordinator, threads, how))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_ten_readers_and_ten_changes_end_in_one_revision_each(
+    coordinator: str, reader: Callable[[int, str], Reader]
+) -> None:
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        readers = reader(10, "follow")
+        found = [readers.line()]
+        for version in range(2, 12):
+            with source.changing():
+                write(lent, version)
+            found.append(readers.line())
+        found += readers.rest()
+        assert str(source.model) == "m:main.11"
+    assert {each["model"] for each in found} <= {"m", *(f"m:main.{i}" for i in range(2, 12))}
+    for each in found:
+        (version,) = each["versions"]  # not a mixture
+        assert each["model"] == ("m" if version == 1 else f"m:main.{version}")
+    assert [each for each in found if each["versions"] == [11]]
+
+
+def test_only_what_is_named_is_hashed_again(coordinator: str) -> None:
+    lent = tensors(1)
+    first, second = list(lent)[:2]
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        before = source.manifest
+        with source.changing([first]):
+            lent[first].fill_(2)
+        assert str(source.model) == "m:main.2" and pulled(coordinator)[1] == {1, 2}
+        roots = zip(before.layout.tensors, before.roots, source.manifest.roots, strict=True)
+        assert [t.name for t, old, new in roots if old != new] == [first]
+        with pytest.raises(ConfigError, match=r"no tensors w, x"), source.changing(["x", "w"]):
+            pass
+        # A write to another tensor than was named is not hashed: readers find that it is wrong.
+        with source.changing([first]):
+            lent[second].fill_(3)
+        own = tensors(0)
+        with api.pull("m", coordinator=coordinator, into=own) as pull:
+            assert isinstance(error_of(pull), DigestError)
+
+
+def test_what_has_not_changed_is_no_new_revision(coordinator: str) -> None:
+    with api.serve(tensors(1), model="m", coordinator=coordinator, copy=False) as source:
+        with source.changing():
+            pass
+        assert str(source.model) == "m" and pulled(coordinator) == ("m", {1})
+
+
+def test_after_an_error_inside_what_may_be_half_written_stays_withdrawn(coordinator: str) -> None:
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        with pytest.raises(ZeroDivisionError), source.changing():
+            raise ZeroDivisionError
+        assert not source.withdrawn and pulled(coordinator) == ("m", {1})
+        with pytest.raises(ZeroDivisionError), source.changing():
+            write(lent, 2)
+            raise ZeroDivisionError
+        assert "error" in source.withdrawn
+        with pytest.raises(MxError):
+            pulled(coordinator)
+        with source.changing():
+            pass
+        assert not source.withdrawn and pulled(coordinator) == ("m:main.2", {2})
+
+
+def test_one_change_at_a_time_and_none_after_the_end(coordinator: str) -> None:
+    source = api.serve(tensors(1), model="m", coordinator=coordinator, copy=False)
+    with source.changing():
+        with pytest.raises(ConfigError, match="changing already"), source.changing():
+            pass
+        source.close()  # then there is nothing to list again
+    with pytest.raises(ClosedError), source.changing():
+        pass
+
+
+def test_a_copy_is_not_changed(coordinator: str) -> None:
+    with (
+        api.serve(tensors(1), model="m", coordinator=coordinator) as source,
+        pytest.raises(ConfigError, match="copy=False"),
+        source.changing(),
+    ):
+        pass
+
+
+def test_a_reader_without_follow_learns_that_the_weights_have_changed(
+    coordinator: str, reader: Callable[[int, str], Reader]
+) -> None:
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        stopped = reader(1, "stop")
+        assert stopped.line()["revision"] == "main"
+        with source.changing():
+            write(lent, 2)
+        (error,) = [each for each in stopped.rest() if "layer" not in each]
+        assert error["error"] in (StaleGenerationError.__name__, IncompleteError.__name__)
+        assert "updated" in error["text"] and "do not use it" in error["text"]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_dead_or_stopped_reader_holds_a_change_up_for_its_lease_at_most(
+    coordinator: str, reader: Callable[[int, str], Reader], signal_number: int
+) -> None:
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        gone = reader(1, "stop")
+        gone.line()
+        gone.process.send_signal(signal_number)
+        with source.changing():
+            assert source.stats().readers == 0
+            write(lent, 2)
+        assert pulled(coordinator) == ("m:main.2", {2})
+
+
+def test_an_iterator_is_told_that_the_layers_changed(coordinator: str) -> None:
+    lent, own = tensors(1), tensors(0)
+    revisions: list[tuple[int, str]] = []
+    changed = threading.Event()
+    with (
+        api.serve(
+            lent, model="m", coordinator=coordinator, copy=False, max_bandwidth=8 * MIB
+        ) as source,
+        api.pull("m", coordinator=coordinator, into=own, follow=True, wait_s=20) as pull,
+    ):
+        pull.on_layer(lambda event: revisions.append((event.index, event.revision)))
+
+        def change() -> None:
+            with source.changing():
+                write(lent, 2)
+            changed.set()
+
+        with pytest.raises(RevisionChangedError):
+            for layer in pull.layers():
+                if layer.index == 0:
+                    threading.Thread(target=change).start()
+        pull.wait(60)
+        assert changed.wait(30)
+        assert [layer.revision for layer in pull.layers()] == ["main.2"] * LAYERS
+    assert revisions[0] == (0, "main") and {r for _, r in revisions[-LAYERS:]} == {"main.2"}
+    assert {int(v) for t in own.values() for v in torch.unique(t)} == {2}
+
+
+def test_a_write_that_was_not_announced_is_noticed_and_nobody_gets_a_wrong_byte(
+    coordinator: str,
+) -> None:
+    """A second source of the same weights gives what the lender spoilt."""
+    lent = tensors(1)
+    with (
+        api.serve(lent, model="m", coordinator=coordinator, copy=False) as source,
+        api.serve(tensors(1), model="m", coordinator=coordinator),
+    ):
+        lent["model.layers.3.mlp.weight"].fill_(9)
+        with api.pull("m", peer=source.endpoint, into=tensors(0)) as pull:
+            assert isinstance(error_of(pull), DigestError)
+        deadline_s = time.monotonic() + 60
+        while not source.withdrawn and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert "model.layers.3.mlp.weight" in source.withdrawn
+        assert pulled(coordinator) == ("m", {1})
+        with source.changing():
+            lent["model.layers.3.mlp.weight"].fill_(1)
+        assert not source.withdrawn and pulled(coordinator) == ("m", {1})
+
+
+@pytest.mark.parametrize("how", ["replaced", "freed"])
+def test_a_tensor_that_moves_is_withdrawn(coordinator: str, how: str) -> None:
+    lent = tensors(1)
+    name = "model.layers.3.mlp.weight"
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        if how == "replaced":
+            lent[name] = lent[name].clone()
+        else:
+            lent[name].untyped_storage().resize_(0)
+        with pytest.raises(MxError):  # at the next grant, if not before
+            pulled(coordinator)
+        assert name in source.withdrawn
+        lent[name] = torch.full((2 * MIB,), 5, dtype=torch.uint8)
+        with source.changing():
+            pass
+        assert pulled(coordinator) == ("m:main.2", {1, 5})
+
+
+def test_who_only_holds_lists_what_is_bound_already_and_nothing_else(coordinator: str) -> None:
+    lent, own = tensors(1), tensors(0)
+    with (
+        api.serve(lent, model="m", coordinator=coordinator, copy=False) as source,
+        api.pull("m", coordinator=coordinator, into=own, hold=True) as pull,
+    ):
+        held = pull.hold()
+        with held.changing():
+            write(own, 2)
+        assert "belongs to another source" in held.withdrawn
+        assert pulled(coordinator) == ("m", {1})
+        with source.changing():
+            write(lent, 2)
+        with held.changing():
+            pass
+        assert not held.withdrawn and str(held.model) == "m:main.2"
+        listed = {each.record.endpoint for each in api.list_sources("m", coordinator=coordinator)}
+        assert listed == {source.endpoint, held.endpoint}
+        assert pulled(coordinator) == ("m:main.2", {2})
+
+
+def test_a_coordinator_that_restarts_while_the_weights_change(run: Run) -> None:
+    address, process = start_coordinator(run)
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=address, copy=False) as source:
+        with source.changing():
+            process.end()
+            process = start_coordinator(run, port=int(address.rpartition(":")[2]))[1]
+            write(lent, 2)
+        assert pulled(address)[1] == {2}
+        with pytest.raises(MxError), source.changing():
+            process.end()
+            write(lent, 3)
+        assert source.withdrawn
+        start_coordinator(run, port=int(address.rpartition(":")[2]))
+        with source.changing():
+            pass
+        assert pulled(address)[1] == {3}

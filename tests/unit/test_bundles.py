@@ -1,0 +1,253 @@
+"""Bundles at the coordinator's machine: which ranks are there, what NAME means, who may join."""
+
+from __future__ import annotations
+
+import pytest
+
+from mx.core.named import Meant
+from mx.core.registry import Registry
+from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
+from mx.errors import BindingError, UnknownModelError
+from tests.support.records import make_documents, make_record
+
+R0, R1 = "tp=0/2,dtype=bf16", "tp=1/2,dtype=bf16"
+BUNDLE = "tp=*/2,dtype=bf16"
+ALICE, BOB, EVE = b"a" * 16, b"b" * 16, b"e" * 16
+SECRETS = {R0: ALICE, R1: BOB}
+
+
+def machine() -> Registry:
+    return Registry(lease_s=5.0, binding_grace_s=60.0)
+
+
+def rank(variant: str, weights: str, revision: str = "main", **rest: object) -> SourceRecord:
+    documents = make_documents(f"{variant} {weights}")
+    return make_record(documents, variant=variant, revision=revision, **rest)  # type: ignore[arg-type]
+
+
+def update(registry: Registry, now: float, old: SourceRecord, weights: str) -> SourceRecord:
+    variant = old.model.variant
+    record = rank(variant, weights, old.model.revision, generation=old.generation + 1)
+    listed = registry.register(now, record, SECRETS[variant], replaces_revision=True).record
+    assert listed is not None
+    return listed
+
+
+def two_ranks(registry: Registry) -> tuple[SourceRecord, SourceRecord]:
+    found = []
+    for variant in (R0, R1):
+        listed = registry.register(0, rank(variant, "one"), SECRETS[variant]).record
+        assert listed is not None
+        found.append(listed)
+    return found[0], found[1]
+
+
+def revisions(registry: Registry) -> tuple[str, ...]:
+    return tuple(registry.resolve("llama", variant=each).model.revision for each in (R0, R1))
+
+
+def missing(registry: Registry, revision: str = "main") -> tuple[str, ...]:
+    (found,) = [each for each in registry.bundles("llama") if each.revision == revision]
+    assert (found.variant, found.ranks, found.missing_count) == (BUNDLE, 2, len(found.missing))
+    return found.missing
+
+
+def test_a_bundle_is_complete_when_whole_sources_serve_all_ranks() -> None:
+    registry = machine()
+    first = rank(R0, "one")
+    registry.register(0, first, ALICE)
+    assert missing(registry) == (R1,)
+    part = rank(R1, "one", role=SourceRole.RELAY, held=((0, 1),))
+    registry.register(0, part, BOB)
+    assert missing(registry) == (R1,)
+    registry.advertise(0, part.source_id, BOB, part.generation, ((0, 4),))
+    assert missing(registry) == ()
+    registry.heartbeat(1, first.source_id, ALICE, SourceState.DRAINING)
+    assert missing(registry) == (R0,)
+    registry.heartbeat(1, first.source_id, ALICE, SourceState.SERVING)
+    assert missing(registry) == ()
+    registry.deregister(2, part.source_id, BOB)
+    assert missing(registry) == (R1,)
+    assert registry.bundles("other") == []
+
+
+def test_a_lone_variant_is_a_bundle_of_one() -> None:
+    registry = machine()
+    old, new = (make_record(make_documents(text)) for text in ("A", "B"))
+    registry.register(0, old, ALICE)
+    registry.register(0, new, ALICE, replaces_revision=True)
+    found = {each.revision: each for each in registry.bundles()}
+    assert {r: (b.variant, b.ranks, b.missing) for r, b in found.items()} == {
+        "main": ("checkpoint", 1, ()),
+        "main.2": ("checkpoint", 1, ()),
+    }
+    assert (found["main"].named, found["main.2"].named) == (False, True)
+    registry.deregister(1, new.source_id, ALICE)
+    assert [b.revision for b in registry.bundles() if b.named] == ["main"]
+    assert registry.resolve("llama").model.revision == "main"
+    assert registry.take_meant() == []
+
+
+def test_two_sizes_of_one_model_are_two_bundles() -> None:
+    registry = machine()
+    two_ranks(registry)
+    registry.register(0, rank("tp=3/4,dtype=bf16", "one"), EVE)
+    found = {each.variant: each.missing for each in registry.bundles("llama")}
+    assert found == {
+        BUNDLE: (),
+        "tp=*/4,dtype=bf16": tuple(f"tp={i}/4,dtype=bf16" for i in range(3)),
+    }
+
+
+def test_the_name_means_an_update_once_all_ranks_have_registered_it() -> None:
+    registry = machine()
+    zero, one = two_ranks(registry)
+    assert registry.take_meant() == [Meant("llama", BUNDLE, "main")]
+    new_one = update(registry, 1, one, "two")
+    assert new_one.model.revision == "main.2"
+    assert revisions(registry) == ("main", "main")
+    assert registry.resolve("llama", "main.2", R1).model.revision == "main.2"
+    assert registry.take_meant() == []
+    new_zero = update(registry, 1, zero, "two")
+    assert new_zero.model.revision == "main.2"
+    assert revisions(registry) == ("main.2", "main.2")
+    assert registry.take_meant() == [Meant("llama", BUNDLE, "main.2")]
+    # The end of a rank brings nothing back, though the old revision is still served.
+    registry.deregister(2, new_zero.source_id, ALICE)
+    assert revisions(registry) == ("main.2", "main.2")
+    assert registry.resolve("llama", variant=R0).sources == ()
+    assert missing(registry, "main.2") == (R0,)
+    assert missing(registry, "main") == ()
+
+
+def test_an_update_that_a_rank_never_registers_is_never_meant() -> None:
+    registry = machine()
+    zero, one = two_ranks(registry)
+    new = update(registry, 1, zero, "two")
+    registry.deregister(2, new.source_id, ALICE)
+    update(registry, 2, one, "two")
+    assert revisions(registry) == ("main", "main")
+
+
+def test_a_rank_whose_weights_stay_the_same_updates_with_the_others() -> None:
+    registry = machine()
+    zero, one = two_ranks(registry)
+    new_zero = update(registry, 1, zero, "two")
+    new_one = update(registry, 1, one, "one")
+    assert (new_zero.model.revision, new_one.model.revision) == ("main.2", "main.2")
+    assert revisions(registry) == ("main.2", "main.2")
+    # A repeated registration of the same source is no further update.
+    again = registry.register(2, new_one, BOB, replaces_revision=True).record
+    assert again is not None
+    assert again.model.revision == "main.2"
+
+
+def test_an_update_that_was_taken_back_is_repeated_under_its_number() -> None:
+    registry = machine()
+    zero, one = two_ranks(registry)
+    lost = update(registry, 1, zero, "two")
+    registry.deregister(1, lost.source_id, ALICE)
+    assert update(registry, 2, zero, "two").model.revision == "main.2"
+    assert update(registry, 2, one, "two").model.revision == "main.2"
+    assert revisions(registry) == ("main.2", "main.2")
+
+
+@pytest.mark.parametrize("first", [(R0, "main.2"), (R1, "main"), (R0, "main")])
+def test_ranks_of_several_owners_come_back_after_a_restart_in_any_order(
+    first: tuple[str, str],
+) -> None:
+    """In the middle of an update: rank 0 serves both revisions, rank 1 the old one."""
+    registry = machine()
+    there = [(R0, "main.2"), (R1, "main"), (R0, "main")]
+    for variant, revision in sorted(there, key=lambda each: each != first):
+        record = rank(variant, revision, revision)
+        listed = registry.register(0, record, SECRETS[variant], keeps_pin=True).record
+        assert listed is not None
+        assert not listed.pin_only
+    assert revisions(registry) == ("main", "main")
+    (one,) = [s.record for s in registry.sources() if s.record.model.variant == R1]
+    update(registry, 1, one, "main.2")
+    assert revisions(registry) == ("main.2", "main.2")
+
+
+def test_a_stranger_takes_no_variant_of_a_rank_that_has_an_owner() -> None:
+    registry = machine()
+    zero, _ = two_ranks(registry)
+    update(registry, 1, zero, "two")
+    with pytest.raises(BindingError):  # an update of what is another's
+        registry.register(1, rank(R1, "evil"), EVE, replaces_revision=True)
+    with pytest.raises(BindingError):
+        registry.register(1, rank(R0, "evil", "main.3"), EVE)
+    with pytest.raises(BindingError):  # no rank
+        registry.register(1, make_record(make_documents("evil"), revision="main.3"), EVE)
+
+
+def test_a_rank_that_has_only_what_the_name_does_not_mean_yet_is_not_resolved() -> None:
+    registry = machine()
+    registry.register(0, rank(R0, "one"), ALICE)
+    registry.register(0, rank(R1, "two", "main.2"), BOB)
+    assert registry.resolve("llama", variant=R0).model.revision == "main"
+    with pytest.raises(UnknownModelError, match="means main for .*which .*has not registered"):
+        registry.resolve("llama", variant=R1)
+
+
+def test_a_variant_that_is_not_listed_is_answered_with_the_nearest_one() -> None:
+    registry = machine()
+    two_ranks(registry)
+    registry.register(0, make_record(make_documents("disk")), ALICE)
+    with pytest.raises(UnknownModelError) as caught:
+        registry.resolve("llama", variant="tp=0/2,dtype=fp16")
+    assert caught.value.message == (
+        "no llama[tp=0/2,dtype=fp16] here: llama[tp=0/2,dtype=bf16] is the nearest that is listed"
+    )
+    assert caught.value.hint == "dtype: bf16 listed, fp16 asked for"
+    with pytest.raises(UnknownModelError) as caught:
+        registry.resolve("llama", variant="engine=vllm,tp=1/2,dtype=fp16")
+    assert caught.value.hint == (
+        "engine: none listed, vllm asked for; dtype: bf16 listed, fp16 asked for"
+    )
+    with pytest.raises(UnknownModelError, match="there is llama"):
+        registry.resolve("llama", variant="rank-0")
+
+
+def test_names_of_other_revisions_are_not_gated() -> None:
+    registry = machine()
+    record = rank(R0, "one", "exp")
+    registry.register(0, record, ALICE)
+    new = update(registry, 1, record, "two")
+    assert new.model == ModelKey("llama", "exp.2", R0)
+    assert registry.resolve("llama", "exp.2", R0).model == new.model
+    assert registry.take_meant() == []
+
+
+def test_what_a_name_means_ends_with_its_last_revision() -> None:
+    registry = machine()
+    zero, one = two_ranks(registry)
+    update(registry, 0, zero, "two")
+    update(registry, 0, one, "two")
+    registry.take_meant()
+    registry.tick(5)  # the leases end
+    registry.tick(66)  # main.2 is forgotten, and main not yet
+    assert registry.take_meant() == [Meant("llama", BUNDLE, "main")]
+    registry.tick(200)
+    assert registry.take_meant() == [Meant("llama", BUNDLE, "")]
+    assert registry.bundles() == []
+
+
+def test_a_rank_that_was_started_again_owns_its_name_a_minute_after_its_predecessor() -> None:
+    registry = machine()
+    zero, one = two_ranks(registry)
+    registry.deregister(1, one.source_id, BOB)
+    again = rank(R1, "one")
+    assert registry.register(2, again, EVE).record is not None
+    with pytest.raises(BindingError, match="only its owner may update it"):
+        registry.register(2, rank(R1, "one", generation=2), EVE, replaces_revision=True)
+    registry.deregister(3, again.source_id, EVE)
+    for now in range(4, 68, 4):
+        registry.heartbeat(now, zero.source_id, ALICE, zero.state)
+    assert registry.register(67, again, EVE).record is not None
+    new = registry.register(67, rank(R1, "two", generation=2), EVE, replaces_revision=True).record
+    assert new is not None
+    assert new.model.revision == "main.2"
+    assert update(registry, 67, zero, "two").model.revision == "main.2"
+    assert revisions(registry) == ("main.2", "main.2")

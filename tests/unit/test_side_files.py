@@ -1,0 +1,162 @@
+"""Side files in memory: whom they are given to, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from mx.core.types import Manifest
+from mx.errors import ClosedError, IntegrityError, PeerLostError
+from mx.storage.safetensors import Checkpoint, open_checkpoint
+from mx.target.events import EventLog
+from mx.target.files import Collector, SideFiles, _fallback
+from mx.target.options import PullOptions
+from tests.support.checkpoints import manifest_of
+
+CONFIG = {"config.json": b"{}", "same.json": b"{}", "empty.txt": b""}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([b"a" * 32, b"b" * 32, b"c" * 32]),
+            st.binary(max_size=40),
+            st.integers(0, 40),
+        ),
+        max_size=20,
+    ),
+    st.integers(1, 7),
+)
+def test_a_document_is_what_was_sent_since_it_last_began(
+    sent: list[tuple[bytes, bytes, int]], piece: int
+) -> None:
+    """Each source sends a document up to some byte; the last one's counts."""
+    collector, expected = Collector(), {}
+    for digest, data, cut in sent:
+        for offset in range(0, max(1, min(cut, len(data))), piece):
+            collector.write(digest, offset, data[:cut][offset : offset + piece])
+        expected[digest] = data[:cut]
+    assert collector.take() == expected
+    assert collector.take() == {}
+
+
+def checkpoint(folder: Path, first: int = 0) -> tuple[Checkpoint, Manifest]:
+    folder.mkdir()
+    save_file({"w": torch.arange(first, first + 10)}, folder / "model.safetensors")
+    for path, data in CONFIG.items():
+        (folder / path).write_bytes(data)
+    return open_checkpoint(folder), manifest_of(folder)[0]
+
+
+async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:
+    """Return a request that waits."""
+    task = asyncio.create_task(files.get())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def test_they_are_there_as_soon_as_the_folder_was_opened(tmp_path: Path) -> None:
+    opened, manifest = checkpoint(tmp_path / "m")
+    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    first, second = await asked(files), await asked(files)
+    files.opened(opened)
+    assert await first == await second == CONFIG
+    files.loaded(manifest)
+    (await files.get()).clear()  # the caller's own
+    assert await files.get() == CONFIG
+    await files.close()
+
+
+async def test_with_a_pin_they_wait_for_the_weights(tmp_path: Path) -> None:
+    opened, manifest = checkpoint(tmp_path / "m")
+    files = SideFiles(PullOptions(f"m@{manifest.ref.pin.hex()}"), EventLog(0.0))
+    files.opened(opened)
+    request = await asked(files)
+    files.loaded(manifest)
+    assert await request == CONFIG
+    await files.close()
+
+
+async def test_one_who_stops_waiting_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    opened, _ = checkpoint(tmp_path / "m")
+    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    first, second = await asked(files), await asked(files)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    files.opened(opened)
+    assert await second == CONFIG
+    await files.close()
+
+
+async def test_each_that_waits_gets_the_error_of_the_pull() -> None:
+    log = EventLog(0.0)
+    files = SideFiles(PullOptions("m"), log)
+    requests = [await asked(files), await asked(files)]
+    log.failed(PeerLostError("it died", peer="a:1"))
+    errors = await asyncio.gather(*requests, files.get(), return_exceptions=True)
+    assert [str(error) for error in errors] == ["it died"] * 3
+    assert len({id(error) for error in errors}) == 3
+    await files.close()
+
+
+async def test_closed_it_has_none(tmp_path: Path) -> None:
+    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    request = await asked(files)
+    await files.close()
+    with pytest.raises(ClosedError):
+        await request
+    opened, _ = checkpoint(tmp_path / "m")
+    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    files.opened(opened)
+    assert await files.get() == CONFIG
+    await files.close()
+    await files.close()
+    with pytest.raises(ClosedError):
+        await files.get()
+
+
+async def test_who_has_the_files_gets_no_other_weights(tmp_path: Path) -> None:
+    log = EventLog(0.0)
+    files = SideFiles(PullOptions("m"), log)
+    (_, manifest), (_, other) = checkpoint(tmp_path / "m"), checkpoint(tmp_path / "n", 5)
+    log.planned(1, manifest)
+    files.loaded(manifest)
+    assert await files.get() == CONFIG
+    assert log.begin_again()
+    with pytest.raises(IntegrityError, match=other.ref.identity.hex()):
+        log.planned(1, other)
+    log.planned(1, manifest)
+    await files.close()
+
+
+async def test_files_that_a_pull_takes_back_are_not_given(tmp_path: Path) -> None:
+    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    opened, manifest = checkpoint(tmp_path / "m")
+    files.loaded(manifest)
+    files.unknown()
+    request = await asked(files)
+    files.opened(opened)
+    assert await request == CONFIG
+    await files.close()
+
+
+def test_a_fallback_has_the_same_files_or_none(tmp_path: Path) -> None:
+    opened, manifest = checkpoint(tmp_path / "m")
+    options = PullOptions("m", disk=tmp_path / "m", fall_back_to_disk=True)
+    assert _fallback(options, manifest.packaging) == opened.side_documents
+    assert _fallback(PullOptions("m", disk=tmp_path / "m"), manifest.packaging) is None
+    (tmp_path / "m" / "config.json").write_bytes(b"[]")
+    assert _fallback(options, manifest.packaging) is not None  # same.json has those bytes, too
+    (tmp_path / "m" / "same.json").write_bytes(b"[]")
+    assert _fallback(options, manifest.packaging) is None
+    (tmp_path / "m" / "model.safetensors").unlink()
+    assert _fallback(options, manifest.packaging) is None
