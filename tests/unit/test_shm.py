@@ -73,7 +73,7 @@ def lying(bench: Bench, memory: Memory, nbytes: int, descriptor: int) -> Iterato
     """A source that hands out `descriptor`, whatever it is, as a region of `nbytes`."""
     exposure = ShmTransport().expose([memory.region(0)], ExposeOptions())
     assert isinstance(exposure, shm_exposure.ShmExposure)
-    exposure._regions = [(shm_exposure.ENTRY.pack(0, nbytes, 4096, True), descriptor)]
+    exposure._regions = [(shm_exposure.ENTRY.pack(0, nbytes, 4096, True, 0), descriptor)]
     exposure.set_generation(1)
     try:
         yield Source(exposure, [memory])
@@ -259,8 +259,8 @@ def test_another_version_of_the_transport_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = bench.source(4096)
-    monkeypatch.setattr(shm_session, "MAGIC", shm_exposure.MAGIC[:-1] + b"\3")
-    with pytest.raises(PathError, match="speaks version 2 of this transport; this mx speaks 3"):
+    monkeypatch.setattr(shm_session, "MAGIC", shm_exposure.MAGIC[:-1] + b"\2")
+    with pytest.raises(PathError, match="speaks version 3 of this transport; this mx speaks 2"):
         bench.open(source)
 
 
