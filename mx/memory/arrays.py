@@ -17,6 +17,7 @@ from mx.core.types import DTYPE_BITS
 from mx.cuda.device import device_key
 from mx.cuda.driver import load
 from mx.errors import ConfigError
+from mx.memory.collector import paused
 from mx.views import DeviceView, Span
 
 #: What numpy's array interface calls the dtypes of safetensors.
@@ -73,9 +74,8 @@ class Array(NamedTuple):
     device: str
     address: int
     owner: object
-    #: Returns the address and the bytes of the allocation that `owner` is, as they are now; None:
-    #: it is the array's own memory.
-    storage_of: Callable[[Any], tuple[int, int]] | None = None
+    #: Returns whether a tensor has the form and the memory of an array; None: it is compared.
+    holds: Callable[[Any, Array], bool] | None = None
     writable: bool = True
 
     @property
@@ -99,15 +99,18 @@ class Array(NamedTuple):
             return DeviceView(self.device, self.address, self.span_nbytes, self.owner)
         return memory_at(self.address, self.span_nbytes, self.owner)
 
-    def is_at(self, other: Array) -> bool:
-        """Return True if both have the same form and memory."""
-        return (
-            (self.address, self.shape, self.stride) == (other.address, other.shape, other.stride)
-            and (self.dtype, self.device) == (other.dtype, other.device)
-            and (
-                self.storage_of is None
-                or sum(self.storage_of(self.owner)) >= self.address + self.span_nbytes
-            )
+    def is_now(self, name: str, tensor: object) -> bool:
+        """Return True if a tensor has this form and this memory, all of which is still there.
+
+        Args:
+            name: What errors call the tensor.
+            tensor: As for `array_of`, which raises what this raises.
+        """
+        if self.holds is not None:
+            return self.holds(tensor, self)
+        now = array_of(name, tensor)
+        return (self.address, self.shape, self.stride, self.dtype, self.device) == (
+            (now.address, now.shape, now.stride, now.dtype, now.device)
         )
 
 
@@ -153,9 +156,11 @@ def array_of(name: str, tensor: object) -> Array:
 
 def arrays_of(tensors: Mapping[str, object]) -> dict[str, Array]:
     """Return `array_of` each tensor, by name. Raises ConfigError."""
-    return {name: array_of(name, tensor) for name, tensor in tensors.items()}
+    with paused():
+        return {name: array_of(name, tensor) for name, tensor in tensors.items()}
 
 
+@paused()
 def arrays_and_errors(
     tensors: Mapping[str, object],
 ) -> tuple[dict[str, Array], dict[str, ConfigError]]:

@@ -10,6 +10,7 @@ from mx.core.layout import TensorSpec, contiguous_strides, permuted_stride
 from mx.core.types import Alias
 from mx.errors import ConfigError
 from mx.memory.arrays import Array
+from mx.memory.collector import paused
 from mx.text import listed
 from mx.views import host_view
 
@@ -31,6 +32,7 @@ class Described:
         return {name: host_view(array.view()) for name, array in self.arrays.items()}
 
 
+@paused()
 def describe_arrays(
     arrays: Mapping[str, Array], dense: Callable[[str], Array] | None = None
 ) -> Described:

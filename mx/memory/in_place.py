@@ -11,6 +11,7 @@ from mx.core.layout import contiguous_strides
 from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
 from mx.memory.arrays import Array, arrays_and_errors
+from mx.memory.collector import paused
 from mx.memory.live import LiveMemory, Tensors
 from mx.text import listed
 
@@ -38,6 +39,7 @@ class InPlace:
         now = self._tensors()
         return {name: now[name] for name in names}
 
+    @paused()
     def arena(self, layout: Layout) -> LiveMemory:
         """Return the tensors' memory as an arena of a layout.
 

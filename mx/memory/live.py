@@ -18,6 +18,7 @@ from mx.errors import ConfigError, MxError
 from mx.memory.arena import Arena, MakeHasher, host_hasher
 from mx.memory.arrays import Array, array_of
 from mx.memory.claims import claim
+from mx.memory.collector import paused
 from mx.memory.describe import describe_arrays
 from mx.text import listed
 from mx.views import ScatteredView, Span, View, Window
@@ -37,6 +38,7 @@ class LiveMemory:
     hasher: MakeHasher = staticmethod(host_hasher)
     memfd: int | None = None
 
+    @paused()
     def __init__(
         self,
         layout: Layout,
@@ -141,9 +143,9 @@ class LiveMemory:
         moved: list[str] = []
         for name, array in self._arrays.items():
             try:
-                if name not in now or not array_of(name, now[name]).is_at(array):
+                if name not in now or not array.is_now(name, now[name]):
                     moved.append(name)
-            except MxError:
+            except (MxError, RuntimeError):  # torch's, of a tensor that has no memory any more
                 moved.append(name)
         if not moved:
             return ""

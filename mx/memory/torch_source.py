@@ -52,12 +52,22 @@ def torch_array(name: str, tensor: object) -> Array | None:
         "cpu",
         tensor.data_ptr(),
         tensor.untyped_storage(),
-        _storage,
+        _holds,
     )
 
 
-def _storage(storage: torch.UntypedStorage) -> tuple[int, int]:
-    return storage.data_ptr(), storage.nbytes()
+def _holds(tensor: object, array: Array) -> bool:
+    """See `Array.holds`. Lenders ask this of all their tensors once a second."""
+    if not isinstance(tensor, torch.Tensor) or not _is_plain(type(tensor)):
+        return False
+    if tensor.data_ptr() != array.address or tensor.shape != array.shape:
+        return False
+    storage = tensor.untyped_storage()
+    return (
+        tensor.stride() == array.stride
+        and _NAMES.get(tensor.dtype) == array.dtype
+        and storage.data_ptr() + storage.nbytes() >= array.address + array.span_nbytes
+    )
 
 
 def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
