@@ -119,13 +119,13 @@ class ScatteredView:
             nbytes: The length of the view.
 
         Raises:
-            ValueError: The spans overlap in the view, are not in order, or reach beyond its end.
+            ValueError: The spans overlap in the view, are not in order, or reach beyond its ends.
         """
         lengths = spans.lengths if isinstance(spans, Window) else list(map(len, spans))
         if len(lengths) != len(begins):
             raise ValueError("a scattered view has a begin for each span")
         ends = list(map(add, begins, lengths))
-        if any(map(gt, ends, chain(begins[1:], (nbytes,)))) or any(map(gt, begins, ends)):
+        if any(map(gt, chain((0,), ends), chain(begins, (nbytes,)))):
             raise ValueError("the spans of a scattered view overlap, or are out of order")
         return cls(begins, ends, spans, 0, nbytes)
 
@@ -138,11 +138,13 @@ class ScatteredView:
         return self._end - self._begin
 
     def __getitem__(self, part: slice) -> View:
-        """Return a part: a plain view if it lies within one span."""
+        """Return a part: a plain view if it lies within one span, or is empty."""
         start, stop, step = part.indices(self._end - self._begin)
         if step != 1:
             raise ValueError("a scattered view has no steps")
         begin, end = self._begin + start, self._begin + max(start, stop)
+        if begin == end:  # such as an empty tensor: it is nowhere, and not in several places
+            return self._spans[0][:0] if self._spans else memoryview(b"")
         at = bisect_right(self._begins, begin) - 1
         if at >= 0 and end <= self._ends[at]:
             base = self._begins[at]

@@ -48,11 +48,15 @@ hypothesis.settings.load_profile("ci")
 #: not skipped by themselves: a file that lacks anything else is an error.
 _NEEDS = {
     "torch": [
+        "unit/test_arrays.py",
         "unit/test_demo_models.py",
         "unit/test_files_writer.py",
+        "unit/test_describe.py",
         "unit/test_held_model.py",
         "unit/test_hints.py",
+        "unit/test_in_place.py",
         "unit/test_job.py",
+        "unit/test_live.py",
         "unit/test_naming.py",
         "unit/test_partial_output.py",
         "unit/test_permuted.py",

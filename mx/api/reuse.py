@@ -9,6 +9,7 @@ from mx.core.pages import Pages
 from mx.core.reuse import Held
 from mx.core.types import Manifest
 from mx.errors import ConfigError
+from mx.views import ScatteredView, View, host_view
 
 
 class Holder(Protocol):
@@ -21,8 +22,9 @@ class Holder(Protocol):
     def pages(self) -> Pages | None:
         """The block digests that are known; None if there is no manifest."""
 
-    def buffer(self) -> memoryview:
-        """Wait for the weights and return them as the manifest's arena lays them out."""
+    def memory(self) -> View:
+        """Wait for the weights and return them as the manifest's arena lays them out, in one place
+        or in several."""
 
 
 def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
@@ -35,17 +37,18 @@ def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
     Raises:
         ConfigError: An element is neither a pull nor a source, has no weights, or `device` is a
             GPU.
-        MxError: An error that a holder's `buffer` raises.
+        MxError: An error that a holder's `memory` raises.
     """
     holders = [*reuse] if isinstance(reuse, Sequence) else [reuse]
     if holders and device != "cpu":
         raise ConfigError("a pull into a GPU can't reuse weights in host memory")
     found = []
     for holder in holders:
-        if not hasattr(holder, "buffer"):
+        if not hasattr(holder, "memory"):
             raise ConfigError(f"`reuse` must be a pull or a source, not {holder!r}")
-        view, manifest, pages = holder.buffer(), holder.manifest, holder.pages
+        view, manifest, pages = holder.memory(), holder.manifest, holder.pages
         if manifest is None or pages is None:
             raise ConfigError("`reuse` has no weights")
-        found.append(Held(manifest, pages, view))
+        here = view if isinstance(view, ScatteredView) else host_view(view)
+        found.append(Held(manifest, pages, here))
     return found

@@ -36,13 +36,14 @@ from mx.errors import (
     CoordinatorVersionError,
     MxError,
 )
+from mx.memory.live import LiveMemory
 from mx.source.handover import Handover
 from mx.source.lending import Lending
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer, SourceStats
 from mx.storage.names import model_name_of
 from mx.text import has_control
-from mx.transport import Transport, host_view
+from mx.transport import Transport, View, host_view
 from mx.units import format_bytes, parse_ports
 from mx.wire.client import CoordinatorClient
 
@@ -131,6 +132,21 @@ class Source(Closable):
             LocalError: The weights are in a GPU, or lent where they are.
         """
         return host_view(self._held.arena.view)
+
+    def memory(self) -> View:
+        """Return the weights as the manifest's arena lays them out, wherever they are.
+
+        Returns:
+            A view that keeps the memory alive. Lent tensors are in several places: it must not be
+            written to.
+
+        Raises:
+            ClosedError: The weights were lent, and the source was closed.
+        """
+        arena = self._held.arena
+        if isinstance(arena, LiveMemory) and arena.released:
+            raise ClosedError(f"the source of {self.model} was closed")
+        return arena.view
 
     @property
     def identity_hex(self) -> str:

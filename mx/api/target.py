@@ -197,6 +197,26 @@ class Pull(Described, Closable):
         self.wait()
         return host_view(self._arena_view()[1])
 
+    def memory(self) -> View:
+        """Wait for the end of the pull and return the model's bytes, wherever they are.
+
+        Returns:
+            What `buffer` or `device_buffer` returns, or with `into` a module or a state dict the
+            memory of its tensors, in several places, which must not be written to.
+
+        Raises:
+            ClosedError: The pull was closed, or gave the tensors back.
+            MxError: The error that ended the pull, see `pull`.
+        """
+        self.wait()
+        view = self._arena_view()[1]
+        self._require_memory()
+        return view
+
+    def _require_memory(self) -> None:
+        if isinstance(self._job.arena, LiveMemory) and self._job.arena.released:
+            raise ClosedError("the pull has given back the tensors of `into`")
+
     def device_buffer(self) -> DeviceView:
         """Wait for the end of a pull into a GPU and return the model's bytes in that GPU's memory.
 
@@ -333,7 +353,7 @@ class Pull(Described, Closable):
 
         Raises:
             ConfigError: The pull was made without `hold=True`.
-            ClosedError: The pull was closed.
+            ClosedError: The pull was closed, or has given its memory back (`release`).
             MxError: The error that ended the pull, see `pull`, or that `serve` raises.
         """
         self.wait()
@@ -351,6 +371,7 @@ class Pull(Described, Closable):
             or pages is None
         ):
             raise ConfigError("only a pull made with hold=True can become a source")
+        self._require_memory()
         node = self._job.node
         host = None if node is None else node.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):

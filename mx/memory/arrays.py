@@ -7,6 +7,7 @@ torch's tensors are understood, and objects that have `__cuda_array_interface__`
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -146,7 +147,7 @@ def array_of(name: str, tensor: object) -> Array:
         ("__array_interface__", _of_interface),
         ("__dlpack__", _of_dlpack),
     ):
-        if hasattr(tensor, attribute):
+        if hasattr(tensor, attribute) and not _is_numpy_scalar(tensor):
             return adapt(name, tensor, attribute)
     raise ConfigError(
         f"{name} is a {type(tensor).__name__}, not a tensor",
@@ -175,25 +176,35 @@ def arrays_and_errors(
     return found, errors
 
 
+def _is_numpy_scalar(tensor: object) -> bool:
+    """Return True for a scalar such as `numpy.float32(1)`: the address that its array interface
+    gives is that of a temporary copy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(tensor, numpy.generic)
+
+
 def _of_interface(name: str, tensor: Any, attribute: str) -> Array:
     fields = getattr(tensor, attribute)
     dtype = _TYPESTRS.get(fields["typestr"].replace("=", "<"))
     if dtype is None or fields.get("mask") is not None:
         raise ConfigError(f"{name} has the type {fields['typestr']}, which no checkpoint has")
+    if not isinstance(fields.get("data"), tuple):
+        raise ConfigError(f"{name} does not say where its memory is")
     shape, (address, read_only) = tuple(fields["shape"]), fields["data"]
     item_nbytes = DTYPE_BITS[dtype] // 8
     strides = fields.get("strides")
     if strides is None:
         stride = contiguous_strides(shape)
-    elif any(s % item_nbytes or s < 0 for s in strides):
-        raise ConfigError(f"{name} has strides that are no whole elements, or negative ones")
+    elif any(s % item_nbytes for s in strides):
+        raise ConfigError(f"{name} has strides that are no whole elements")
     else:
         stride = tuple(s // item_nbytes for s in strides)
     device = "cpu" if attribute == "__array_interface__" else _device_at(address)
-    return _made(dtype, shape, stride, device, address, tensor, writable=not read_only)
+    return _made(name, dtype, shape, stride, device, address, tensor, writable=not read_only)
 
 
 def _made(
+    name: str,
     dtype: str,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
@@ -203,6 +214,8 @@ def _made(
     *,
     writable: bool = True,
 ) -> Array:
+    if any(s < 0 for s in stride):
+        raise ConfigError(f"{name} has negative strides", hint="give a contiguous copy")
     return Array(dtype, shape, stride, device, address, owner, None, writable)
 
 
@@ -238,7 +251,10 @@ def _of_dlpack(name: str, tensor: Any, attribute: str) -> Array:
     if kind not in (_DLPACK_CPU, _DLPACK_CUDA):
         raise ConfigError(f"{name} is on a device of DLPack's type {kind}: only CPUs and CUDA are")
     # The capsule stays unconsumed: it keeps the tensor's memory, and frees it when it goes.
-    capsule = tensor.__dlpack__()
+    try:
+        capsule = tensor.__dlpack__()
+    except BufferError as error:  # as of a read-only array
+        raise ConfigError(f"{name} is not given by its library: {error}") from error
     found = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor") or 0)
     dtype = _DLPACK.get((found.code, found.bits)) if found.lanes == 1 else None
     if dtype is None:
@@ -251,4 +267,4 @@ def _of_dlpack(name: str, tensor: Any, attribute: str) -> Array:
     )
     address = (found.data or 0) + found.byte_offset
     device = "cpu" if kind == _DLPACK_CPU else _device_at(address)
-    return _made(dtype, shape, stride, device, address, (tensor, capsule))
+    return _made(name, dtype, shape, stride, device, address, (tensor, capsule))

@@ -122,6 +122,11 @@ class LiveMemory:
         self._claim.release()
         return LiveMemory(layout, arrays, self._tensors, self._claim.what, fills=self._claim.fills)
 
+    @property
+    def released(self) -> bool:
+        """True once the tensors are the caller's alone again."""
+        return self._tensors is None
+
     def private_view(self) -> View:
         """Return the memory: here the tensors' own."""
         return self.view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mx.core.types import Layout
 from mx.errors import CheckpointError
 from mx.memory.live import Memory
 from mx.storage.load import Loaded, load_checkpoint
@@ -16,6 +17,7 @@ def load(
     options: PullOptions,
     *,
     opened: Callable[[Checkpoint], None],
+    began: Callable[[], None],
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
 ) -> Loaded[Memory]:
@@ -25,6 +27,7 @@ def load(
         options: The pull's options. `out` is checked before anything is read.
         opened: Called with the checkpoint before its weights are read. Until they are, a pin proves
             nothing of it.
+        began: Called once the memory is there, before anything is written to it.
         progress: Called with (bytes so far, bytes in total), from reader threads.
         cancelled: Called while reading; returning True stops it.
 
@@ -35,9 +38,15 @@ def load(
     assert options.disk is not None
     if options.out is not None:
         Staging(options.out).leave()
+
+    def new_arena(layout: Layout) -> Memory:
+        arena = options.new_arena(layout)
+        began()
+        return arena
+
     loaded: Loaded[Memory] = load_checkpoint(
         options.disk,
-        options.new_arena,
+        new_arena,
         chunk_nbytes=options.chunk_nbytes,
         threads=2,
         opened=opened,

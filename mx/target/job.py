@@ -31,7 +31,7 @@ from mx.errors import (
 )
 from mx.memory.arena import BorrowedArena
 from mx.memory.in_place import InPlace
-from mx.memory.live import LiveMemory, Memory
+from mx.memory.live import Memory
 from mx.runtime import beside, in_thread, uncut, unexpected
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
@@ -101,6 +101,8 @@ class Job:
         self._tried: list[ManifestRef] = []  # whose sources have lied
         self._left: list[LeftSource] = []  # whose memory was attached, and is wrong
         self._disk_done = (0, 0)
+        #: Whether tensors of `into` may hold a part of the new weights, also of an attempt before.
+        self._written = False
         self._closed = False
 
     def progress(self) -> Progress:
@@ -523,6 +525,7 @@ class Job:
                 disk.load,
                 self.options,
                 opened=lambda found: loop.call_soon_threadsafe(self.files.opened, found),
+                began=self._begin_to_write,
                 progress=count,
                 cancelled=lambda: self._closed,
             )
@@ -541,6 +544,9 @@ class Job:
         # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return await self._commit(delivery, outcome, self._report(manifest, [path], by))
+
+    def _begin_to_write(self) -> None:
+        self._written = self._written or isinstance(self.options.into, InPlace)
 
     # -- ends -------------------------------------------------------------------------------------
 
@@ -591,13 +597,12 @@ class Job:
         if self._delivery is not None:
             delivery, self._delivery = self._delivery, None
             kept = await in_thread(delivery.abort)
+        if self._transfer is not None and self._transfer.started:
+            self._begin_to_write()
         if self.arena is not None:
-            written = self._transfer is None or self._transfer.started
-            if isinstance(self.arena, LiveMemory) and written:
-                kept = "; ".join(filter(None, [UNUSABLE, kept]))
             self.arena.release()
             self.arena = None
-        return kept
+        return "; ".join(filter(None, [UNUSABLE, kept])) if self._written else kept
 
     def close(self) -> None:
         """Make work on threads (reading disk, prefilling) stop soon; then cancel `run`."""

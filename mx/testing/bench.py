@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from mx.errors import MxError, SourceError, release_frames
+from mx.errors import LocalError, MxError, SourceError, release_frames
 from mx.testing import spans
 from mx.testing.child import GRANT_ID
 from mx.testing.harness import GENERATION, PEER, Harness, RemoteSource
-from mx.testing.memory import Kind, Memory
+from mx.testing.memory import Kind, Memory, Places
 from mx.transport import (
     ExposeOptions,
     Exposure,
@@ -24,9 +24,11 @@ from mx.transport import (
     Piece,
     Rail,
     Read,
+    ScatteredView,
     Session,
     Span,
     TlsFiles,
+    View,
 )
 
 GUARD = 0xA5
@@ -167,11 +169,13 @@ class Bench:
         trusted_fabric: bool = False,
         content: bytes = b"",
         block_digests: bytes | None = None,
+        places: Places | None = None,
     ) -> Source:
-        """Expose memory of these sizes, one region each."""
+        """Expose memory of these sizes, one region each; scattered ones in `places`."""
         self._seed += 10
+        kind, device = kind or self.harness.kind, self.harness.there.device
         memories = [
-            Memory(nbytes, self._seed + index, kind or self.harness.kind, self.harness.there.device)
+            Memory(nbytes, self._seed + index, kind, device, places)
             for index, nbytes in enumerate(sizes)
         ]
         options = ExposeOptions(
@@ -196,6 +200,14 @@ class Bench:
         source = Source(exposure, memories)
         self._sources.append(source)
         return source
+
+    def scattered(self, nbytes: int, places: Places | None = None) -> Source | str:
+        """Expose memory that is in several places. Returns why not if the transport refuses it."""
+        try:
+            return self.source(nbytes, kind=Kind.SCATTERED, places=places)
+        except LocalError as error:
+            release_frames(error)
+            return error.message
 
     def remote(self, *sizes: int) -> tuple[RemoteSource, Session]:
         """Start a source that can be killed, and open a session with it."""
@@ -287,6 +299,23 @@ class Bench:
         """Return a destination on the reader's device, of any content."""
         return spans.destination(nbytes, self.harness.here.device)
 
+    def scattered_destination(self, sizes: Sequence[int]) -> tuple[ScatteredView, Span]:
+        """Return a destination in places of these sizes, and the memory around them: guards."""
+        order = list(range(len(sizes)))
+        self.random.shuffle(order)
+        offsets, at = {}, 64
+        for number in order:
+            offsets[number] = at
+            at += sizes[number] + 1 + number % 64
+        memory = self.destination(at + 64)
+        self.poke(memory, bytes([GUARD]) * len(memory))
+        begins, parts, begin = [], [], 0
+        for number, size in enumerate(sizes):
+            begins.append(begin)
+            parts.append(memory[offsets[number] : offsets[number] + size])
+            begin += size
+        return ScatteredView.over(begins, parts, begin), memory
+
     def peek(self, span: Span) -> bytes:
         """Return the bytes of a span."""
         return spans.peek(span)
@@ -305,7 +334,7 @@ class Bench:
         session: Session,
         region: int,
         offset: int,
-        view: Span,
+        view: View,
         *,
         tag: str = "chunk 0",
         sink: Recorder | None = None,

@@ -6,14 +6,16 @@ Each mistake is one that a real transport could make.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from mx.buffers import address_of, memory_at
 from mx.core.topology import Place
 from mx.errors import (
     ClosedError,
@@ -32,11 +34,14 @@ from mx.transport import (
     Grant,
     Path,
     Read,
+    ScatteredView,
     Session,
     Span,
     Unavailable,
     Viable,
+    View,
     host_view,
+    spans_of,
 )
 from mx.units import KIB
 
@@ -102,7 +107,8 @@ class WritesWholeLines(FakeSession):
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
         super().move(read, region, offset, part)
         after = _address(part) + len(part)
-        starts = [_address(host_view(piece.view)) for piece in read.pieces if len(piece.view)]
+        plain = [piece.view for piece in read.pieces if isinstance(piece.view, memoryview)]
+        starts = [_address(view) for view in plain if len(view)]
         if any(after + 64 <= start < after + (1 << 20) for start in starts):
             ctypes.memset(after, 0, -after % 64)
 
@@ -131,13 +137,11 @@ class TellsAfterTheEnd(FakeSession):
 class TellsAheadOfTheBytes(FakeSession):
     def copy(self, read: Read) -> None:
         landed = 0
-        for piece in read.pieces:
-            for start in range(0, len(piece.view), STEP_BYTES):
-                part = host_view(piece.view)[start : start + STEP_BYTES]
-                landed += len(part)
-                read.sink.landed(landed)
-                self.check()
-                self.move(read, piece.region, piece.region_offset + start, part)
+        for region, offset, part in self.steps(read):
+            landed += len(part)
+            read.sink.landed(landed)
+            self.check()
+            self.move(read, region, offset, part)
         self.check()
 
 
@@ -147,14 +151,12 @@ class ForgetsTheLastStep(FakeSession):
 
     def copy(self, read: Read) -> None:
         landed = 0
-        for piece in read.pieces:
-            for start in range(0, len(piece.view), STEP_BYTES):
-                part = host_view(piece.view)[start : start + STEP_BYTES]
-                self.move(read, piece.region, piece.region_offset + start, part)
-                landed += len(part)
-                self.check()
-                if landed < read.nbytes or read.nbytes <= STEP_BYTES:
-                    read.sink.landed(landed)
+        for region, offset, part in self.steps(read):
+            self.move(read, region, offset, part)
+            landed += len(part)
+            self.check()
+            if landed < read.nbytes or read.nbytes <= STEP_BYTES:
+                read.sink.landed(landed)
         self.check()
 
 
@@ -248,6 +250,77 @@ class RefusesEmptyReads(FakeSession):
         super().check_bounds(read)
         if not read.pieces:
             raise LocalError("there is nothing to read")
+
+
+#: What a system call takes of places at a time.
+_MAX_PLACES = 1024
+
+
+@_exposure("gathers")
+class GathersUpToALimit(FakeExposure):
+    """Passes the kernel as many places as it takes, once."""
+
+    def gather(self, view: View) -> list[memoryview]:
+        return super().gather(view)[:_MAX_PLACES]
+
+
+@_exposure("gathers")
+class GathersByAddress(FakeExposure):
+    def gather(self, view: View) -> list[memoryview]:
+        return sorted(super().gather(view), key=address_of)
+
+
+@_transport("gathers")
+class RefusesWithoutAReason(BrokenFake):
+    def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
+        if any(isinstance(region.view, ScatteredView) for region in regions):
+            raise LocalError("")
+        return super().expose(regions, options)
+
+
+@_exposure("refuses_holes")
+class ClosesUpHoles(FakeExposure):
+    def gather(self, view: View) -> list[memoryview]:
+        if isinstance(view, ScatteredView):
+            return [host_view(span) for span in view.located()[1]]
+        return super().gather(view)
+
+
+@_exposure("refuses_holes")
+class FillsHoles(FakeExposure):
+    """Sends zeros for what lies between tensors, as an arena has there."""
+
+    def gather(self, view: View) -> list[memoryview]:
+        if not isinstance(view, ScatteredView):
+            return super().gather(view)
+        found, (begins, spans) = bytearray(len(view)), view.located()
+        for begin, span in zip(begins, spans, strict=True):
+            found[begin : begin + len(span)] = host_view(span)
+        return [memoryview(found)]
+
+
+@_session("scatters")
+class ScattersUpToALimit(FakeSession):
+    def steps(self, read: Read) -> Iterator[tuple[int, int, memoryview]]:
+        yield from itertools.islice(super().steps(read), _MAX_PLACES)
+
+
+@_session("scatters")
+class ScattersInOneStretch(FakeSession):
+    """Takes a destination's bytes to lie one after another, from where the first do."""
+
+    def steps(self, read: Read) -> Iterator[tuple[int, int, memoryview]]:
+        for piece in read.pieces:
+            spans = spans_of(piece.view)
+            if not spans:
+                continue
+            first = host_view(spans[0])
+            end = max(address_of(host_view(span)) + len(span) for span in spans)
+            here = min(len(piece.view), end - address_of(first))
+            whole = memory_at(address_of(first), here, first)
+            for start in range(0, here, STEP_BYTES):
+                part = whole[start : start + STEP_BYTES]
+                yield piece.region, piece.region_offset + start, part
 
 
 @_session("peer_dies")

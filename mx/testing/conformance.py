@@ -21,7 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mx.testing import rules_bytes, rules_content, rules_faults, rules_life, rules_paths
+from mx.testing import (
+    rules_bytes,
+    rules_content,
+    rules_faults,
+    rules_life,
+    rules_paths,
+    rules_places,
+)
 from mx.testing.bench import Bench, RuleBroken
 from mx.testing.harness import Harness, RemoteSource
 from mx.testing.memory import Kind
@@ -40,6 +47,9 @@ RULES: dict[str, Callable[[Bench], None]] = {
         rules_bytes.completes_empty_reads,
         rules_bytes.several_sessions,
         rules_bytes.two_exposures,
+        rules_places.gathers,
+        rules_places.refuses_holes,
+        rules_places.scatters,
         rules_faults.peer_dies,
         rules_faults.peer_stops,
         rules_faults.peer_resumes,

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mx.core.topology import Place
 from mx.errors import (
@@ -45,7 +45,9 @@ from mx.transport import (
     Transport,
     Unavailable,
     Viable,
+    View,
     host_view,
+    spans_of,
 )
 from mx.units import KIB, MIB
 
@@ -141,11 +143,20 @@ class FakeExposure:
         """Copy under the lock: a region is never let go in mid-copy."""
         with self.lock:
             if region in self.regions:
-                part = host_view(self.regions[region].view)[offset : offset + len(view)]
-                view[: len(part)] = part
-                self.sent_nbytes += len(part)
+                done = 0
+                for part in self.gather(self.regions[region].view[offset : offset + len(view)]):
+                    view[done : done + len(part)] = part
+                    done += len(part)
+                self.sent_nbytes += done
                 if grant_id in self.secrets:
-                    self.sent[grant_id] += len(part)
+                    self.sent[grant_id] += done
+
+    def gather(self, view: View) -> list[memoryview]:
+        """Return a view's bytes, in order. Raises PeerRefusedError for a hole."""
+        try:
+            return [host_view(span) for span in spans_of(view)]
+        except LocalError as error:
+            raise PeerRefusedError("there is no memory there") from error
 
 
 class FakeSession:
@@ -251,14 +262,22 @@ class FakeSession:
 
     def copy(self, read: Read) -> None:
         landed = 0
-        for piece in read.pieces:
-            for start in range(0, len(piece.view), STEP_BYTES):
-                part = host_view(piece.view)[start : start + STEP_BYTES]
-                self.move(read, piece.region, piece.region_offset + start, part)
-                landed += len(part)
-                self.check()
-                read.sink.landed(landed)
+        for region, offset, part in self.steps(read):
+            self.move(read, region, offset, part)
+            landed += len(part)
+            self.check()
+            read.sink.landed(landed)
         self.check()
+
+    def steps(self, read: Read) -> Iterator[tuple[int, int, memoryview]]:
+        """Yield (region, offset there, destination) of each step: one place's bytes at most."""
+        for piece in read.pieces:
+            at = piece.region_offset
+            for span in spans_of(piece.view):
+                for start in range(0, len(span), STEP_BYTES):
+                    part = host_view(span)[start : start + STEP_BYTES]
+                    yield piece.region, at + start, part
+                at += len(span)
 
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
         self.exposure.copy(self.grant_id, region, offset, part, self.ended)

@@ -6,6 +6,6 @@ from mx.testing.conformance import Harness, Kind, TransportSuite
 
 
 class TestShm(TransportSuite):
-    @pytest.fixture(params=[Kind.SEALED, Kind.ANONYMOUS])
+    @pytest.fixture(params=[Kind.SEALED, Kind.ANONYMOUS, Kind.SCATTERED])
     def harness(self, request: pytest.FixtureRequest) -> Harness:
         return Harness("mx_transports.shm:ShmTransport", kind=request.param)

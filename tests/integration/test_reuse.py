@@ -193,7 +193,7 @@ def test_a_gpu_reuses_nothing_of_the_hosts() -> None:
         manifest = None
         pages = None
 
-        def buffer(self) -> memoryview:
+        def memory(self) -> memoryview:
             return memoryview(b"")
 
     with pytest.raises(ConfigError, match="GPU"):

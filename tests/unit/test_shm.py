@@ -259,8 +259,8 @@ def test_another_version_of_the_transport_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = bench.source(4096)
-    monkeypatch.setattr(shm_session, "MAGIC", shm_exposure.MAGIC[:-1] + b"\2")
-    with pytest.raises(PathError, match="speaks version 3 of this transport; this mx speaks 2"):
+    monkeypatch.setattr(shm_session, "MAGIC", shm_exposure.MAGIC[:-1] + b"\4")
+    with pytest.raises(PathError, match="speaks version 3 of this transport; this mx speaks 4"):
         bench.open(source)
 
 

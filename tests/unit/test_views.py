@@ -1,144 +1,245 @@
-"""Scattered views over one window of memory are as views of each span by itself."""
+"""Scattered views against a plain model of them: bytes, and which of them have memory."""
 
 from __future__ import annotations
 
-import os
-from array import array
+import gc
+import weakref
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mx.buffers import address_of
-from mx.errors import PeerProtocolError
-from mx.views import ScatteredView, Window, cut
-from mx_transports.toolkit import kernel
+from mx.errors import LocalError
+from mx.transport import Piece, Read
+from mx.views import (
+    DeviceView,
+    ScatteredView,
+    View,
+    as_bytes,
+    contiguous,
+    host_view,
+    spans_of,
+)
+from mx_transports.toolkit.limiting import LEAST_SLICE, paced
+from mx_transports.toolkit.slicing import host_pieces, host_steps
+
+
+@dataclass
+class Model:
+    """A view, and what it should show: a byte, or None in a hole."""
+
+    view: ScatteredView
+    bytes: list[int | None]
+    memories: list[bytearray]
 
 
 @st.composite
-def scattered(draw: st.DrawFn) -> tuple[ScatteredView, ScatteredView, memoryview, int]:
-    """Draw two views of the same spans: each by itself, and in one window; with their memory."""
-    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
-    gaps = draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
-    order = draw(st.permutations(range(len(lengths))))
-    memory = memoryview(bytearray(os.urandom(sum(lengths) + 5 * len(lengths))))
-    starts, at = [0] * len(lengths), 0
-    for index in order:
-        starts[index] = at
-        at += lengths[index] + 5
-    begins, at = [], 0
-    for length, gap in zip(lengths, gaps, strict=True):
-        begins.append(at + gap)
-        at += gap + length
-    nbytes = at + draw(st.integers(0, 9))
-    spans = [memory[s : s + n] for s, n in zip(starts, lengths, strict=True)]
-    window = Window(memory, address_of(memory), starts, lengths)
-    return (
-        ScatteredView.over(begins, spans, nbytes),
-        ScatteredView.over(begins, window, nbytes),
-        memory,
-        nbytes,
-    )
+def models(draw: st.DrawFn, *, holes: bool = True) -> Model:
+    sizes = draw(st.lists(st.integers(1, 9), max_size=8))
+    gaps = [draw(st.integers(0, 4)) if holes else 0 for _ in range(len(sizes) + 1)]
+    begins, memories, expected, value = [], [], [None] * gaps[0], 0
+    found: list[int | None] = list(expected)
+    for size, gap in zip(sizes, gaps[1:], strict=True):
+        begins.append(len(found))
+        memories.append(bytearray((value + i) % 256 for i in range(size)))
+        found += [*memories[-1], *[None] * gap]
+        value += size
+    # In memory they are in any order: nothing depends on where.
+    view = ScatteredView.over(begins, [memoryview(m) for m in memories], len(found))
+    return Model(view, found, memories)
 
 
-@given(scattered(), st.data())
-def test_a_window_is_as_its_spans_are(
-    views: tuple[ScatteredView, ScatteredView, memoryview, int], data: st.DataObject
-) -> None:
-    single, window, memory, nbytes = views
-    begin = data.draw(st.integers(0, nbytes))
-    end = data.draw(st.integers(begin, nbytes))
-    plain, windowed = single[begin:end], window[begin:end]
-    assert isinstance(plain, ScatteredView) == isinstance(windowed, ScatteredView)
-    if not isinstance(plain, ScatteredView):
-        assert plain == windowed
-        return
-    assert isinstance(windowed, ScatteredView)
-    begins, spans = plain.located()
-    assert windowed.located() == (begins, spans)
-    places = windowed.places()
-    assert plain.places() is None
-    assert places is not None
-    base = address_of(memory)
-    assert [
-        (at, memory[address - base : address - base + length])
-        for at, address, length in zip(*places, strict=True)
-    ] == list(zip(begins, spans, strict=True))
+def cut(data: st.DataObject, view: View, bytes_: list[int | None]) -> tuple[View, list[int | None]]:
+    for _ in range(data.draw(st.integers(0, 3))):
+        bound = st.none() | st.integers(-len(bytes_) - 2, len(bytes_) + 2)
+        part = slice(data.draw(bound), data.draw(bound))
+        view, bytes_ = view[part], bytes_[part]
+    return view, bytes_
 
 
-@given(scattered(), st.data())
-def test_cuts_are_slices(
-    views: tuple[ScatteredView, ScatteredView, memoryview, int], data: st.DataObject
-) -> None:
-    single, window, _, nbytes = views
-    base = data.draw(st.integers(0, nbytes))
-    extents = data.draw(st.lists(st.tuples(st.integers(0, nbytes), st.integers(1, 30))))
-    extents = [each for each in extents if base + sum(each) <= nbytes]
-    for view in (single, window):
-        for (offset, length), part in zip(extents, cut(view, extents, base), strict=True):
-            expected = view[base + offset : base + offset + length]
-            assert isinstance(part, ScatteredView) == isinstance(expected, ScatteredView)
-            if isinstance(part, ScatteredView) and isinstance(expected, ScatteredView):
-                assert part.located() == expected.located()
-            else:
-                assert part == expected
-
-
-def test_a_read_only_window_is_not_written_through() -> None:
-    memory = memoryview(bytearray(8))
-    view = ScatteredView.over([0], Window(memory, address_of(memory), [0], [8]), 8).toreadonly()
-    part = view[2:4]
-    assert isinstance(part, memoryview)
-    with pytest.raises(TypeError):
-        part[0] = 1
-
-
-def test_spans_that_overlap_are_refused() -> None:
-    memory = memoryview(bytearray(8))
-    for begins, nbytes in (([0, 3], 8), ([4, 0], 8), ([0, 4], 7)):
-        with pytest.raises(ValueError, match="overlap"):
-            ScatteredView.over(begins, Window(memory, 0, [0, 4], [4, 4]), nbytes)
-    with pytest.raises(ValueError, match="a begin for each"):
-        ScatteredView.over([0], Window(memory, 0, [0, 4], [4, 4]), 8)
-
-
-def _places(lengths: list[int], begin: int) -> array[int]:
-    found = array(kernel.PLACE)
-    for length in lengths:
-        found.extend((begin, length))
-        begin += length
+def shown(view: View) -> list[int | None]:
+    """What a view shows, by `located` alone."""
+    if isinstance(view, memoryview):
+        return list(view)
+    assert isinstance(view, ScatteredView)
+    found: list[int | None] = [None] * len(view)
+    begins, spans = view.located()
+    assert begins == sorted(set(begins))
+    for begin, span in zip(begins, spans, strict=True):
+        assert len(span)
+        found[begin : begin + len(span)] = list(host_view(span))
+    assert len(found) == len(view) == view.nbytes
     return found
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=3000), st.data())
-def test_places_of_both_sides_need_not_agree(lengths: list[int], data: st.DataObject) -> None:
-    nbytes = sum(lengths)
-    source, target = memoryview(bytearray(os.urandom(nbytes))), memoryview(bytearray(nbytes))
-    step = data.draw(st.integers(1, nbytes))
-    others = [min(step, nbytes - at) for at in range(0, nbytes, step)]
-    there = _places(lengths, address_of(source))
-    here = _places(others, address_of(target))
-    kernel.read_places(os.getpid(), there, here, "peer")
-    assert target == source
+@given(st.data())
+def test_parts_of_parts_show_what_they_should(data: st.DataObject) -> None:
+    model = data.draw(models())
+    view, expected = cut(data, model.view, model.bytes)
+    assert len(view) == len(expected)
+    assert shown(view) == expected
+    if None in expected:
+        with pytest.raises(LocalError, match="in no memory"):
+            spans_of(view)
+    else:
+        assert b"".join(bytes(host_view(span)) for span in spans_of(view)) == bytes(
+            each for each in expected if each is not None
+        )
 
 
-def test_a_place_that_is_not_mapped_is_an_error() -> None:
-    target = memoryview(bytearray(8))
-    here = _places([8], address_of(target))
-    with pytest.raises(PeerProtocolError, match="can't be read"):
-        kernel.read_places(os.getpid(), array(kernel.PLACE, (4096, 8)), here, "peer")
+@given(st.data())
+def test_what_lies_in_one_place_is_a_plain_view(data: st.DataObject) -> None:
+    model = data.draw(models())
+    begin = data.draw(st.integers(0, len(model.bytes)))
+    end = data.draw(st.integers(begin, len(model.bytes)))
+    begins, spans = model.view.located()
+    one = begin == end or any(
+        at <= begin and end <= at + len(span) for at, span in zip(begins, spans, strict=True)
+    )
+    part = model.view[begin:end]
+    assert isinstance(part, memoryview) == one
+    if one:
+        assert contiguous(part) is part and host_view(part) is part
+    else:
+        with pytest.raises(LocalError, match="several places"):
+            contiguous(part)
+        with pytest.raises(LocalError, match="several places"):
+            host_view(part)
 
 
-def test_a_memfd_fills_more_views_than_one_call_takes() -> None:
-    data = os.urandom(5000)
-    descriptor = os.memfd_create("test")
-    try:
-        os.write(descriptor, data)
-        target = memoryview(bytearray(4000))
-        views = [target[at : at + 2] for at in range(0, 4000, 2)]
-        kernel.read_descriptor_into(descriptor, 1000, views, "peer")
-        assert target == data[1000:]
-        with pytest.raises(PeerProtocolError, match="shorter"):
-            kernel.read_descriptor_into(descriptor, 4999, [target[:2]], "peer")
-    finally:
-        os.close(descriptor)
+@given(st.data())
+def test_what_is_written_through_a_part_is_in_the_memory(data: st.DataObject) -> None:
+    model = data.draw(models())
+    view, expected = cut(data, model.view, model.bytes)
+    before = [bytes(memory) for memory in model.memories]
+    frozen = view.toreadonly() if isinstance(view, ScatteredView | memoryview) else None
+    assert frozen is not None
+    for span in frozen.located()[1] if isinstance(frozen, ScatteredView) else [frozen]:
+        assert host_view(span).readonly
+    assert shown(frozen) == expected
+    for span in view.located()[1] if isinstance(view, ScatteredView) else [view]:
+        if len(span):
+            host_view(span)[:] = b"\xff" * len(span)
+    written = sum(
+        a != b
+        for m, old in zip(model.memories, before, strict=True)
+        for a, b in zip(m, old, strict=True)
+    )
+    assert written == sum(each is not None for each in expected)
+    assert shown(frozen) == [None if each is None else 0xFF for each in expected]
+
+
+def test_spans_in_a_wrong_order_are_refused() -> None:
+    spans = [memoryview(bytearray(4)), memoryview(bytearray(4))]
+    for begins, nbytes in (([0, 3], 8), ([4, 0], 8), ([0, 4], 7), ([-1, 4], 8)):
+        with pytest.raises(ValueError, match=r"overlap|order"):
+            ScatteredView.over(begins, spans, nbytes)
+    with pytest.raises(ValueError, match="steps"):
+        ScatteredView.over([0, 4], spans, 8)[::2]
+
+
+def test_a_part_keeps_the_memory_and_no_longer_than_itself() -> None:
+    class Owned(bytearray):
+        pass
+
+    memory = Owned(8)
+    left = weakref.ref(memory)
+    view: View = ScatteredView.over([0, 8], [memoryview(memory)[:4], memoryview(memory)[4:]], 12)
+    part = view[2:10]
+    del memory, view
+    gc.collect()
+    assert left() is not None
+    del part
+    gc.collect()
+    assert left() is None
+
+
+def test_memory_of_a_device_stays_of_the_device() -> None:
+    one, other = DeviceView("cuda:GPU-1", 4096, 8), DeviceView("cuda:GPU-1", 16384, 8)
+    view = ScatteredView.over([0, 8], [one, other], 16)
+    assert view[2:6] == DeviceView("cuda:GPU-1", 4098, 4)
+    assert view[5:5] == DeviceView("cuda:GPU-1", 4096, 0)
+    assert view[4:12].toreadonly().spans() == [one[4:], other[:4]]  # type: ignore[union-attr]
+    with pytest.raises(LocalError, match="cuda:GPU-1"):
+        host_view(view[2:6])
+
+
+def test_a_plain_view_is_released_and_a_scattered_one_given_as_it_is() -> None:
+    plain = memoryview(bytearray(8))
+    with as_bytes(plain) as found:
+        assert isinstance(found, memoryview)
+    with pytest.raises(ValueError, match="released"):
+        found[0]
+    scattered = ScatteredView.over([0], [plain], 9)
+    with as_bytes(scattered) as given_:
+        assert given_ is scattered
+
+
+class NoSink:
+    def landed(self, nbytes: int) -> None: ...
+    def done(self) -> None: ...
+    def failed(self, error: Exception) -> None: ...
+
+
+@given(st.data(), st.integers(1, 12))
+def test_steps_of_a_read_into_several_places(data: st.DataObject, step_nbytes: int) -> None:
+    """Each step's slices, in order, are the read's bytes: where they come from, where they go."""
+    pieces, expected, memories = [], [], []
+    for number in range(data.draw(st.integers(0, 4))):
+        model = data.draw(models(holes=False))
+        offset = data.draw(st.integers(0, 50))
+        pieces.append(Piece(number, offset, model.view))
+        expected += [(number, offset + i) for i in range(len(model.view))]
+        memories += model.memories
+    read = Read("r", pieces, NoSink())
+    got, landed = [], 0
+    for slices, now in host_steps(read, step_nbytes):
+        assert 0 < now - landed <= step_nbytes
+        assert sum(len(each.view) for each in slices) == now - landed
+        landed = now
+        for each in slices:
+            assert len(each.view)
+            got += [(each.region, each.offset + i) for i in range(len(each.view))]
+            each.view[:] = b"\xee" * len(each.view)
+    assert got == expected and landed == read.nbytes
+    assert all(memory == b"\xee" * len(memory) for memory in memories)
+    pieces_again = list(host_pieces(read))
+    assert [(s.region, s.offset + i) for s in pieces_again for i in range(len(s.view))] == expected
+
+
+class Counted:
+    """A limiter that never waits, and notes what is taken."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken: list[int] = []
+
+    def slice_nbytes(self, grant_id: str) -> int:
+        assert grant_id == "grant"
+        return self.size
+
+    def delay_s(self, nbytes: int) -> float:
+        self.taken.append(nbytes)
+        return 0.0
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 100, 4096, LEAST_SLICE, 3 * LEAST_SLICE + 7]), max_size=12),
+    st.sampled_from([1, LEAST_SLICE, 2 * LEAST_SLICE, 5 * LEAST_SLICE + 3]),
+    st.integers(0, 4),
+)
+def test_many_views_are_paced_as_one(sizes: list[int], slice_nbytes: int, streams: int) -> None:
+    """The limiter is asked for whole slices, whatever the places: not once for each of them."""
+    data = bytes(i * 31 % 251 for i in range(sum(sizes)))
+    views, at = [], 0
+    for size in sizes:
+        views.append(memoryview(data)[at : at + size])
+        at += size
+    limiter = Counted(slice_nbytes)
+    slices = list(paced(views, limiter, "grant", lambda: streams, lambda: False))
+    assert b"".join(bytes(part) for parts in slices for part in parts) == data
+    assert limiter.taken == [sum(map(len, parts)) for parts in slices]
+    size = max(LEAST_SLICE, slice_nbytes // max(1, streams))
+    assert all(taken == size for taken in limiter.taken[:-1])
+    assert all(0 < taken <= size for taken in limiter.taken)

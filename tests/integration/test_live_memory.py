@@ -1,0 +1,228 @@
+"""Tensors that are lent where they are, by real processes, and what readers see of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.tls import certificates
+from mx import api, config
+from mx.errors import ConfigError, IncompleteError, NoSourceError, PathError
+from mx.transport import TlsFiles
+from mx.units import MIB
+from tests.integration.conftest import Run, error_of
+from tests.integration.lending import (
+    equal,
+    everything,
+    lender,
+    net,
+    pointers,
+    pss_bytes,
+    small_tensors,
+    tls_coordinator,
+    tls_settings,
+)
+from tests.integration.scripts import ran
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+#: What mx needs for itself, and may grow by beside the model, which is larger.
+OWN_BYTES = 96 * MIB
+WIDE, DEEP = 2048, 5
+
+
+def moved(pull: api.Pull) -> set[str]:
+    return {path.transport for path in pull.wait(60).paths}
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_module_fills_another_and_neither_is_copied(coordinator: str, transport: str) -> None:
+    target = net(2, WIDE, DEEP)
+    everything(target)["embed.weight"].zero_()
+    with lender(coordinator, wide=WIDE, deep=DEEP) as source:
+        nbytes = sum(t.nbytes for t in everything(target).values())
+        assert nbytes > 2 * OWN_BYTES
+        where, before = pointers(target), pss_bytes()
+        with api.pull("m", coordinator=coordinator, into=target, transport=transport) as pull:
+            assert moved(pull) == {transport}
+            assert pss_bytes() - before < OWN_BYTES
+            assert source.said["grown"] < OWN_BYTES
+            assert pss_bytes(source.said["pid"]) < nbytes + 4 * OWN_BYTES
+            assert all(
+                tensor.data_ptr() == where[name] for name, tensor in pull.state_dict().items()
+            )
+        assert pointers(target) == where
+        expected = net(1, WIDE, DEEP)
+        for block in (*target.layers, *expected.layers):
+            block.rotary.zero_()
+        assert equal(target, expected)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_over_tls(run: Run, settings: config.Settings, tmp_path: Path) -> None:
+    settings = tls_settings(settings, TlsFiles(*certificates(tmp_path)))
+    coordinator = tls_coordinator(run, settings)
+    target = net(2)
+    files = {name: getattr(settings, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    with (
+        lender(coordinator, settings=files, non_persistent_buffers=True),
+        api.pull(
+            "m", coordinator=coordinator, into=target, transport="tcp", settings=settings
+        ) as pull,
+    ):
+        assert moved(pull) == {"tcp"}
+        assert equal(target, net(1))
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_lent_memory_is_pulled_into_memory_of_mx(coordinator: str, hold: bool) -> None:
+    """It can't be attached: it may change."""
+    with (
+        lender(coordinator, non_persistent_buffers=True),
+        api.pull("m", coordinator=coordinator, hold=hold, verify="strong") as pull,
+    ):
+        assert pull.wait(60).verified == "strong"
+        expected = everything(net(1))
+        found = pull.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+
+
+def test_a_lender_in_another_layout_adopts_the_one_that_is_bound(coordinator: str) -> None:
+    """The first source lies in chunks of its own; both lend, and the target is scattered too."""
+    target = net(2)
+    with (
+        lender(coordinator, settings={"chunk_bytes": MIB}) as first,
+        lender(coordinator, settings={"chunk_bytes": 2 * MIB}),
+        api.pull("m", coordinator=coordinator, attach=False) as reference,
+    ):
+        assert reference.wait(60).paths
+        first.end()
+        with api.pull("m", coordinator=coordinator, into=target, transport="tcp") as pull:
+            assert moved(pull) == {"tcp"}
+            assert pull.manifest is not None
+            assert pull.manifest.ref.chunk_nbytes == MIB
+        expected = net(1)
+        for block in (*target.layers, *expected.layers):
+            block.rotary.zero_()
+        assert equal(target, expected)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_fifty_thousand_small_tensors(coordinator: str, transport: str) -> None:
+    lent, target = small_tensors(1, 50_000), small_tensors(2, 50_000)
+    with (
+        lender(coordinator, small=50_000),
+        api.pull("m", coordinator=coordinator, into=target, transport=transport) as pull,
+    ):
+        assert moved(pull) == {transport}
+        assert all(torch.equal(target[name], lent[name]) for name in lent)
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped"])
+@pytest.mark.parametrize("second", [True, False])
+def test_a_lender_that_is_lost_in_mid_pull(
+    coordinator: str, settings: config.Settings, ending: str, second: bool
+) -> None:
+    target = net(2, 768)
+    settings = replace(settings, stall_timeout_s=1.0, chunk_bytes=MIB)
+    with lender(coordinator, wide=768, max_bandwidth="8MB/s") as first:
+        pull = api.pull(
+            "m", coordinator=coordinator, into=target, transport="tcp", settings=settings
+        )
+        with pull:
+            next(pull.layers())
+            if second:
+                with lender(coordinator, wide=768):
+                    first.signal(signal.SIGKILL if ending == "killed" else signal.SIGSTOP)
+                    pull.wait(60)
+                expected = net(1, 768)
+                for block in (*target.layers, *expected.layers):
+                    block.rotary.zero_()
+                assert equal(target, expected)
+                return
+            first.signal(signal.SIGKILL if ending == "killed" else signal.SIGSTOP)
+            error = error_of(pull, 60)
+            assert isinstance(error, IncompleteError | NoSourceError | PathError)
+            assert "do not use it" in error.hint
+
+
+def test_memory_that_is_lent_is_not_filled_and_may_be_lent_twice(coordinator: str) -> None:
+    module = net(1)
+    other = net(2)
+    other.head.weight = other.embed.weight = module.embed.weight  # shares one storage
+    with (
+        api.serve(module, model="m", coordinator=coordinator, copy=False),
+        api.serve(module, model="n", coordinator=coordinator, copy=False) as twice,
+    ):
+        for target in (module, other):
+            with api.pull("m", coordinator=coordinator, into=target) as pull:
+                error = error_of(pull)
+            assert isinstance(error, ConfigError)
+            assert "lent" in error.message and "close" in error.hint
+            assert "do not use" not in error.hint
+        assert twice.stats()
+    with (
+        lender(coordinator, seed=3),
+        api.pull("m", coordinator=coordinator, into=module, revision="") as free,
+    ):
+        error_or_done = free.wait(60)
+        assert error_or_done.bytes
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ({"a": torch.empty(3, device="meta")}, "to_empty"),
+        ({"a": torch.zeros(8)[::2]}, "copy=True"),
+        ({"a": [1.0]}, "numpy"),
+        ("/models/m", "copy=False"),
+    ],
+)
+def test_what_can_not_be_lent_is_refused(coordinator: str, weights: object, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        api.serve(weights, model="m", coordinator=coordinator, copy=False)
+    assert why in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_forked_child_of_a_lender_gets_an_error(coordinator: str) -> None:
+    code = """
+from tests.integration.lending import net
+module = net(1)
+source = api.serve(module, model='m', coordinator=coordinator, copy=False)
+pid = os.fork()
+if not pid:
+    signal.alarm(60)
+    for call in (lambda: source.update(module.state_dict()), source.drain,
+                 lambda: api.pull('m', coordinator=coordinator, into=module)):
+        try:
+            call()
+        except ForkError as error:
+            assert 'spawn' in error.hint
+        else:
+            raise AssertionError('not refused')
+    source.close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+target = net(2)
+with api.pull('m', coordinator=coordinator, into=target, transport='tcp') as pull:
+    pull.wait()
+assert target.embed.weight.equal(module.embed.weight)
+source.close()
+"""
+    code_, _, err = ran(code, coordinator)
+    assert code_ == 0, err
+
+
+def test_a_lender_has_no_file_descriptor_for_each_tensor(coordinator: str) -> None:
+    many = {f"w{i}": torch.zeros(1) for i in range(2000)}
+    before = len(os.listdir("/proc/self/fd"))
+    with api.serve(many, model="m", coordinator=coordinator, copy=False):
+        assert len(os.listdir("/proc/self/fd")) < before + 40
