@@ -147,6 +147,8 @@ class ExposeOptions:
         content: Which weights, in which layout, the regions hold, as an opaque label of at most
             MAX_CONTENT_BYTES; empty for none. See `Grant.content`. Memory that does not hold all of
             them yet must have no label: readers may attach to what has one.
+        background: Whether this process has work of its own that comes first: then the threads that
+            serve readers run at low priority.
         block_digests: The xxh3_128 of each of the weights' blocks in their order, which this
             process computed or checked itself; None or empty for none. See `Vouching`.
 
@@ -166,6 +168,7 @@ class ExposeOptions:
     ports: range = range(0)
     at_peer: bool = False
     content: bytes = b""
+    background: bool = False
     block_digests: bytes | memoryview | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -12,10 +12,12 @@ they slice it as they slice an arena, and get plain views of the tensors' own me
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from operator import add, gt
+from typing import overload
 
 from mx.errors import LocalError
 
@@ -43,6 +45,47 @@ class DeviceView:
 
 #: Contiguous bytes, wherever they are.
 Span = memoryview | DeviceView
+
+
+class Window(Sequence[memoryview]):
+    """Spans of host memory that one view reaches, at ascending or any other places in it.
+
+    The view may span memory that is not there, which nothing touches. Spans are made as they are
+    needed: for many small tensors that takes a tenth of what a view of each by itself takes.
+    """
+
+    __slots__ = ("base", "address", "starts", "lengths")
+
+    def __init__(
+        self, base: memoryview, address: int, starts: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """
+        Args:
+            base: The view, of bytes. It keeps the memory.
+            address: The address of its first byte.
+            starts: Where each span begins in it.
+            lengths: The length of each.
+        """
+        self.base, self.address, self.starts, self.lengths = base, address, starts, lengths
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, at: int) -> memoryview: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[memoryview]: ...
+    def __getitem__(self, at: int | slice) -> memoryview | list[memoryview]:
+        base = self.base
+        if isinstance(at, slice):
+            parts = zip(self.starts[at], self.lengths[at], strict=True)
+            return [base[start : start + nbytes] for start, nbytes in parts]
+        start = self.starts[at]
+        return base[start : start + self.lengths[at]]
+
+    def toreadonly(self) -> Window:
+        """Return the same spans, which can't be written through."""
+        return Window(self.base.toreadonly(), self.address, self.starts, self.lengths)
 
 
 class ScatteredView:
@@ -78,9 +121,11 @@ class ScatteredView:
         Raises:
             ValueError: The spans overlap in the view, are not in order, or reach beyond its ends.
         """
-        ends = [begin + len(span) for begin, span in zip(begins, spans, strict=True)]
-        edges = [0, *chain.from_iterable(zip(begins, ends, strict=True)), nbytes]
-        if any(edges[i] > edges[i + 1] for i in range(len(edges) - 1)):
+        lengths = spans.lengths if isinstance(spans, Window) else list(map(len, spans))
+        if len(lengths) != len(begins):
+            raise ValueError("a scattered view has a begin for each span")
+        ends = list(map(add, begins, lengths))
+        if any(map(gt, chain((0,), ends), chain(begins, (nbytes,)))):
             raise ValueError("the spans of a scattered view overlap, or are out of order")
         return cls(begins, ends, spans, 0, nbytes)
 
@@ -108,8 +153,51 @@ class ScatteredView:
 
     def toreadonly(self) -> ScatteredView:
         """Return the view with host memory that can't be written through it."""
-        spans = [s.toreadonly() if isinstance(s, memoryview) else s for s in self._spans]
+        spans: Sequence[Span]
+        if isinstance(self._spans, Window):
+            spans = self._spans.toreadonly()
+        else:
+            spans = [s.toreadonly() if isinstance(s, memoryview) else s for s in self._spans]
         return ScatteredView(self._begins, self._ends, spans, self._begin, self._end)
+
+    def cut(self, extents: Iterable[tuple[int, int]], base: int = 0) -> list[View]:
+        """Return `self[base + offset : base + offset + nbytes]` of each (offset, nbytes)."""
+        spans, begins, ends = self._spans, self._begins, self._ends
+        if not isinstance(spans, Window):
+            return [self[base + offset : base + offset + nbytes] for offset, nbytes in extents]
+        whole, starts, shift = spans.base, spans.starts, self._begin + base
+        found: list[View] = []
+        at = -1
+        for offset, nbytes in extents:
+            begin = offset + shift
+            at += 1  # mostly they follow each other
+            if not (0 <= at < len(begins) and begins[at] <= begin < ends[at]):
+                at = bisect_right(begins, begin) - 1
+            if at >= 0 and begin + nbytes <= ends[at]:
+                start = starts[at] + begin - begins[at]
+                found.append(whole[start : start + nbytes])
+            else:
+                found.append(self[base + offset : base + offset + nbytes])
+        return found
+
+    def places(self) -> tuple[list[int], list[int], list[int]] | None:
+        """Return columns of the offset in this view, the address and the length of each span; None
+        where addresses are not known. Holes have none."""
+        spans, begin, end = self._spans, self._begin, self._end
+        if not isinstance(spans, Window):
+            return None
+        first = bisect_right(self._ends, begin)
+        last = bisect_left(self._begins, end, first)
+        begins = [at - begin for at in self._begins[first:last]]
+        addresses = [spans.address + start for start in spans.starts[first:last]]
+        lengths = list(spans.lengths[first:last])
+        if lengths:
+            lengths[-1] -= max(0, self._ends[last - 1] - end)
+            if begins[0] < 0:
+                addresses[0] -= begins[0]
+                lengths[0] += begins[0]
+                begins[0] = 0
+        return begins, addresses, lengths
 
     def located(self) -> tuple[list[int], list[Span]]:
         """Return the offset of each span in this view, and the spans, without the holes."""
@@ -155,6 +243,13 @@ def contiguous(view: View) -> Span:
 def spans_of(view: View) -> list[Span]:
     """Return the spans of a view, in order. Raises LocalError as `ScatteredView.spans`."""
     return view.spans() if isinstance(view, ScatteredView) else [view]
+
+
+def cut(view: View, extents: Iterable[tuple[int, int]], base: int = 0) -> list[View]:
+    """Return `view[base + offset : base + offset + nbytes]` of each (offset, nbytes)."""
+    if isinstance(view, ScatteredView):
+        return view.cut(extents, base)
+    return [view[base + offset : base + offset + nbytes] for offset, nbytes in extents]
 
 
 def host_view(view: View) -> memoryview:

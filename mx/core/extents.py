@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
+from operator import add, sub
 from typing import NamedTuple
 
 from mx.core.digest import DIGEST_BYTES
@@ -76,6 +78,28 @@ class ExtentMap:
         for layer, offset, nbytes, region, region_offset in rows:
             begins[layer].append(offset)
             spans[layer].append(_Span(offset + nbytes, region, region_offset - offset))
+        return cls(begins, spans, contiguous=False)
+
+    @classmethod
+    def of_places(cls, layout: Layout, places: Sequence[int]) -> ExtentMap:
+        """Return the map of tensors that lie anywhere in one region.
+
+        Args:
+            layout: The layout.
+            places: Where each tensor that has bytes begins in region 0, in the layout's order.
+        """
+        begins: list[list[int]] = []
+        spans: list[list[_Span]] = []
+        done = 0
+        for layer in layout.layers:
+            own = [extent for extent in layer.extents if extent[1]]
+            shifts = places[done : done + len(own)]
+            done += len(own)
+            offsets = [offset for offset, _ in own]
+            ends = map(sum, own)
+            begins.append(offsets)
+            columns = (ends, repeat(0), map(sub, shifts, offsets))
+            spans.append(list(map(partial(tuple.__new__, _Span), zip(*columns, strict=False))))
         return cls(begins, spans, contiguous=False)
 
     def in_arena(self, layout: Layout) -> tuple[list[int], list[PlacedExtent]]:
@@ -156,11 +180,15 @@ class ExtentMap:
         """The rows of the table, ascending; none if it is contiguous."""
         if self.contiguous:
             return ()
-        return tuple(
-            TableRow(layer, begin, span.end - begin, span.region, begin + span.shift)
-            for layer, (begins, spans) in enumerate(zip(self._begins, self._spans, strict=True))
-            for begin, span in zip(begins, spans, strict=True)
-        )
+        found: list[TableRow] = []
+        row = partial(tuple.__new__, TableRow)
+        for layer, (begins, spans) in enumerate(zip(self._begins, self._spans, strict=True)):
+            if begins:
+                ends, regions, shifts = zip(*spans, strict=True)
+                lengths, places = map(sub, ends, begins), map(add, begins, shifts)
+                columns = (repeat(layer), begins, lengths, regions, places)
+                found += map(row, zip(*columns, strict=False))
+        return tuple(found)
 
     def relaid(self, own: Layout, other: Layout) -> ExtentMap:
         """Return where the bytes of another layout of the same weights are in the same memory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 
@@ -215,13 +216,17 @@ def build_layout(
         first = end
 
     def tensors() -> list[Tensor]:
-        layer_of = [i for i, (_, count) in enumerate(layers) for _ in range(count)]
-        return [
-            Tensor(name, kinds[k][0], kinds[k][1], layer, offset, size, kinds[k][2])
-            for name, k, layer, offset, size in zip(
-                names, kind, layer_of, places, nbytes, strict=True
-            )
-        ]
+        # In columns, without a call in Python for each of many tensors.
+        columns = (
+            names,
+            [kinds[k][0] for k in kind],
+            [kinds[k][1] for k in kind],
+            [i for i, (_, count) in enumerate(layers) for _ in range(count)],
+            places,
+            nbytes,
+            [kinds[k][2] for k in kind],
+        )
+        return list(map(partial(tuple.__new__, Tensor), zip(*columns, strict=True)))
 
     if aliases:
         _check_aliases(aliases, dict(zip(names, kind, strict=True)), kinds, size_of)

@@ -72,8 +72,7 @@ class ModelKey:
         return text if self.variant == CHECKPOINT else f"{text}[{self.variant}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor's place. `offset` is in its layer's space, `shape` and `stride` in elements.
 
     A tensor is stored, hashed and moved in storage order. `stride` is () for row-major order, else

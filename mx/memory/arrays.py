@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from mx.buffers import memory_at
 from mx.core.layout import contiguous_strides, permuted_stride
@@ -19,6 +18,7 @@ from mx.core.types import DTYPE_BITS
 from mx.cuda.device import device_key
 from mx.cuda.driver import load
 from mx.errors import ConfigError
+from mx.memory.collector import paused
 from mx.views import DeviceView, Span
 
 #: What numpy's array interface calls the dtypes of safetensors.
@@ -62,13 +62,11 @@ _DLPACK_CPU, _DLPACK_CUDA = 1, 2
 adapters: list[Callable[[str, object], Array | None]] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(NamedTuple):
     """A tensor's form, and where its elements are.
 
     `dtype` is as safetensors spells it, `stride` in elements, `device` "cpu" or "cuda:UUID".
-    `address` is that of the first element. `storage` is the address of the allocation that it is
-    in, and the bytes of that from there on, as far as the library says. `owner` keeps the memory.
+    `address` is that of the first element. `owner` keeps the memory.
     """
 
     dtype: str
@@ -76,8 +74,9 @@ class Array:
     stride: tuple[int, ...]
     device: str
     address: int
-    storage: tuple[int, int]
     owner: object
+    #: Returns whether a tensor has the form and the memory of an array; None: it is compared.
+    holds: Callable[[Any, Array], bool] | None = None
     writable: bool = True
 
     @property
@@ -87,15 +86,12 @@ class Array:
     @property
     def span_nbytes(self) -> int:
         """The bytes from the start of the first to the end of the last element."""
-        if 0 in self.shape:
-            return 0
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.item_nbytes
+        return _span_nbytes(self.dtype, self.shape, self.stride)
 
     @property
     def order(self) -> tuple[int, ...] | None:
         """The strides as a `TensorSpec` has them: () for row-major, None if not dense."""
-        return permuted_stride(self.shape, self.stride)
+        return _order(self.shape, self.stride)
 
     def view(self) -> Span:
         """Return the memory from the first to the last element: for a dense tensor, its bytes in
@@ -104,13 +100,31 @@ class Array:
             return DeviceView(self.device, self.address, self.span_nbytes, self.owner)
         return memory_at(self.address, self.span_nbytes, self.owner)
 
-    def is_at(self, other: Array) -> bool:
-        """Return True if both have the same form and memory."""
-        return (
-            (self.address, self.shape, self.stride) == (other.address, other.shape, other.stride)
-            and (self.dtype, self.device) == (other.dtype, other.device)
-            and self.storage[0] + self.storage[1] >= self.address + self.span_nbytes
+    def is_now(self, name: str, tensor: object) -> bool:
+        """Return True if a tensor has this form and this memory, all of which is still there.
+
+        Args:
+            name: What errors call the tensor.
+            tensor: As for `array_of`, which raises what this raises.
+        """
+        if self.holds is not None:
+            return self.holds(tensor, self)
+        now = array_of(name, tensor)
+        return (self.address, self.shape, self.stride, self.dtype, self.device) == (
+            (now.address, now.shape, now.stride, now.dtype, now.device)
         )
+
+
+# Models have many tensors and few forms.
+_order = lru_cache(4096)(permuted_stride)
+
+
+@lru_cache(4096)
+def _span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    if 0 in shape:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return (last + 1) * (DTYPE_BITS[dtype] // 8)
 
 
 def array_of(name: str, tensor: object) -> Array:
@@ -143,7 +157,23 @@ def array_of(name: str, tensor: object) -> Array:
 
 def arrays_of(tensors: Mapping[str, object]) -> dict[str, Array]:
     """Return `array_of` each tensor, by name. Raises ConfigError."""
-    return {name: array_of(name, tensor) for name, tensor in tensors.items()}
+    with paused():
+        return {name: array_of(name, tensor) for name, tensor in tensors.items()}
+
+
+@paused()
+def arrays_and_errors(
+    tensors: Mapping[str, object],
+) -> tuple[dict[str, Array], dict[str, ConfigError]]:
+    """Return `array_of` each tensor, by name, and the errors of those that have none."""
+    found: dict[str, Array] = {}
+    errors: dict[str, ConfigError] = {}
+    for name, tensor in tensors.items():
+        try:
+            found[name] = array_of(name, tensor)
+        except ConfigError as error:
+            errors[name] = error.with_traceback(None)  # it would refer to the tensors
+    return found, errors
 
 
 def _is_numpy_scalar(tensor: object) -> bool:
@@ -186,10 +216,7 @@ def _made(
 ) -> Array:
     if any(s < 0 for s in stride):
         raise ConfigError(f"{name} has negative strides", hint="give a contiguous copy")
-    item_nbytes = DTYPE_BITS[dtype] // 8
-    last = 0 if 0 in shape else sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-    storage = (address, last * item_nbytes)
-    return Array(dtype, shape, stride, device, address, storage, owner, writable)
+    return Array(dtype, shape, stride, device, address, owner, None, writable)
 
 
 def _device_at(address: int) -> str:
@@ -241,9 +268,3 @@ def _of_dlpack(name: str, tensor: Any, attribute: str) -> Array:
     address = (found.data or 0) + found.byte_offset
     device = "cpu" if kind == _DLPACK_CPU else _device_at(address)
     return _made(name, dtype, shape, stride, device, address, (tensor, capsule))
-
-
-def span_of(arrays: Mapping[str, Array]) -> tuple[int, int]:
-    """Return the lowest address of any of these arrays, and the highest end."""
-    used = [(a.address, a.address + a.span_nbytes) for a in arrays.values() if prod(a.shape)]
-    return (min(a for a, _ in used), max(b for _, b in used)) if used else (0, 0)

@@ -10,6 +10,7 @@ from mx.core.layout import TensorSpec, contiguous_strides, permuted_stride
 from mx.core.types import Alias
 from mx.errors import ConfigError
 from mx.memory.arrays import Array
+from mx.memory.collector import paused
 from mx.text import listed
 from mx.views import host_view
 
@@ -31,6 +32,7 @@ class Described:
         return {name: host_view(array.view()) for name, array in self.arrays.items()}
 
 
+@paused()
 def describe_arrays(
     arrays: Mapping[str, Array], dense: Callable[[str], Array] | None = None
 ) -> Described:
@@ -53,18 +55,24 @@ def describe_arrays(
     Raises:
         ConfigError: Some tensors are neither dense nor within dense ones, and may not be copied.
     """
-    orders = {name: array.order for name, array in arrays.items()}
     specs: list[TensorSpec] = []
     aliases: list[Alias] = []
     found: dict[str, Array] = {}
     gappy: list[str] = []
+    alone, others = _parted(arrays)
+    for name in alone:
+        array, order = arrays[name], arrays[name].order
+        assert order is not None
+        specs.append(TensorSpec(name, array.dtype, array.shape, order))
+        found[name] = array
     # By device, dtype, and the place of elements in memory.
     owners_of: dict[tuple[str, str, int], _Owners] = {}
+    orders = {name: arrays[name].order for name in others}
     # Dense before others and large before small, so that an alias always comes after its owner. Of
     # dense ones that share all their memory a row-major one is the owner, since checkpoints hold
     # that order. Then by name, so that one model always gives one identity.
     by_size = sorted(
-        arrays,
+        others,
         key=lambda n: (orders[n] is None, -arrays[n].span_nbytes, bool(orders[n]), n),
     )
     for name in by_size:
@@ -93,6 +101,28 @@ def describe_arrays(
             hint="make it contiguous, or serve a copy with `copy=True`",
         )
     return Described(specs, aliases, found)
+
+
+def _parted(arrays: Mapping[str, Array]) -> tuple[list[str], list[str]]:
+    """Return the names of the dense tensors whose memory no other one shares, and of the others.
+
+    Both are in the order of names. Only the others need to be compared with each other.
+    """
+    places = sorted([(each.address, each.span_nbytes, name) for name, each in arrays.items()])
+    shared: set[str] = set()
+    reached, last = -1, ""  # the highest end so far, and whose it is
+    for begin, nbytes, name in places:
+        if begin < reached:
+            shared.update((name, last))
+        if begin + nbytes > reached:
+            reached, last = begin + nbytes, name
+    alone: list[str] = []
+    others: list[str] = []
+    for name in sorted(arrays):
+        array = arrays[name]
+        fits = name not in shared and array.span_nbytes and array.order is not None
+        (alone if fits else others).append(name)
+    return alone, others
 
 
 def _alias_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

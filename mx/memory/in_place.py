@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 from mx.core.layout import contiguous_strides
 from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
-from mx.memory.arrays import Array, array_of
+from mx.memory.arrays import Array, arrays_and_errors
+from mx.memory.collector import paused
 from mx.memory.live import LiveMemory, Tensors
 from mx.text import listed
 
@@ -30,12 +32,14 @@ class InPlace:
         self._tensors = tensors
         self._optional = frozenset(optional)
         self._arrays = _arrays(tensors())
+        self._arena: LiveMemory | None = None
 
     def tensors(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the tensors of these names as they are at the moment. Raises ClosedError."""
         now = self._tensors()
         return {name: now[name] for name in names}
 
+    @paused()
     def arena(self, layout: Layout) -> LiveMemory:
         """Return the tensors' memory as an arena of a layout.
 
@@ -51,10 +55,14 @@ class InPlace:
             )
         names = {tensor.name for tensor in layout.tensors} | {a.name for a in layout.aliases}
         arrays = {name: self._arrays[name] for name in names}
-        return LiveMemory(layout, arrays, self._tensors, "another pull fills it", fills=True)
+        self._arena = LiveMemory(layout, arrays, self._tensors, "another pull fills it", fills=True)
+        return self._arena
 
     def release(self) -> None:
-        """Let go of the tensors. Idempotent."""
+        """Let go of the tensors, and of the arena. Idempotent."""
+        if self._arena is not None:
+            self._arena.release()
+            self._arena = None
         self._arrays.clear()
         self._tensors = _released
 
@@ -71,7 +79,15 @@ class InPlace:
         if extra:
             found.append(f"not in the model: {listed(extra)}")
         here = [name for name in names if name in arrays]
+        orders: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None] = {}
         for name in here:
+            array, tensor = arrays[name], wanted.get(name)
+            if tensor is not None and array[:2] == tensor[1:3] and array.writable:
+                kind = array[1:3]
+                if kind not in orders:
+                    orders[kind] = array.order
+                if orders[kind] == tensor.stride:
+                    continue
             form: Tensor | Alias = wanted[name] if name in wanted else aliases[name]
             array = arrays[name]
             if (array.dtype, array.shape) != (form.dtype, form.shape):
@@ -110,10 +126,17 @@ class InPlace:
 
     def _overlaps(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return which tensors share memory that do not in the model."""
+        arrays = self._arrays
+        held = [arrays[tensor.name] for tensor in tensors if tensor.nbytes]
+        begins = [array.address for array in held]
+        ends = map(add, begins, [tensor.nbytes for tensor in tensors if tensor.nbytes])
+        edges = sorted(zip(begins, ends, strict=True))
+        if all(end <= begin for (_, end), (begin, _) in pairwise(edges)):
+            return []
         places = sorted(
-            (array.address, array.address + array.span_nbytes, tensor.name)
-            for tensor, array in ((t, self._arrays[t.name]) for t in tensors)
-            if array.span_nbytes
+            (arrays[t.name].address, arrays[t.name].address + arrays[t.name].span_nbytes, t.name)
+            for t in tensors
+            if arrays[t.name].span_nbytes
         )
         return [
             f"{name} shares memory with {before} here, and not in the model"
@@ -132,14 +155,11 @@ def _strides(tensor: Tensor) -> list[int]:
 
 def _arrays(tensors: Mapping[str, object]) -> dict[str, Array]:
     """Return all tensors as arrays. Raises ConfigError that names all that can't be filled."""
-    found: dict[str, Array] = {}
+    found, errors = arrays_and_errors(tensors)
     refused: dict[tuple[str, str], list[str]] = {}  # what is wrong, and what to do -> names
-    for name, tensor in tensors.items():
-        try:
-            found[name] = array_of(name, tensor)
-        except ConfigError as error:
-            what = error.message.removeprefix(name).strip()
-            refused.setdefault((what, error.hint), []).append(name)
+    for name, error in errors.items():
+        what = error.message.removeprefix(name).strip()
+        refused.setdefault((what, error.hint), []).append(name)
     if refused:
         raise ConfigError(
             "`into` can't be filled, and nothing was written: "

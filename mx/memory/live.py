@@ -7,18 +7,21 @@ an engine may replace a tensor, or resize or free its storage, without a word.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from operator import add
 
+from mx.buffers import memory_at
 from mx.core.extents import ExtentMap
-from mx.core.types import Layout, TableRow
+from mx.core.types import Layout
 from mx.errors import ConfigError, MxError
 from mx.memory.arena import Arena, MakeHasher, host_hasher
 from mx.memory.arrays import Array, array_of
 from mx.memory.claims import claim
+from mx.memory.collector import paused
 from mx.memory.describe import describe_arrays
 from mx.text import listed
-from mx.views import ScatteredView, Span, View
+from mx.views import ScatteredView, Span, View, Window
 
 #: Returns the tensors of a module or mapping as they are at the moment.
 Tensors = Callable[[], Mapping[str, object]]
@@ -35,6 +38,7 @@ class LiveMemory:
     hasher: MakeHasher = staticmethod(host_hasher)
     memfd: int | None = None
 
+    @paused()
     def __init__(
         self,
         layout: Layout,
@@ -57,27 +61,37 @@ class LiveMemory:
         """
         self._arrays: dict[str, Array] = dict(arrays)
         self._tensors: Tensors | None = tensors
-        held = [t for t in layout.tensors if t.nbytes]
-        ranges = [(a.address, a.address + a.span_nbytes) for a in (arrays[t.name] for t in held)]
-        self._claim = claim(ranges, what, fills=fills)
-        spans = [arrays[t.name].view() for t in held]
-        begins = [layout.layers[t.layer].arena_offset + t.offset for t in held]
+        held = [arrays[t.name] for t in layout.tensors if t.nbytes]
+        addresses = [array.address for array in held]
+        lengths = [nbytes for layer in layout.layers for _, nbytes in layer.extents if nbytes]
+        ends = list(map(add, addresses, lengths))
+        self._claim = claim(zip(addresses, ends, strict=True), what, fills=fills)
+        begins = [
+            layer.arena_offset + offset
+            for layer in layout.layers
+            for offset, nbytes in layer.extents
+            if nbytes
+        ]
+        self.address = min(addresses, default=0)
+        self.nbytes = max(ends, default=0) - self.address
+        self._shifts = [address - self.address for address in addresses]
+        self._layout = layout
+        self._base: Span | None = None
+        spans: Sequence[Span] = ()
+        if all(array.device == "cpu" for array in held):
+            owners = [array.owner for array in held]
+            self._base = memory_at(self.address, self.nbytes, owners)
+            spans = Window(self._base, self.address, self._shifts, lengths)
+        else:
+            spans = [array.view() for array in held]
         self.view: ScatteredView | memoryview = ScatteredView.over(
             begins, spans, layout.arena_nbytes
         )
-        self._by_address = sorted((arrays[t.name] for t in held), key=_address)
-        addresses = [arrays[t.name].address for t in held]
-        self.address = min(addresses, default=0)
-        self.nbytes = max(
-            (at + t.nbytes - self.address for at, t in zip(addresses, held, strict=True)), default=0
-        )
-        self.extents = ExtentMap.of_rows(
-            layout,
-            (
-                TableRow(t.layer, t.offset, t.nbytes, 0, at - self.address)
-                for at, t in zip(addresses, held, strict=True)
-            ),
-        )
+
+    @cached_property
+    def extents(self) -> ExtentMap:
+        """Where the layout's bytes are: a row for each tensor, in one region."""
+        return ExtentMap.of_places(self._layout, self._shifts)
 
     def renewed(self, layout: Layout) -> LiveMemory:
         """Return the memory of the same tensors where they are now.
@@ -119,8 +133,10 @@ class LiveMemory:
 
     def span_at(self, offset: int, nbytes: int) -> Span:
         """Return bytes of the region that `extents` names, within one tensor."""
+        if self._base is not None:
+            return self._base[offset : offset + nbytes]
         at = self.address + offset
-        array = self._by_address[bisect_right(self._by_address, at, key=_address) - 1]
+        array = next(a for a in self._arrays.values() if 0 <= at - a.address < a.span_nbytes)
         return array.view()[at - array.address : at - array.address + nbytes]
 
     def changed(self) -> str:
@@ -132,9 +148,9 @@ class LiveMemory:
         moved: list[str] = []
         for name, array in self._arrays.items():
             try:
-                if name not in now or not array_of(name, now[name]).is_at(array):
+                if name not in now or not array.is_now(name, now[name]):
                     moved.append(name)
-            except MxError:
+            except (MxError, RuntimeError):  # torch's, of a tensor that has no memory any more
                 moved.append(name)
         if not moved:
             return ""
@@ -146,12 +162,8 @@ class LiveMemory:
         self.view = memoryview(b"")
         self._tensors = None
         self._arrays.clear()
-        self._by_address.clear()
+        self._base = None
 
 
 #: What a model's bytes are in.
 Memory = Arena | LiveMemory
-
-
-def _address(array: Array) -> int:
-    return array.address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from mx.errors import ConfigError
@@ -13,7 +14,7 @@ from mx.memory.tensors import TORCH_DTYPES
 
 try:
     import torch
-    from torch.nn.parameter import is_lazy
+    from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 except ModuleNotFoundError as error:
     raise torch_missing(error) from None
 
@@ -34,37 +35,63 @@ def torch_array(name: str, tensor: object) -> Array | None:
     """
     if not isinstance(tensor, torch.Tensor):
         return None
-    if not _is_plain(tensor):
-        raise ConfigError(
-            f"{name} is a {type(tensor).__name__}, whose values are not in its own memory",
-            hint="give its plain local tensor, or use the checkpoint's folder",
-        )
-    if tensor.is_meta:
-        raise ConfigError(
-            f"{name} is on the meta device, without memory",
-            hint="module.to_empty(device='cpu') allocates it, or the engine's own loader does",
-        )
-    if tensor.device.type != "cpu":
-        raise ConfigError(
-            f"{name} is on {tensor.device}; this version works with CPU tensors",
-            hint="move it with .cpu(), or use the checkpoint's folder",
-        )
-    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
-        raise ConfigError(f"{name} is {tensor.dtype}, {tensor.layout}: no checkpoint has that")
-    if tensor.is_conj() or tensor.is_neg():
-        raise ConfigError(
-            f"{name} is a conjugated or negated view: its memory holds other values",
-            hint="use .resolve_conj() or .resolve_neg()",
-        )
-    storage = tensor.untyped_storage()
+    dtype = _NAMES.get(tensor.dtype)
+    if not (
+        tensor.is_cpu
+        and _is_plain(type(tensor))
+        and dtype is not None
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and (dtype != "C64" or not tensor.is_conj())
+    ):
+        raise _refusal(name, tensor)
     return Array(
-        _NAMES[tensor.dtype],
+        dtype,
         tuple(tensor.shape),
         tensor.stride(),
         "cpu",
         tensor.data_ptr(),
-        (storage.data_ptr(), storage.nbytes()),
-        storage,
+        tensor.untyped_storage(),
+        _holds,
+    )
+
+
+def _holds(tensor: object, array: Array) -> bool:
+    """See `Array.holds`. Lenders ask this of all their tensors once a second."""
+    if not isinstance(tensor, torch.Tensor) or not _is_plain(type(tensor)):
+        return False
+    if tensor.data_ptr() != array.address or tensor.shape != array.shape:
+        return False
+    storage = tensor.untyped_storage()
+    return (
+        tensor.stride() == array.stride
+        and _NAMES.get(tensor.dtype) == array.dtype
+        and storage.data_ptr() + storage.nbytes() >= array.address + array.span_nbytes
+    )
+
+
+def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
+    """Return the error for a tensor whose values are not in host memory of its own."""
+    if not _is_plain(type(tensor)):
+        return ConfigError(
+            f"{name} is a {type(tensor).__name__}, whose values are not in its own memory",
+            hint="give its plain local tensor, or use the checkpoint's folder",
+        )
+    if tensor.is_meta:
+        return ConfigError(
+            f"{name} is on the meta device, without memory",
+            hint="module.to_empty(device='cpu') allocates it, or the engine's own loader does",
+        )
+    if tensor.device.type != "cpu":
+        return ConfigError(
+            f"{name} is on {tensor.device}; this version works with CPU tensors",
+            hint="move it with .cpu(), or use the checkpoint's folder",
+        )
+    if tensor.layout is not torch.strided or tensor.dtype not in _NAMES:
+        return ConfigError(f"{name} is {tensor.dtype}, {tensor.layout}: no checkpoint has that")
+    return ConfigError(
+        f"{name} is a conjugated or negated view: its memory holds other values",
+        hint="use .resolve_conj() or .resolve_neg()",
     )
 
 
@@ -122,14 +149,16 @@ def describe(what: Any) -> Described:
     return describe_arrays({name: array_of(name, each) for name, each in plain.items()}, dense)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor's class does not compute its values or keep them elsewhere."""
-    own = type(tensor).__torch_dispatch__
-    return own is torch.Tensor.__torch_dispatch__ and not is_lazy(tensor)
+@lru_cache(64)
+def _is_plain(kind: type[torch.Tensor]) -> bool:
+    """Return True if a class of tensors does not compute their values or keep them elsewhere."""
+    own = kind.__torch_dispatch__
+    lazy = issubclass(kind, UninitializedParameter | UninitializedBuffer)
+    return own is torch.Tensor.__torch_dispatch__ and not lazy
 
 
 def _resolved(tensor: object) -> object:
     """Return a tensor whose memory holds its values: a copy of a conjugated or negated view."""
-    if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
+    if isinstance(tensor, torch.Tensor) and _is_plain(type(tensor)):
         return tensor.detach().resolve_conj().resolve_neg()
     return tensor

@@ -188,6 +188,7 @@ class SourceServer:
             ports=self.options.data_ports,
             at_peer=bool(self.options.advertise),
             content=held.content,
+            background=held.live,
             block_digests=held.shortcuts or None,
         )
         return expose(held, self._transports, options)

@@ -24,6 +24,7 @@ from mx.runtime import unexpected
 from mx.target.reads import CONNECTION_ERRORS, Connection
 from mx.target.report import PathReport, VerifiedBy
 from mx.transport import Piece, Read, Span, View, contiguous, host_view
+from mx.views import cut
 
 
 class TransferListener(Protocol):
@@ -393,8 +394,8 @@ class Transfer:
         place = grid.part(part.chunk, part.begin, part.end)
         base = grid.layout.layers[place.layer].arena_offset
         blocks = [
-            contiguous(arena[base + offset : base + offset + nbytes])
-            for offset, nbytes in grid.blocks(part.chunk)[part.begin : part.end]
+            contiguous(block)
+            for block in cut(arena, grid.blocks(part.chunk)[part.begin : part.end], base)
         ]
         vouched = self._vouched(connection, part)
         if vouched is None:
@@ -405,10 +406,9 @@ class Transfer:
         with self._lock:
             self._in_flight[part] = sink
         # The source's region is laid out as this arena is.
-        pieces = [
-            Piece(0, at.arena_offset, arena[at.arena_offset : at.arena_offset + at.nbytes])
-            for at in grid.segments(place)
-        ]
+        segments = grid.segments(place)
+        views = cut(arena, [(at.arena_offset, at.nbytes) for at in segments])
+        pieces = [Piece(0, at.arena_offset, view) for at, view in zip(segments, views, strict=True)]
         return sink, Read(f"chunk {part.chunk}", pieces, sink)
 
     def _vouched(self, connection: int, part: Part) -> memoryview | None:

@@ -215,11 +215,11 @@ def test_empty_tensors_have_no_span() -> None:
         assert array.span_nbytes == 0 and len(array.view()) == 0
 
 
-def test_is_at_tells_whether_a_tensor_is_where_it_was() -> None:
+def test_is_now_tells_whether_a_tensor_is_where_it_was() -> None:
     tensor = torch.zeros(4, 4)
     array = array_of("w", tensor)
-    assert array_of("w", tensor).is_at(array)
+    assert array.is_now("w", tensor)
     for other in (tensor.t(), tensor.view(2, 8), tensor.clone(), tensor.view(torch.int32)):
-        assert not array_of("w", other).is_at(array)
+        assert not array.is_now("w", other)
     tensor.untyped_storage().resize_(8)
-    assert not array_of("w", tensor).is_at(array)
+    assert not array.is_now("w", tensor)

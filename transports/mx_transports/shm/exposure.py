@@ -14,6 +14,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 from mx import forks
 from mx.buffers import address_of
@@ -146,9 +147,12 @@ def _places(region: ExposedRegion) -> array[int]:
     """
     if not isinstance(region.view, ScatteredView):
         return array(PLACE)
-    begins, spans = region.view.located()
-    views = [host_view(span) for span in spans]
-    columns = array(PLACE, [*begins, *map(address_of, views), *map(len, views)])
+    known = region.view.places()
+    if known is None:
+        begins, spans = region.view.located()
+        views = [host_view(span) for span in spans]
+        known = begins, list(map(address_of, views)), list(map(len, views))
+    columns = array(PLACE, chain.from_iterable(known))
     if sys.byteorder == "little":
         columns.byteswap()
     return columns

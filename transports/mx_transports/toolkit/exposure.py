@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import resource
 import secrets
 import selectors
@@ -32,6 +33,8 @@ MAX_CONNECTIONS_PER_GRANT = 32
 #: All grants of an exposure together have connections for this part of the process's descriptors.
 _DESCRIPTORS_PART = 4
 _MOST_CONNECTIONS = 4096
+#: The niceness of threads that serve readers in the background: a tenth of the usual weight.
+_BACKGROUND_NICE = 10
 
 
 def _most_connections() -> int:
@@ -78,6 +81,7 @@ class SocketExposure(ABC):
         listeners: Where readers connect. The exposure owns them from here on.
         stall_timeout_s: After so many seconds without progress a connection is dropped.
         tls: The context of TLS connections; None for plain ones.
+        background: See `mx.transport.ExposeOptions`.
     """
 
     def __init__(
@@ -88,11 +92,13 @@ class SocketExposure(ABC):
         listeners: Sequence[ListeningSocket],
         stall_timeout_s: float,
         tls: ssl.SSLContext | None = None,
+        background: bool = False,
     ) -> None:
         if len(magic) != framing.MAGIC_BYTES:
             raise ValueError(f"the magic {magic!r} is not {framing.MAGIC_BYTES} bytes long")
         self.name = name
         self.stall_timeout_s = stall_timeout_s
+        self._background = background
         self.lock = threading.Lock()
         #: The standing grants by key.
         self.grants: dict[bytes, GrantState] = {}
@@ -382,6 +388,9 @@ class SocketExposure(ABC):
         return True
 
     def _serve(self, stream: SocketStream, grant: GrantState) -> None:
+        if self._background:
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICE)
         try:
             stream.send_all([framing.HELLO.pack(self._magic, framing.OK)])
             self.serve(stream, grant)

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+from array import array
 from collections.abc import Sequence
 
 from mx.errors import PeerLostError, PeerProtocolError, PeerRefusedError, SourceError
@@ -66,10 +67,6 @@ def start_ticks(pid: int) -> int:
         return -1
 
 
-class _Iovec(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 #: A call through ctypes releases the GIL.
 _process_vm_readv = getattr(_libc, "process_vm_readv", None)
@@ -77,14 +74,17 @@ if _process_vm_readv is not None:
     _process_vm_readv.restype = ctypes.c_ssize_t
     _process_vm_readv.argtypes = [
         ctypes.c_int,
-        ctypes.POINTER(_Iovec),
+        ctypes.c_void_p,
         ctypes.c_ulong,
-        ctypes.POINTER(_Iovec),
+        ctypes.c_void_p,
         ctypes.c_ulong,
         ctypes.c_ulong,
     ]
-#: The kernel's limit is 1024.
-_MAX_VECTORS = 512
+#: The kernel's limit.
+_MAX_VECTORS = 1024
+_VECTOR_BYTES = 16
+#: The type of an array of addresses and lengths.
+PLACE = "Q"
 
 
 def can_read_processes() -> bool:
@@ -101,51 +101,100 @@ def read_process(pid: int, parts: Sequence[tuple[int, memoryview]], peer: str) -
         peer: Whom errors name.
 
     Raises:
+        SourceError: As `read_places`.
+    """
+    sources, targets = array(PLACE), array(PLACE)
+    # These pin the views' buffers for as long as the kernel writes there.
+    pins = [ctypes.c_char.from_buffer(view) for _, view in parts if len(view)]
+    for pin, (address, view) in zip(pins, [part for part in parts if len(part[1])], strict=True):
+        sources.extend((address, len(view)))
+        targets.extend((ctypes.addressof(pin), len(view)))
+    read_places(pid, sources, targets, peer)
+
+
+def read_places(pid: int, sources: array[int], targets: array[int], peer: str) -> None:
+    """Copy from memory of another process into memory of this one.
+
+    Both arrays are what the kernel takes: an address and a length in turn, of the type `PLACE`, so
+    that no object is made for a place. The bytes fill one place after the other, whatever the
+    places of the other side are.
+
+    Args:
+        pid: The process.
+        sources: The places there; as many bytes as `targets`. Changed.
+        targets: The places here, whose memory the caller keeps. Changed.
+        peer: Whom errors name.
+
+    Raises:
         PeerRefusedError: The kernel forbids it.
         PeerLostError: The process is gone.
         PeerProtocolError: It has nothing mapped there.
     """
-    rest = [(address, view) for address, view in parts if len(view)]
-    while rest:
-        batch = rest[:_MAX_VECTORS]
-        # These pin the views' buffers for as long as the kernel writes there.
-        pins = [ctypes.c_char.from_buffer(view) for _, view in batch]
-        local, remote = (_Iovec * len(batch))(), (_Iovec * len(batch))()
-        for index, (pin, (address, view)) in enumerate(zip(pins, batch, strict=True)):
-            local[index] = _Iovec(ctypes.addressof(pin), len(view))
-            remote[index] = _Iovec(address, len(view))
-        assert _process_vm_readv is not None
-        got = _process_vm_readv(pid, local, len(batch), remote, len(batch), 0)
-        number = ctypes.get_errno()
-        del pins
+    assert _process_vm_readv is not None
+    left = sum(targets[1::2])
+    source = target = 0  # the first places that are not done
+    while left:
+        got = _process_vm_readv(
+            pid,
+            targets.buffer_info()[0] + _VECTOR_BYTES * target,
+            min(len(targets) // 2 - target, _MAX_VECTORS),
+            sources.buffer_info()[0] + _VECTOR_BYTES * source,
+            min(len(sources) // 2 - source, _MAX_VECTORS),
+            0,
+        )
         if got <= 0:
-            raise _refusal(number if got < 0 else errno.EFAULT, peer)
-        while rest and got >= len(rest[0][1]):
-            got -= len(rest.pop(0)[1])
-        if got:
-            address, view = rest[0]
-            rest[0] = (address + got, view[got:])
+            raise _refusal(ctypes.get_errno() if got < 0 else errno.EFAULT, peer)
+        left -= got
+        if left:
+            source = _skip(sources, source, got)
+            target = _skip(targets, target, got)
+
+
+def _skip(places: array[int], first: int, nbytes: int) -> int:
+    """Cut so many bytes off the front of places. Returns the first one that has any left."""
+    while nbytes and nbytes >= places[2 * first + 1]:
+        nbytes -= places[2 * first + 1]
+        first += 1
+    if nbytes:
+        places[2 * first] += nbytes
+        places[2 * first + 1] -= nbytes
+    return first
 
 
 def read_descriptor(descriptor: int, offset: int, view: memoryview, peer: str) -> None:
-    """Fill a view from a memfd.
+    """`read_descriptor_into` one view."""
+    read_descriptor_into(descriptor, offset, [view] if len(view) else [], peer)
+
+
+def read_descriptor_into(
+    descriptor: int, offset: int, views: Sequence[memoryview], peer: str
+) -> None:
+    """Fill views from a memfd, one after the other.
 
     Args:
         descriptor: The memfd.
         offset: Where in it the bytes begin.
-        view: Where they go, wholly.
+        views: Where they go, wholly.
         peer: Whom errors name.
 
     Raises:
         PeerProtocolError: The memfd ends before that.
         OSError: It can't be read.
     """
-    done = 0
-    while done < len(view):
-        got = os.preadv(descriptor, [view[done:]], offset + done)
-        if not got:
-            raise PeerProtocolError(f"{peer}: its memfd is shorter than announced", peer=peer)
-        done += got
+    for first in range(0, len(views), _MAX_VECTORS):
+        rest = views[first : first + _MAX_VECTORS]
+        while rest:
+            got = os.preadv(descriptor, rest, offset)
+            if not got:
+                raise PeerProtocolError(f"{peer}: its memfd is shorter than announced", peer=peer)
+            offset += got
+            done = 0
+            while done < len(rest) and got >= len(rest[done]):
+                got -= len(rest[done])
+                done += 1
+            rest = rest[done:]
+            if got:
+                rest = [rest[0][got:], *rest[1:]]
 
 
 def _refusal(number: int, peer: str) -> SourceError:

@@ -102,6 +102,7 @@ class LocalExposure(SocketExposure):
                 magic=magic,
                 listeners=[ListeningSocket(listener)],
                 stall_timeout_s=options.stall_timeout_s,
+                background=options.background,
             )
         except OSError as error:
             listener.close()

@@ -51,6 +51,7 @@ class SendingExposure(SocketExposure):
             listeners=listeners,
             stall_timeout_s=options.stall_timeout_s,
             tls=tls,
+            background=options.background,
         )
         self._limiter = options.limiter
         self._sent_bytes = 0
@@ -137,7 +138,8 @@ class SendingExposure(SocketExposure):
 def _in_host(view: View) -> memoryview | ScatteredView:
     """Return a view whose bytes are all in host memory. Raises LocalError if some are not."""
     if isinstance(view, ScatteredView):
-        for span in view.located()[1]:
-            host_view(span)
+        if view.places() is None:  # else it is known to be in host memory
+            for span in view.located()[1]:
+                host_view(span)
         return view
     return host_view(view)

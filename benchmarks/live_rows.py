@@ -1,0 +1,306 @@
+"""Measures live memory against memory that mx lays out, as rows of the table.
+
+`scattered`: pulls that read from tensors where they are, fill tensors where they are, or both,
+against the same pull between contiguous memory. All memory is there before, and is reused: the
+contiguous destination is one allocation with pages as small as the tensors have. `place`: a pull
+into tensors, against a pull into a new arena and a copy of it into the tensors. Time runs from the
+call of `mx.pull`, which looks at every tensor, to the last layer event. `work`: what a lender's own
+computing takes while ten readers pull. `lent`: memory beyond the model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from mx import api
+from mx.units import MIB
+
+from . import harness
+from .live_children import MODELS, STACK_BYTES, tensors_of
+from .memory import _Sampler
+from .processes import Cluster, pss_nbytes
+
+TRANSPORTS = ("shm", "tcp")
+#: What the lender of `work` allows, and what a run of it is measured over.
+RATES = ("125MB/s", "500MB/s")
+READERS = 10
+FORWARDS = 10
+NAMES = ("scattered", "place", "work", "lent")
+
+
+class Child:
+    """A process of `live_children`, spoken to line by line."""
+
+    def __init__(self, call: str, *arguments: str) -> None:
+        code = f"import sys; from {__package__} import live_children as c; c.{call}(*sys.argv[1:])"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._process.pid
+
+    def hear(self) -> str:
+        """Return the next line that it prints."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a process of the benchmark has failed: see above")
+        return line.strip()
+
+    def ask(self, line: str = "") -> str:
+        """Send a line and return the next one that it prints."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self.hear()
+
+    def close(self) -> None:
+        """End it, and wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+
+def _serve(cluster: Cluster, model: str) -> tuple[Child, Child]:
+    """Start the sources `copied` and `lent` of a model."""
+    children = tuple(
+        Child("serve", model, name, cluster.coordinator, how)
+        for name, how in (("copied", "copy"), ("lent", "lend"))
+    )
+    for child in children:
+        child.hear()
+    return children[0], children[1]
+
+
+def _timed(cluster: Cluster, name: str, transport: str, **options: object) -> float:
+    began_s = time.perf_counter()
+    with api.pull(
+        name,
+        coordinator=cluster.coordinator,
+        transport=transport,
+        attach=False,
+        **options,  # type: ignore[arg-type]
+    ) as pull:
+        pull.wait(120)
+        return time.perf_counter() - began_s
+
+
+def _copied(cluster: Cluster, transport: str, tensors: Mapping[str, torch.Tensor]) -> float:
+    """Pull into a new arena, and copy that into tensors."""
+    began_s = time.perf_counter()
+    with api.pull(
+        "lent", coordinator=cluster.coordinator, transport=transport, attach=False
+    ) as pull:
+        for name, each in pull.state_dict().items():
+            tensors[name].copy_(each)
+        return time.perf_counter() - began_s
+
+
+def scattered_rows(
+    cluster: Cluster, models: Sequence[str], transports: Sequence[str], rounds: int
+) -> list[harness.Row]:
+    """Measure pulls from and into scattered memory against those between contiguous memory."""
+    rows = []
+    for model in models:
+        sources = _serve(cluster, model)
+        tensors = tensors_of(model, seed=1)
+        # An aligned tensor takes up to 256 bytes more in an arena.
+        room = torch.zeros(
+            sum(each.nbytes + 256 for each in tensors.values()) // 4096 * 4096 + 4096,
+            dtype=torch.uint8,
+        ).numpy()
+        try:
+            for transport in transports:
+                samples = harness.interleave(
+                    {
+                        "contiguous": partial(_timed, cluster, "copied", transport, into=room),
+                        "source": partial(_timed, cluster, "lent", transport, into=room),
+                        "target": partial(_timed, cluster, "copied", transport, into=tensors),
+                        "both": partial(_timed, cluster, "lent", transport, into=tensors),
+                    },
+                    rounds,
+                )
+                nbytes = sum(each.nbytes for each in tensors.values())
+                rows += [
+                    harness.ratio(
+                        f"{model}, {transport}: scattered {what}",
+                        {"mx": samples[what], "contiguous": samples["contiguous"]},
+                        "contiguous",
+                        0.9,
+                        nbytes,
+                    )
+                    for what in ("source", "target", "both")
+                ]
+        finally:
+            for source in sources:
+                source.close()
+    return rows
+
+
+def place_rows(
+    cluster: Cluster, models: Sequence[str], transports: Sequence[str], rounds: int
+) -> list[harness.Row]:
+    """Measure a pull into tensors against one into an arena that is copied into them."""
+    rows = []
+    for model in models:
+        sources = _serve(cluster, model)
+        tensors = tensors_of(model, seed=1)
+        nbytes = sum(each.nbytes for each in tensors.values())
+
+        try:
+            for transport in transports:
+                samples = harness.interleave(
+                    {
+                        "mx": partial(_timed, cluster, "lent", transport, into=tensors),
+                        "arena and copy": partial(_copied, cluster, transport, tensors),
+                    },
+                    rounds,
+                    fresh_nbytes=nbytes,
+                )
+                work = f"{model}, {transport}: in place / arena + copy"
+                rows.append(harness.ratio(work, samples, "arena", 0.9, nbytes))
+        finally:
+            for source in sources:
+                source.close()
+    return rows
+
+
+def work_rows(cluster: Cluster, rounds: int) -> list[harness.Row]:
+    """Measure what a lender's forward pass takes while ten readers pull, against its time alone."""
+    rows = []
+    for rate in RATES:
+        lender = Child("work", "work", cluster.coordinator, rate)
+        endpoint = lender.hear()
+        readers = Child("read", "work", endpoint, str(READERS))
+        readers.hear()
+        alone, beside, speeds = [], [], []
+        try:
+            for number in range(rounds + 1):
+                alone_s = float(lender.ask(str(FORWARDS)))
+                readers.ask("go")
+                time.sleep(1.5)  # until all of them read
+                began_s, before = time.monotonic(), int(readers.ask("count"))
+                beside_s = float(lender.ask(str(FORWARDS)))
+                came = int(readers.ask("count")) - before
+                speed = came / (time.monotonic() - began_s)
+                readers.ask("stop")
+                time.sleep(0.5)
+                if number:
+                    alone.append(alone_s)
+                    beside.append(beside_s)
+                    speeds.append(speed)
+        finally:
+            readers.close()
+            lender.close()
+        value = statistics.median(beside) / statistics.median(alone)
+        rows.append(
+            harness.Row(
+                f"a lender's forward pass, {READERS} readers at {rate} / alone",
+                round(value, 3),
+                "x",
+                "<= 1.15 x",
+                value <= 1.15,
+                f"{statistics.median(alone) * 1e3:.0f} ms alone; readers got "
+                f"{statistics.median(speeds) / 1e6:.0f} MB/s of {STACK_BYTES / 1e6:.0f} MB",
+                {"alone": alone, "mx": beside},
+            )
+        )
+    return rows
+
+
+def lent_rows(cluster: Cluster, models: Sequence[str]) -> list[harness.Row]:
+    """Measure the memory of a lender and of a filled process beyond the model."""
+    rows = []
+    for model in models:
+        count, each = MODELS[model]
+        lender = Child("idle_then_lend", model, "memory", cluster.coordinator)
+        try:
+            lender.hear()
+            idle = pss_nbytes(lender.pid)
+            lender.ask()
+            made = pss_nbytes(lender.pid)
+            sampler = _Sampler(lender.pid)
+            lender.ask()
+            for transport in TRANSPORTS:
+                rows.append(_filled_row(cluster, model, transport))
+            over = (sampler.stop() - idle - count * each) / MIB
+            own = (made - idle - count * each) / MIB
+        finally:
+            lender.close()
+        rows.append(_memory_row(model, "lending source", over, own))
+    return rows
+
+
+def _filled_row(cluster: Cluster, model: str, transport: str) -> harness.Row:
+    child = Child("idle_then_fill", model, "memory", cluster.coordinator, transport)
+    try:
+        child.hear()
+        idle = pss_nbytes(child.pid)
+        child.ask()
+        made = pss_nbytes(child.pid)
+        sampler = _Sampler(child.pid)
+        nbytes = int(child.ask())
+        over = (sampler.stop() - idle - nbytes) / MIB
+        return _memory_row(model, f"target, {transport}", over, (made - idle - nbytes) / MIB)
+    finally:
+        child.close()
+
+
+def _memory_row(model: str, who: str, over_mib: float, own_mib: float) -> harness.Row:
+    return harness.Row(
+        f"memory beyond the model, {model}, {who}",
+        round(over_mib, 1),
+        "MiB",
+        "<= 64 MiB",
+        over_mib <= 64,
+        f"{own_mib:.1f} of them before mx does anything",
+    )
+
+
+def run(
+    say: Callable[[str], None],
+    only: Sequence[str] = NAMES,
+    models: Sequence[str] = tuple(MODELS),
+    transports: Sequence[str] = TRANSPORTS,
+    rounds: int = 5,
+) -> list[harness.Row]:
+    """Measure and return rows.
+
+    Args:
+        say: Reports what is measured.
+        only: Which of `NAMES`.
+        models: Which of `MODELS`.
+        transports: Over which transports.
+        rounds: Interleaved rounds.
+    """
+    measures: dict[str, Callable[[Cluster], list[harness.Row]]] = {
+        "scattered": lambda cluster: scattered_rows(cluster, models, transports, rounds),
+        "place": lambda cluster: place_rows(cluster, models, transports, rounds),
+        "work": lambda cluster: work_rows(cluster, rounds),
+        "lent": lambda cluster: lent_rows(cluster, models),
+    }
+    rows = []
+    for name in NAMES:
+        if name in only:
+            say(f"measuring: {name}")
+            cluster = Cluster()
+            try:
+                rows += measures[name](cluster)
+            finally:
+                cluster.close()
+    return rows

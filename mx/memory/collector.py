@@ -1,0 +1,49 @@
+"""Pauses Python's garbage collector while many objects are made that all stay.
+
+Descriptions of tens of thousands of tensors are such objects. The collector would look at them, and
+at every other object of the process, again and again while they are made: that took half of the
+time that a pull into 50,000 tensors needs before its first read.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_pauses = 0
+_resumes = False  # the collector ran before the first of the pauses
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Pause the collector inside, in all threads. Pauses nest; a collector that was disabled
+    before stays so."""
+    global _pauses, _resumes
+    with _lock:
+        if not _pauses:
+            _resumes = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if not _pauses and _resumes:
+                gc.enable()
+
+
+def _in_child() -> None:
+    """Resume the collector in a child that was forked during a pause: it has no other thread."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    if _pauses and _resumes:
+        gc.enable()
+    _pauses = 0
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,36 @@
+"""Pauses of the garbage collector nest, and end as they began."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+from mx.memory.collector import paused
+
+
+def test_pauses_nest_and_end() -> None:
+    assert gc.isenabled()
+    with paused():
+        with paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_disabled_stays_so() -> None:
+    gc.disable()
+    try:
+        with paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_child_that_is_forked_in_a_pause_collects() -> None:
+    with paused():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not gc.isenabled()
