@@ -164,6 +164,8 @@ class Lending:
         Raises:
             MxError: It could not be offered or registered, and is withdrawn.
         """
+        async with self._busy:  # entering that was interrupted goes on until here
+            pass
         if now is None:
             self._step(LentEvent.WITHDRAW)
             self._say_withdrawn(why)
