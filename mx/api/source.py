@@ -322,7 +322,8 @@ class Source(Closable):
             except MxError:
                 if not failed:  # else the block's own error counts; this one was logged
                     raise
-            self._held = lending.held
+            finally:
+                self._held = lending.held
 
     @property
     def withdrawn(self) -> str:
