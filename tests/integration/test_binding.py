@@ -26,7 +26,6 @@ from mx.core.topology import Place
 from mx.core.types import Layout
 from mx.errors import (
     EXIT_INTEGRITY,
-    DigestError,
     ManifestError,
     MxError,
     NoSourceError,
@@ -471,9 +470,8 @@ def test_a_coordinator_that_hides_rows_gets_nobody_wrong_bytes(transport: str) -
         assert held.extents is not None
         run(first.drain(0.0))
         until(lambda: any(s.record.state.value == "draining" for s in sources(address)))
+        if transport == "tcp":  # rows are for people: the source finds the bytes by its own map
+            expect_right("m", address, held, transport=transport)
+            return
         with api.pull("m", coordinator=address, transport=transport, settings=SETTINGS) as pull:
-            error = error_of(pull)
-    if transport == "shm":  # which would attach
-        assert "other weights" in error.message
-    else:
-        assert isinstance(error, DigestError)
+            assert "other weights" in error_of(pull).message  # it would attach
