@@ -312,6 +312,9 @@ def test_a_tensor_that_moves_is_withdrawn(coordinator: str, how: str) -> None:
             lent[name].untyped_storage().resize_(0)
         with pytest.raises(MxError):  # at the next grant, if not before
             pulled(coordinator)
+        deadline_s = time.monotonic() + 60
+        while not source.withdrawn and time.monotonic() < deadline_s:
+            time.sleep(0.1)
         assert name in source.withdrawn
         lent[name] = torch.full((2 * MIB,), 5, dtype=torch.uint8)
         with source.changing():
