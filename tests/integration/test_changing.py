@@ -309,8 +309,12 @@ def test_a_tensor_that_moves_is_withdrawn(coordinator: str, how: str) -> None:
             lent[name] = lent[name].clone()
         else:
             lent[name].untyped_storage().resize_(0)
-        with pytest.raises(MxError):  # at the next grant, if not before
-            pulled(coordinator)
+        deadline_s = time.monotonic() + 60
+        # At the next grant, if not before. Tensors to fill may lie where the freed one was: then
+        # they are refused until the withdrawal.
+        while not source.withdrawn and time.monotonic() < deadline_s:
+            with pytest.raises(MxError):
+                pulled(coordinator)
         assert name in source.withdrawn
         lent[name] = torch.full((2 * MIB,), 5, dtype=torch.uint8)
         with source.changing():
