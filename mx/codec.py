@@ -299,12 +299,13 @@ def check_held(
         table: The table.
         held: The half-open ranges of layers, ascending.
         rows: The number of the table's rows, by default those that it carries. A table with rows
-            is not checked here, since its rows say where layers are.
+            is not checked here, since its rows say where layers are; nor is one whose rows are left
+            out, as where peers tell each other of sources.
 
     Raises:
         PeerProtocolError: A held layer is in no region.
     """
-    if rows if rows is not None else len(table.rows):
+    if table.scattered or (len(table.rows) if rows is None else rows):
         return
     spans = iter(sorted(region.layers for region in table.regions if region.layers))
     low = high = 0

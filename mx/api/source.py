@@ -288,7 +288,13 @@ class Source(Closable):
         check_names(lending.held.laid_out.manifest.layout, names)
         if self._closed.is_set():
             raise ClosedError(f"the source of {self.model} was closed")
-        self._loop.run(lending.enter(grace_s))
+        try:
+            self._loop.run(lending.enter(grace_s))
+        except MxError:
+            raise
+        except BaseException:  # an interrupt: entering goes on by itself
+            self._leave(lending, (), failed=True)
+            raise
         failed = True
         try:
             yield
@@ -305,11 +311,19 @@ class Source(Closable):
                 now = lending.hashed(names)
             except MxError as error:
                 why = str(error)
+            except BaseException:  # a second interrupt
+                self._loop.run(lending.leave(None, "`changing` was interrupted"))
+                raise
             old = before.manifest.ref.identity
             if failed and now is not None and now.manifest.ref.identity != old:
                 now = None
-            self._loop.run(lending.leave(now, why))
-            self._held = lending.held
+            try:
+                self._loop.run(lending.leave(now, why))
+            except MxError:
+                if not failed:  # else the block's own error counts; this one was logged
+                    raise
+            finally:
+                self._held = lending.held
 
     @property
     def withdrawn(self) -> str:

@@ -97,8 +97,13 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         index, edition = 0, None
-        while (event := self._state.wait_layer(index, edition)) is not None:
-            edition = self._state.edition if edition is None else edition
+        while True:
+            before = self._state.edition
+            if (event := self._state.wait_layer(index, edition)) is None:
+                return
+            if edition is None and before != self._state.edition:
+                continue  # none was yielded yet
+            edition = before
             yield event
             index += 1
 
@@ -109,8 +114,13 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         index, edition = 0, None
-        while (event := await self._state.wait_layer_async(index, edition)) is not None:
-            edition = self._state.edition if edition is None else edition
+        while True:
+            before = self._state.edition
+            if (event := await self._state.wait_layer_async(index, edition)) is None:
+                return
+            if edition is None and before != self._state.edition:
+                continue  # none was yielded yet
+            edition = before
             yield event
             index += 1
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from mx.cuda.device import Device
 from mx.cuda.ring import SLOT_BYTES, SLOTS, PinnedRing, Slot
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError
-from mx.transport import DeviceView, Piece, Read, ReportedErrors, Session, Span, slices
+from mx.transport import DeviceView, Piece, Read, ReportedErrors, Session, Span, slices, spans_of
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +115,8 @@ class StagedSession:
 
     def _job(self, read: Read) -> _Job:
         job, key = _Job(read), self._device.key
-        if all(isinstance(p.view, DeviceView) and p.view.device == key for p in read.pieces):
+        spans = [span for piece in read.pieces for span in spans_of(piece.view)]
+        if all(isinstance(span, DeviceView) and span.device == key for span in spans):
             job.parts = [_Part(job, *each) for each in slices(read, self._ring.slot_nbytes)]
         else:
             job.error = LocalError(f"{read.tag}: its place is not on {key}")
@@ -143,14 +144,13 @@ class StagedSession:
     def _push(self, part: _Part, slot: Slot) -> None:
         start = end = 0
         target = -1
-        for piece in part.pieces:
-            assert isinstance(piece.view, DeviceView)
-            address = piece.view.address
-            if address != target + (end - start):
+        for span in (span for piece in part.pieces for span in spans_of(piece.view)):
+            assert isinstance(span, DeviceView)
+            if span.address != target + (end - start):
                 if end > start:
                     self._ring.push(slot, target, end - start, offset=start)
-                start, target = end, address
-            end += len(piece.view)
+                start, target = end, span.address
+            end += len(span)
         if end > start:
             self._ring.push(slot, target, end - start, offset=start)
 

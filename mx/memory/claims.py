@@ -40,16 +40,10 @@ def claim(ranges: Iterable[tuple[int, int]], what: str, *, fills: bool) -> Claim
     Raises:
         ConfigError: Some of it is filled by another pull, or is to be filled and is lent.
     """
-    merged: Ranges = []
-    for begin, end in sorted(each for each in ranges if each[0] < each[1]):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    new = Claim(merged, what, fills=fills)
+    new = Claim(merged(ranges), what, fills=fills)
     with _lock:
         for other in _claims:
-            if (fills or other.fills) and _overlap(merged, other.ranges):
+            if (fills or other.fills) and overlap(new.ranges, other.ranges):
                 raise ConfigError(
                     f"some of these tensors' memory is in use: {other.what}",
                     hint="close that one first, or give other tensors",
@@ -58,7 +52,18 @@ def claim(ranges: Iterable[tuple[int, int]], what: str, *, fills: bool) -> Claim
     return new
 
 
-def _overlap(some: Ranges, others: Ranges) -> bool:
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges ascending, without empty ones and without overlaps."""
+    found: Ranges = []
+    for begin, end in sorted(each for each in ranges if each[0] < each[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def overlap(some: Ranges, others: Ranges) -> bool:
     """Return True if any two ranges share a byte. Both are ascending, without overlaps."""
     if len(some) > len(others):
         some, others = others, some

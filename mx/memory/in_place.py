@@ -12,7 +12,7 @@ from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
 from mx.memory.arrays import Array, arrays_and_errors
 from mx.memory.collector import paused
-from mx.memory.live import LiveMemory, Tensors
+from mx.memory.live import LiveMemory, Tensors, is_tied
 from mx.text import listed
 
 
@@ -47,6 +47,7 @@ class InPlace:
             ConfigError: Names, shapes, dtypes or ties differ from the model's; the error has all
                 differences. Or the memory is in use by another pull or source.
         """
+        self._arrays = _arrays(self._tensors())  # the pull may have waited long for a source
         differences = list(self._differences(layout))
         if differences:
             raise ConfigError(
@@ -113,10 +114,7 @@ class InPlace:
             array, target = self._arrays[alias.name], self._arrays.get(alias.target)
             if target is None or 0 in alias.shape:
                 continue
-            tied = array.address == target.address + alias.offset_bytes and all(
-                n <= 1 or a == b
-                for n, a, b in zip(alias.shape, array.stride, alias.stride, strict=True)
-            )
+            tied = is_tied(alias, array, target)
             if not tied:
                 found.append(
                     f"{alias.name} shares the memory of {alias.target} in the model, and not here "

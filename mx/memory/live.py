@@ -7,19 +7,18 @@ an engine may replace a tensor, or resize or free its storage, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import add
 
 from mx.buffers import memory_at
 from mx.core.extents import ExtentMap
-from mx.core.types import Layout
+from mx.core.types import Alias, Layout
 from mx.errors import ConfigError, MxError
 from mx.memory.arena import Arena, MakeHasher, host_hasher
 from mx.memory.arrays import Array, array_of
-from mx.memory.claims import claim
+from mx.memory.claims import claim, merged, overlap
 from mx.memory.collector import paused
-from mx.memory.describe import describe_arrays
 from mx.text import listed
 from mx.views import ScatteredView, Span, View, Window
 
@@ -93,14 +92,15 @@ class LiveMemory:
         """Where the layout's bytes are: a row for each tensor, in one region."""
         return ExtentMap.of_places(self._layout, self._shifts)
 
-    def renewed(self, layout: Layout) -> LiveMemory:
-        """Return the memory of the same tensors where they are now.
+    def renew(self, layout: Layout) -> None:
+        """Take over where the same tensors are now, in place of where they were.
 
         Args:
             layout: The layout of this memory.
 
         Raises:
-            ConfigError: A tensor is gone, has no memory of its own, or another form than before.
+            ConfigError: A tensor is gone, has no memory of its own, or another form or other ties
+                than before. Then nothing has changed.
         """
         if self._tensors is None:
             raise ConfigError("the memory was given back", hint="serve the tensors again")
@@ -109,18 +109,35 @@ class LiveMemory:
         if gone:
             raise ConfigError(f"{listed(gone)}: no longer there", hint="serve the tensors again")
         arrays = {name: array_of(name, now[name]) for name in self._arrays}
-        found = describe_arrays(arrays)
-        forms = {(t.name, t.dtype, t.shape, t.stride) for t in layout.tensors}
-        ties = {(alias.name, alias.shape, alias.offset_bytes) for alias in layout.aliases}
-        if forms != {(s.name, s.dtype, s.shape, s.stride) for s in found.specs} or ties != {
-            (alias.name, alias.shape, alias.offset_bytes) for alias in found.aliases
-        }:
+        other = [
+            t.name
+            for t in layout.tensors
+            if (t.dtype, t.shape) != (arrays[t.name].dtype, arrays[t.name].shape)
+            or (t.nbytes and t.stride != arrays[t.name].order)
+        ]
+        other += [
+            a.name for a in layout.aliases if not is_tied(a, arrays[a.name], arrays[a.target])
+        ]
+        if other:
             raise ConfigError(
-                "the tensors have other shapes, dtypes or ties than before",
-                hint="serve them again",
+                f"{listed(other)}: another shape, dtype, order or tie than before",
+                hint="serve the tensors again",
             )
         self._claim.release()
-        return LiveMemory(layout, arrays, self._tensors, self._claim.what, fills=self._claim.fills)
+        self.__dict__.pop("extents", None)
+        LiveMemory.__init__(
+            self, layout, arrays, self._tensors, self._claim.what, fills=self._claim.fills
+        )
+
+    def sharing(self, names: Iterable[str]) -> set[str]:
+        """Return the names of all tensors that share memory with some of these."""
+
+        def place(name: str) -> tuple[int, int]:
+            array = self._arrays[name]
+            return array.address, array.address + array.span_nbytes
+
+        ranges = merged(map(place, names))
+        return {name for name in self._arrays if overlap([place(name)], ranges)}
 
     @property
     def released(self) -> bool:
@@ -163,6 +180,19 @@ class LiveMemory:
         self._tensors = None
         self._arrays.clear()
         self._base = None
+
+
+def is_tied(alias: Alias, array: Array, target: Array) -> bool:
+    """Return True if a tensor is the view of another one's memory that an alias describes."""
+    return 0 in alias.shape or (
+        array.address == target.address + alias.offset_bytes
+        and array.dtype == alias.dtype
+        and len(array.shape) == len(alias.shape)
+        and all(
+            n <= 1 or a == b
+            for n, a, b in zip(alias.shape, array.stride, alias.stride, strict=True)
+        )
+    )
 
 
 #: What a model's bytes are in.

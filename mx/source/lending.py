@@ -11,15 +11,17 @@ from typing import Protocol
 
 from mx.core.lending import TRANSITIONS, Lent, LentEvent
 from mx.core.types import ModelKey, SourceRole
+from mx.core.variant import membership
 from mx.errors import (
     BindingError,
+    ClosedError,
     ConfigError,
     CoordinatorError,
     NotAllowedError,
     UnknownModelError,
 )
 from mx.log import event
-from mx.memory.live import LiveMemory
+from mx.memory.live import LiveMemory, Memory
 from mx.runtime import in_thread, uncut
 from mx.source.model import HeldModel, hashed_again, wrong_tensors_of
 from mx.source.registrar import Registrar
@@ -44,6 +46,7 @@ class Server(Protocol):
     def registrar(self) -> Registrar | None: ...
     async def offer(self, held: HeldModel) -> None: ...
     async def retire(self, source_id: str, grace_s: float) -> bool: ...
+    async def retire_memory(self, memory: Memory, grace_s: float) -> None: ...
 
 
 class Lending:
@@ -76,8 +79,9 @@ class Lending:
             NotAllowedError: It is not lent, or not any more.
         """
         if self.state is Lent.LENT:
+            held = self.held
             moved = await in_thread(self._memory.changed)
-            if moved and self.state is Lent.LENT:
+            if moved and self._is_lent(held):
                 await self._withdraw(moved)
         if self.state is not Lent.LENT:
             raise NotAllowedError(f"{self.held.key} is not lent at the moment")
@@ -99,18 +103,32 @@ class Lending:
                 continue
             if self._doubted.is_set() and time.monotonic() >= rested_until_s:
                 self._doubted.clear()
-                began_s = time.monotonic()
-                wrong = await uncut(in_thread(wrong_tensors_of, self.held))
+                began_s, held = time.monotonic(), self.held
+                wrong = await self._hash(held)
                 rested_until_s = time.monotonic() + (time.monotonic() - began_s) / _HASHING_PART
-                if wrong and self.state is Lent.LENT:
+                if wrong and self._is_lent(held):
                     await self._withdraw(f"{wrong}: written to outside of `changing`")
+
+    def _is_lent(self, held: HeldModel) -> bool:
+        """Return True if this is what is lent: what was seen of it still counts."""
+        return self.state is Lent.LENT and self.held is held
+
+    async def _hash(self, held: HeldModel) -> str:
+        """Return which tensors are wrong. Ends soon once the owner wants to write: it may free
+        memory then."""
+        async with self._busy:
+            try:
+                hashing = in_thread(wrong_tensors_of, held, lambda: not self._is_lent(held))
+                return await uncut(hashing)
+            except ClosedError:
+                return ""
 
     async def _withdraw(self, why: str) -> None:
         """Give the memory to no reader any more."""
         self._step(LentEvent.WITHDRAW)
         self._say_withdrawn(why)
         async with self._busy:
-            await uncut(self._server.retire(self.held.source_id, 0.0))
+            await uncut(self._server.retire_memory(self.held.arena, 0.0))
 
     def _say_withdrawn(self, why: str) -> None:
         self.why = why
@@ -137,8 +155,13 @@ class Lending:
         if self.state is Lent.CHANGING:
             raise ConfigError(f"{self.held.key} is changing already")
         self._step(LentEvent.ENTER)
-        async with self._busy:
-            await uncut(self._server.retire(self.held.source_id, grace_s))
+        async with self._busy:  # what hashes it has stopped then
+            try:
+                await uncut(self._server.retire_memory(self.held.arena, grace_s))
+            except BaseException as error:
+                self._step(LentEvent.WITHDRAW)
+                self._say_withdrawn(f"it could not be withdrawn from its readers: {error}")
+                raise
 
     def hashed(self, names: Collection[str] | None) -> HeldModel:
         """Return what is in memory now, as a model of its own. Blocks; runs on any thread.
@@ -164,6 +187,8 @@ class Lending:
         Raises:
             MxError: It could not be offered or registered, and is withdrawn.
         """
+        async with self._busy:  # entering that was interrupted goes on until here
+            pass
         if now is None:
             self._step(LentEvent.WITHDRAW)
             self._say_withdrawn(why)
@@ -203,7 +228,8 @@ class Lending:
         if registrar is None:
             return ""
         try:
-            if now.manifest.ref.identity == self._listed:
+            same = now.manifest.ref.identity == self._listed
+            if same and (now.role is SourceRole.RELAY or membership(now.key.variant).alone):
                 now.key = await registrar.list(now, again=True)
             elif now.role is SourceRole.ORIGIN:
                 now.key = await registrar.list(now, replaces_revision=True)

@@ -304,8 +304,7 @@ def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:
             elsewhere by now.
 
     Returns:
-        The model. Its memory is the same object if all tensors are where they were; else a new one,
-        and the old one was released.
+        The model. Its memory is the same object, also where tensors are elsewhere now.
 
     Raises:
         ConfigError: A tensor can't be lent any more.
@@ -316,12 +315,9 @@ def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:
     packaging = own.manifest.packaging
     only: set[str] | None = None
     if memory.changed():
-        new = memory.renewed(layout)
-        memory.release()
-        memory = new
+        memory.renew(layout)
     elif names is not None and own.shortcuts and not own.pages.missing:
-        targets = {alias.name: alias.target for alias in layout.aliases}
-        only = {targets.get(name, name) for name in names}
+        only = memory.sharing(names)
     before = None
     if only is not None:
         roots = dict(zip((t.name for t in layout.tensors), own.manifest.roots, strict=True))
@@ -343,11 +339,11 @@ def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:
     return found
 
 
-def wrong_tensors_of(held: HeldModel) -> str:
+def wrong_tensors_of(held: HeldModel, cancelled: Callable[[], bool]) -> str:
     """Hash live memory again. Returns the names of tensors that are not what was registered, or
-    "". Blocks."""
+    "". Blocks. Raises ClosedError soon after `cancelled` returns True."""
     own, memory = held.laid_out, held.arena
     assert isinstance(memory, LiveMemory)
-    filled = hash_in_place(own.manifest.layout, memory.view)
+    filled = hash_in_place(own.manifest.layout, memory.view, cancelled=cancelled)
     tensors = zip(own.manifest.layout.tensors, own.manifest.roots, strict=True)
     return listed([t.name for t, root in tensors if filled.roots[t.name] != root])

@@ -15,6 +15,7 @@ from mx.core.topology import Place
 from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.log import event
+from mx.memory.live import Memory
 from mx.runtime import in_thread, uncut
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposures import expose, withdraw
@@ -342,6 +343,12 @@ class SourceServer:
         if self._servicer.remove(source_id) is not None:
             await self._free(served)
         return finished
+
+    async def retire_memory(self, memory: Memory, grace_s: float) -> None:
+        """Retire every source of this memory: it may be served in another layout, too."""
+        models = self._servicer.models.items()
+        ids = [source_id for source_id, served in models if served.held.arena is memory]
+        await asyncio.gather(*(self.retire(source_id, grace_s) for source_id in ids))
 
     async def _free(self, served: Served) -> None:
         await self._withdraw(served)

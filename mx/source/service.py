@@ -287,7 +287,9 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
 
     def cut(self, source_id: str) -> None:
         """Cut off the readers of a superseded source: what they read from now on is not valid."""
-        served = self.models[source_id]
+        served = self.models.get(source_id)
+        if served is None:  # removed meanwhile
+            return
         served.cut = True
         event = peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=served.newer))
         self._tell([lease.grant_id for lease in self.leases.of_source(source_id)], event)

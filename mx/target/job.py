@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
 from mx.core.reuse import Held
-from mx.core.types import Manifest, ManifestRef, SourceRecord
+from mx.core.types import Layout, Manifest, ManifestRef, SourceRecord
 from mx.errors import (
     ConfigError,
     CoordinatorError,
@@ -31,7 +32,7 @@ from mx.errors import (
 )
 from mx.memory.arena import BorrowedArena
 from mx.memory.in_place import InPlace
-from mx.memory.live import Memory
+from mx.memory.live import LiveMemory, Memory
 from mx.runtime import beside, in_thread, uncut, unexpected
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
@@ -60,6 +61,8 @@ from mx.target.transfer import Transfer
 from mx.transport import Span, Transport
 from mx.views import host_bytes
 from mx.wire.locate import Located, Locator, write_side_files
+
+log = logging.getLogger(__name__)
 
 #: A pull that follows its model waits at least so long for it while it changes.
 FOLLOW_S = 10.0
@@ -163,7 +166,7 @@ class Job:
                 return await self._from_honest_peers()
             except MxError as error:
                 lasting = isinstance(error, LocalError | ConfigError | CoordinatorError)
-                if not self.options.follow or lasting or not self._has_come():
+                if not self.options.follow or lasting or not self._may_follow(error):
                     raise
                 manifest, pages, arena = self.manifest, self.pages, self.arena
             if manifest is not None and pages is not None and arena is not None:
@@ -172,13 +175,16 @@ class Job:
             self._log.begin_anew()
             await self._begin_anew()
             self._causes.clear()
-            self._tried.clear()
             self.key = self.options.key
 
-    def _has_come(self) -> bool:
-        """Return True if the last attempt has brought bytes, or its source was updated."""
-        updated = any(isinstance(cause, StaleGenerationError) for cause in self._causes)
-        return updated or (self._transfer is not None and self._transfer.progress()[0] > 0)
+    def _may_follow(self, error: MxError) -> bool:
+        """Return True if the last attempt's source was updated, or sources have brought bytes of
+        which none were wrong: what is not there yet may come from another one."""
+        if any(isinstance(cause, StaleGenerationError) for cause in self._causes):
+            return True
+        if isinstance(error, DigestError) or self._transfer is None:
+            return False
+        return any(path.bytes for path in self._transfer.paths() if path.source != "local")
 
     async def _begin_anew(self) -> None:
         await self._forget()
@@ -319,12 +325,7 @@ class Job:
                 unmapped = connection, entry
                 break
 
-        if isinstance(options.into, InPlace):
-            # Comparing many tensors takes a while, in which leases are to be renewed.
-            arena = await uncut(in_thread(options.new_arena, manifest.layout))
-        else:
-            arena = options.new_arena(manifest.layout)
-        self.arena = arena
+        arena = await uncut(self._allocate(manifest.layout))
         self.pages = pages = Pages(manifest)
         self._transfer = transfer = Transfer(
             manifest,
@@ -384,6 +385,8 @@ class Job:
             pool.take(*unmapped)
         await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
         self._raise_failure(manifest, transfer, outcome)
+        if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
+            raise LocalError(f"`into` changed while it was filled: {moved}")
         if options.hold and pages.missing:  # others will ask for them here
             await self._fetch_rest(fetcher)
         return self._report(
@@ -448,7 +451,19 @@ class Job:
 
     async def _end_transfer(self, transfer: Transfer) -> None:
         transfer.close()
-        await in_thread(transfer.join, 2 * self.options.stall_timeout_s)
+        joined = await in_thread(transfer.join, 2 * self.options.stall_timeout_s)
+        if not joined and isinstance(self.arena, LiveMemory):
+            # The caller gets its tensors back only when no transport can write to them any more.
+            log.warning("waiting for a transport that may still write to the tensors of `into`")
+            while not await in_thread(transfer.join, 1.0):
+                pass
+
+    async def _allocate(self, layout: Layout) -> Memory:
+        if isinstance(self.options.into, InPlace):  # of many tensors that takes a second
+            self.arena = await in_thread(self.options.new_arena, layout)
+        else:
+            self.arena = self.options.new_arena(layout)
+        return self.arena
 
     # -- attaching --------------------------------------------------------------------------------
 

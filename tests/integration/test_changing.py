@@ -152,6 +152,7 @@ def test_ten_readers_and_ten_changes_end_in_one_revision_each(
             found.append(readers.line())
         found += readers.rest()
         assert str(source.model) == "m:main.11"
+    assert not [each for each in found if "error" in each]
     assert {each["model"] for each in found} <= {"m", *(f"m:main.{i}" for i in range(2, 12))}
     for each in found:
         (version,) = each["versions"]  # not a mixture
@@ -360,3 +361,83 @@ def test_a_coordinator_that_restarts_while_the_weights_change(run: Run) -> None:
         with source.changing():
             pass
         assert pulled(address)[1] == {3}
+
+
+def test_a_tie_that_changes_is_not_hidden(coordinator: str) -> None:
+    """Every digest would hold in the layout of before, and the tensor would be another one."""
+    lent = tensors(1)
+    first, second = list(lent)[:2]
+    lent["lm_head.weight"] = lent[first]
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        with source.changing():
+            lent[second].fill_(2)
+            lent["lm_head.weight"] = lent[second]
+        assert "tie" in source.withdrawn
+        with source.changing():
+            lent["lm_head.weight"] = lent[first]
+        assert not source.withdrawn and str(source.model) == "m:main.2"
+
+
+def test_names_stand_for_all_that_share_their_memory(coordinator: str) -> None:
+    lent = tensors(1)
+    first = next(iter(lent))
+    lent["other.weight"] = lent[first].view(torch.float16)  # another dtype: a tensor of its own
+    own = {name: torch.zeros_like(tensor) for name, tensor in lent.items()}
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        with source.changing([first]):
+            lent[first].fill_(2)
+        with api.pull("m", coordinator=coordinator, into=own) as pull:
+            pull.wait(60)
+    assert all(torch.equal(own[name], lent[name]) for name in lent)
+
+
+def test_memory_may_be_freed_inside_while_readers_have_doubts(coordinator: str) -> None:
+    """What a reader's word has hashed again has stopped before the owner may free memory."""
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        lending = source._server.lending
+        assert lending is not None
+        for version in range(2, 5):
+            lending.doubt()
+            time.sleep(1.01)  # it begins about now
+            with source.changing():
+                for name in lent:
+                    lent[name].untyped_storage().resize_(0)
+                    lent[name] = torch.full((2 * MIB,), version, dtype=torch.uint8)
+            assert not source.withdrawn and pulled(coordinator)[1] == {version}
+
+
+def test_a_failed_block_that_replaced_tensors_can_be_followed_by_another(coordinator: str) -> None:
+    lent = tensors(1)
+    name = next(iter(lent))
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        with pytest.raises(ZeroDivisionError), source.changing():
+            lent[name] = torch.full((2 * MIB,), 7, dtype=torch.uint8)
+            raise ZeroDivisionError
+        assert source.withdrawn
+        with source.changing():
+            pass
+        assert pulled(coordinator) == ("m:main.2", {1, 7})
+    with api.serve(lent, model="n", coordinator=coordinator):
+        own = lent  # no claim is left: it may be filled now
+        with api.pull("n", coordinator=coordinator, into=own) as pull:
+            pull.wait(60)
+
+
+def test_tensors_that_are_replaced_while_a_pull_waits_are_filled(coordinator: str) -> None:
+    own = tensors(0)
+    name = next(iter(own))
+    with api.pull("m", coordinator=coordinator, into=own, wait_s=60) as pull:
+        own[name] = torch.zeros(2 * MIB, dtype=torch.uint8)
+        with api.serve(tensors(1), model="m", coordinator=coordinator):
+            assert all(bool((t == 1).all()) for t in pull.state_dict().values())
+            assert pull.state_dict()[name] is own[name]
+
+
+def test_follow_does_not_follow_a_liar(coordinator: str) -> None:
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        lent["model.layers.7.mlp.weight"].fill_(9)
+        own = tensors(0)
+        with api.pull("m", peer=source.endpoint, into=own, follow=True, wait_s=1) as pull:
+            assert isinstance(error_of(pull, 60), DigestError)

@@ -57,7 +57,6 @@ def test_a_view_of_torch_has_its_storage_and_its_own_place() -> None:
     part = whole[8:32].view(4, 6)[:, 1:5]
     array = array_of("w", part)
     assert form(array) == ("I32", (4, 4), (6, 1), "cpu", whole.data_ptr() + 36)
-    assert array.owner.data_ptr() == whole.data_ptr()  # type: ignore[attr-defined]
     assert array.span_nbytes == 4 * (3 * 6 + 3 + 1)
     assert array.order is None
     dense = array_of("w", whole[8:16])
@@ -223,8 +222,3 @@ def test_is_now_tells_whether_a_tensor_is_where_it_was() -> None:
         assert not array.is_now("w", other)
     tensor.untyped_storage().resize_(8)
     assert not array.is_now("w", tensor)
-    assert not array.is_now("w", "no tensor")
-    column = np.zeros((4, 2), np.float32)
-    array = array_of("w", column)
-    assert array.is_now("w", column)
-    assert not array.is_now("w", column.copy())

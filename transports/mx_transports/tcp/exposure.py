@@ -13,6 +13,9 @@ from mx_transports.toolkit.listeners import addresses, listen
 from mx_transports.toolkit.sending import SendingExposure
 from mx_transports.toolkit.stream import SocketStream
 
+#: A reader requests a chunk at a time, whose tensors are no more than this.
+MAX_VIEWS = 1 << 17
+
 
 class TcpExposure(SendingExposure):
     """Regions behind listening sockets, one for each host of the options."""
@@ -67,4 +70,6 @@ class TcpExposure(SendingExposure):
             if found is None:
                 return framing.OUT_OF_RANGE
             views += found
+            if len(views) > MAX_VIEWS:
+                return framing.OUT_OF_RANGE
         return self.status(generation)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from mx.cuda.device import Device
 from mx.cuda.errors import CudaError
 from mx.errors import ClosedError, LocalError, MxError, NotAllowedError, PeerLostError, SourceError
-from mx.transport import DeviceView, Grant, Read, Span
+from mx.transport import DeviceView, Grant, Read, Span, spans_of
 from mx_transports.toolkit.cuda import wire
 from mx_transports.toolkit.cuda.copier import STAGES, Copier
 from mx_transports.toolkit.cuda.remote import RemoteMemory, path_error, translated
@@ -304,11 +304,12 @@ class GpuSession(ThreadedSession):
         """Raise LocalError for destinations that this session is not for."""
         device = "the host" if self._target is None else self._target.key
         for piece in read.pieces:
-            there = piece.view.device if isinstance(piece.view, DeviceView) else "the host"
-            if there != device:
-                raise LocalError(
-                    f"{self._remote.path}: the session is for {device}, not for {there}"
-                )
+            for span in spans_of(piece.view):
+                there = span.device if isinstance(span, DeviceView) else "the host"
+                if there != device:
+                    raise LocalError(
+                        f"{self._remote.path}: the session is for {device}, not for {there}"
+                    )
 
     def _set_busy(self, before: bool, now: bool) -> bool:
         """Change the count of busy threads; notify the source where it leaves 0 or returns to 0."""
