@@ -45,9 +45,7 @@ def read(reader: int, coordinator: str, last: int, results: Queue[str]) -> None:
     seen: list[int] = []
     while not seen or seen[-1] < last:
         # `wait_s`: there may be no source while the trainer writes.
-        with mx.pull(
-            "policy", into=model, follow=True, wait_s=30, coordinator=coordinator
-        ) as pull:
+        with mx.pull("policy", into=model, follow=True, wait_s=30, coordinator=coordinator) as pull:
             report = pull.wait()
         (step,) = step_of(model)  # fails if the model is a mixture of two steps
         seen.append(int(step))

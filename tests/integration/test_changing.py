@@ -310,20 +310,12 @@ def test_a_tensor_that_moves_is_withdrawn(coordinator: str, how: str) -> None:
             lent[name] = lent[name].clone()
         else:
             lent[name].untyped_storage().resize_(0)
-<<<<<<< HEAD
-        with pytest.raises(MxError):  # at the next grant, if not before
-            pulled(coordinator)
-        deadline_s = time.monotonic() + 60
-        while not source.withdrawn and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-=======
         deadline_s = time.monotonic() + 60
         # At the next grant, if not before. Tensors to fill may lie where the freed one was: then
         # they are refused until the withdrawal.
         while not source.withdrawn and time.monotonic() < deadline_s:
             with pytest.raises(MxError):
                 pulled(coordinator)
->>>>>>> 6aefb01c76a19a1472dba45420d74f08817d2fbd
         assert name in source.withdrawn
         lent[name] = torch.full((2 * MIB,), 5, dtype=torch.uint8)
         with source.changing():
