@@ -136,7 +136,12 @@ def test_a_lender_that_is_lost_in_mid_pull(
     settings = replace(settings, stall_timeout_s=1.0, chunk_bytes=MIB)
     with lender(coordinator, wide=768, max_bandwidth="8MB/s") as first:
         pull = api.pull(
-            "m", coordinator=coordinator, into=target, transport="tcp", settings=settings
+            "m",
+            coordinator=coordinator,
+            into=target,
+            transport="tcp",
+            wait_s=20 if second else 0,
+            settings=settings,
         )
         with pull:
             next(pull.layers())
