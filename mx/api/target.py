@@ -397,7 +397,6 @@ class Pull(Described, Closable):
             pages,
             role=SourceRole.RELAY,
             borrowed=True,
-            extents=arena.extents if isinstance(arena, LiveMemory) else None,
         )
         coordinator = self._options.coordinator
         loop = runtime.acquire()

@@ -19,7 +19,7 @@ from dataclasses import replace
 from mx.codec import MAX_DISPUTES
 from mx.core import manifest as manifests
 from mx.core.digest import SHORTCUT_BYTES
-from mx.core.extents import ExtentMap, relaid_digests
+from mx.core.extents import relaid_digests
 from mx.core.pages import Pages
 from mx.core.types import ManifestRef
 from mx.errors import (
@@ -137,6 +137,6 @@ def _relaid(own: HeldModel, bound: ManifestRef, documents: Mapping[bytes, bytes]
         manifest=manifest,
         pages=Pages.whole(manifest, relaid_digests(pages, *layouts)),
         shortcuts=shortcuts,
-        extents=(own.extents or ExtentMap.of_arena(before.layout)).relaid(*layouts),
+        extents=own.places().relaid(*layouts),
         _scattered=None,
     )

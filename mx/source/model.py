@@ -39,9 +39,9 @@ class HeldModel:
     """A model that a source serves.
 
     Its memory is a sealed arena, or live memory that is lent. The server releases it when no
-    exposure is left, unless it is `borrowed`: then its owner does. `extents` says where the
-    manifest's bytes are in it; None: where the manifest's layout says. Live memory has extents, and
-    a source that has adopted another layout (`mx.source.adoption`); `own` is what it was before.
+    exposure is left, unless it is `borrowed`: then its owner does. A source that has adopted
+    another layout (`mx.source.adoption`) has `extents`, which say where the manifest's bytes are in
+    its memory; `own` is what it was before.
     """
 
     key: ModelKey
@@ -73,7 +73,7 @@ class HeldModel:
     def content(self) -> bytes:
         """What the memory holds, as `SourceRecord.content`."""
         ref = self.manifest.ref
-        return ref.content if self.extents is None else ref.scattered_content
+        return ref.scattered_content if self.scattered else ref.content
 
     def become(self, other: HeldModel) -> None:
         """Take over the fields of another description of the same memory."""
@@ -86,6 +86,19 @@ class HeldModel:
         return isinstance(self.arena, LiveMemory)
 
     @property
+    def scattered(self) -> bool:
+        """True if the memory is not laid out as the manifest says."""
+        return self.live or self.extents is not None
+
+    def places(self) -> ExtentMap:
+        """Return where the manifest's bytes are. For many tensors this takes a while."""
+        if self.extents is not None:
+            return self.extents
+        if isinstance(self.arena, LiveMemory):
+            return self.arena.extents
+        return ExtentMap.of_arena(self.manifest.layout)
+
+    @property
     def device(self) -> str:
         """The device that holds the bytes: "cpu" or "cuda:UUID"."""
         view = self.arena.view
@@ -93,7 +106,7 @@ class HeldModel:
 
     def view(self) -> View:
         """Return the memory as an arena of the manifest's layout."""
-        if self.extents is None or (self.own is None and self.live):
+        if self.extents is None:
             return self.arena.view
         if self._scattered is None:
             begins, places = self.extents.in_arena(self.manifest.layout)
@@ -123,7 +136,8 @@ class HeldModel:
     def record(
         self, endpoint: str, place: Place, transports: Sequence[str], state: SourceState
     ) -> SourceRecord:
-        """Return the record under which the model is registered.
+        """Return the record under which the model is registered, without the rows of its table
+        (`places`).
 
         Args:
             endpoint: The HOST:PORT that others dial.
@@ -132,9 +146,8 @@ class HeldModel:
             state: The source's state.
         """
         layers = len(self.manifest.layout.layers)
-        extents = self.extents
         nbytes = self.arena.nbytes if isinstance(self.arena, LiveMemory) else len(self.arena.view)
-        contiguous = (0, layers) if extents is None else None
+        contiguous = None if self.scattered else (0, layers)
         return SourceRecord(
             source_id=self.source_id,
             model=self.key,
@@ -145,9 +158,8 @@ class HeldModel:
             table=AddressTable(
                 layout_digest=self.manifest.ref.layout,
                 regions=(Region(0, self.device, self.arena.address, nbytes, contiguous),),
-                rows=() if extents is None else extents.rows,
                 held=((0, layers),) if self.layers is None else tuple(self.layers),
-                layer_count=0 if extents is None else layers,
+                layer_count=layers if self.scattered else 0,
             ),
             transports=tuple(transports),
             role=self.role,
@@ -291,7 +303,7 @@ def lend_tensors(
 
 def _lent(key: ModelKey, manifest: Manifest, memory: LiveMemory, filled: Filled) -> HeldModel:
     pages = Pages.whole(manifest, filled.pages)
-    return HeldModel(key, manifest, memory, pages, filled.shortcuts, extents=memory.extents)
+    return HeldModel(key, manifest, memory, pages, filled.shortcuts)
 
 
 def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:

@@ -16,7 +16,7 @@ from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import LocalError, MxError, NotAllowedError
 from mx.log import event
-from mx.runtime import uncut
+from mx.runtime import in_thread, uncut
 from mx.source.adoption import adopted, register_adopting
 from mx.source.model import HeldModel
 from mx.source.served import Served
@@ -83,8 +83,10 @@ class Registrar:
         """
 
         async def register(keeps_layout: bool, disputes: list[bytes]) -> Registered:
+            rows = await in_thread(lambda: held.places().rows) if held.scattered else ()
+            record = self._current(held)
             return await self._client.register(
-                self._current(held),
+                replace(record, table=replace(record.table, rows=rows)),
                 held.manifest.documents,
                 binding_secret=self._secret,
                 replaces_revision=replaces_revision,

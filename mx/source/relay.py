@@ -12,7 +12,7 @@ from mx.core.holdings import Holdings
 from mx.core.pages import Pages
 from mx.core.types import Manifest, ModelKey, SourceRecord, SourceRole
 from mx.errors import MxError
-from mx.memory.live import LiveMemory, Memory
+from mx.memory.live import Memory
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.swarm.node import Node
@@ -66,7 +66,6 @@ class Relay:
             source_id=source_id,
             layers=(),
             growing=True,
-            extents=arena.extents if isinstance(arena, LiveMemory) else None,
         )
         self._listens = False
 

@@ -15,6 +15,7 @@ from mx.core.leases import LeaseBook, ReaderLease
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.log import event
+from mx.runtime import in_thread
 from mx.source.counts import ReadCounts
 from mx.source.limits import SourceLimits
 from mx.source.requests import answer, check_open, first_message, principal_of
@@ -105,7 +106,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     ) -> AsyncIterator[common_pb2.TableRows]:
         if request.source_id not in self.models:
             raise PeerRefusedError("this process serves no such source")
-        for page in self._pages_of(self.models[request.source_id]):
+        for page in await self._pages_of(self.models[request.source_id]):
             yield page
 
     async def Open(
@@ -260,9 +261,11 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             self.streams -= 1
             self.limits.trades(principal, -1)
 
-    def _pages_of(self, served: Served) -> list[common_pb2.TableRows]:
-        if served.row_pages is None:  # made once: 50,000 rows take a while
-            served.row_pages = list(rows_to_wire(self._record_of(served).table.rows))
+    @staticmethod
+    async def _pages_of(served: Served) -> list[common_pb2.TableRows]:
+        if served.row_pages is None:  # made once, off the loop: 50,000 rows take a while
+            held = served.held
+            served.row_pages = await in_thread(lambda: list(rows_to_wire(held.places().rows)))
         return served.row_pages
 
     # -- the source's side ----------------------------------------------------------------------
