@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from mx.core.grid import BLOCK_BYTES
@@ -138,22 +138,12 @@ def fill_from_tensors(
         job = _Job(layout, shortcuts, None, cancelled, on_layer)
 
         def work() -> None:
-            while job.goes_on():
-                try:
-                    index, offset = pieces.popleft()
-                except IndexError:
-                    return
-                tensor = layout.tensors[index]
-                base = layout.layers[tensor.layer].arena_offset + tensor.offset
-                with tensors[tensor.name].cast("B") as source:
-                    for start in range(
-                        offset, min(offset + SPAN_BYTES, tensor.nbytes), BLOCK_BYTES
-                    ):
-                        end = min(start + BLOCK_BYTES, tensor.nbytes)
-                        with source[start:end] as there:
-                            arena.write(base + start, there)
-                        with host_view(view[base + start : base + end]) as here:
-                            job.landing.landed(index, start // BLOCK_BYTES, here)
+            for index, base, start, end in job.blocks(layout, pieces):
+                name = layout.tensors[index].name
+                with tensors[name].cast("B") as source, source[start:end] as there:
+                    arena.write(base + start, there)
+                with host_view(view[base + start : base + end]) as here:
+                    job.landing.landed(index, start // BLOCK_BYTES, here)
 
         job.run(work, _COPY_THREADS)
         return job.filled()
@@ -188,18 +178,9 @@ def hash_in_place(
             pieces += ((index, offset) for offset in range(0, tensor.nbytes, SPAN_BYTES))
 
     def work() -> None:
-        while job.goes_on():
-            try:
-                index, offset = pieces.popleft()
-            except IndexError:
-                return
-            tensor = layout.tensors[index]
-            base = layout.layers[tensor.layer].arena_offset + tensor.offset
-            for start in range(offset, min(offset + SPAN_BYTES, tensor.nbytes), BLOCK_BYTES):
-                end = min(start + BLOCK_BYTES, tensor.nbytes)
-                job.landing.landed(
-                    index, start // BLOCK_BYTES, host_view(arena[base + start : base + end])
-                )
+        for index, base, start, end in job.blocks(layout, pieces):
+            here = host_view(arena[base + start : base + end])
+            job.landing.landed(index, start // BLOCK_BYTES, here)
 
     job.run(work, _COPY_THREADS)
     return job.filled()
@@ -234,6 +215,28 @@ class _Job:
         if not self._stop and self._cancelled():
             self._stop = self._was_cancelled = True
         return not self._stop
+
+    def blocks(
+        self, layout: Layout, pieces: deque[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield blocks of tensors for as long as the job goes on; its threads share them.
+
+        Args:
+            layout: The layout.
+            pieces: The index of a tensor and an offset in it, from where `SPAN_BYTES` are taken.
+
+        Yields:
+            The tensor's index, its place in the arena, and where the block begins and ends in it.
+        """
+        while self.goes_on():
+            try:
+                index, offset = pieces.popleft()
+            except IndexError:
+                return
+            tensor = layout.tensors[index]
+            base = layout.layers[tensor.layer].arena_offset + tensor.offset
+            for start in range(offset, min(offset + SPAN_BYTES, tensor.nbytes), BLOCK_BYTES):
+                yield index, base, start, min(start + BLOCK_BYTES, tensor.nbytes)
 
     def progressed(self, nbytes: int) -> None:
         """Report that so many more bytes have landed."""

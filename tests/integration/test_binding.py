@@ -1,6 +1,6 @@
-"""Which weights a name stands for, whoever has registered first: layouts, contested names, files.
+"""Which weights a name stands for, whichever source was first: layouts, contested names, files.
 
-A stranger's sources are records in the coordinator's state, whose endpoint answers nobody.
+A stranger's sources are records in the coordinator's state, whose endpoint does not answer.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def until(done: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def strange(state: MemoryState, held: HeldModel, *, chunk_nbytes: int, layout: bytes) -> Any:
-    """Register a stranger's source of honest weights, which nobody can read from."""
+    """Register a stranger's source of honest weights, which can not be read from."""
     identity = held.manifest.documents[held.manifest.ref.identity]
     layout = layout or held.manifest.documents[held.manifest.ref.layout]
     record = make_record(
@@ -460,7 +460,7 @@ def test_a_coordinator_that_names_other_weights_than_the_pin_is_not_believed() -
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_coordinator_that_hides_rows_gets_nobody_wrong_bytes(transport: str) -> None:
+def test_a_coordinator_that_hides_rows_causes_no_wrong_bytes(transport: str) -> None:
     held = held_model("m")
     with (
         lying(Hider) as address,

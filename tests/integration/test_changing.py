@@ -279,7 +279,7 @@ def test_an_iterator_is_told_that_the_layers_changed(coordinator: str) -> None:
     assert {int(v) for t in own.values() for v in torch.unique(t)} == {2}
 
 
-def test_a_write_that_was_not_announced_is_noticed_and_nobody_gets_a_wrong_byte(
+def test_a_write_that_was_not_announced_is_noticed_and_no_wrong_byte_is_accepted(
     coordinator: str,
 ) -> None:
     """A second source of the same weights gives what the lender spoilt."""

@@ -1,4 +1,4 @@
-"""Memory that is filled is nobody else's; memory that is lent may be lent again."""
+"""Memory that is filled has one user; memory that is lent may be lent again."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_a_tensor_that_left_a_dict_or_was_tied_anew_is_named() -> None:
     memory.release()
 
 
-def test_memory_that_is_filled_is_lent_to_nobody() -> None:
+def test_memory_that_is_filled_is_not_lent() -> None:
     tensors = weights()
     _, first = lent(tensors)
     _, second = lent(tensors)

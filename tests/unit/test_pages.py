@@ -1,4 +1,4 @@
-"""Pages: the right one is believed, whoever sends it, and no other."""
+"""Pages: the right one is believed, from any source, and no other."""
 
 from __future__ import annotations
 

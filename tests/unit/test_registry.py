@@ -173,7 +173,7 @@ def test_the_same_weights_in_another_layout_or_chunk_size_adopt_the_bound_one() 
     assert listed(registry, 0, adopted, BOB) == adopted
 
 
-def test_a_layout_that_does_not_describe_the_weights_keeps_nobody_out() -> None:
+def test_a_layout_that_does_not_describe_the_weights_keeps_no_source_out() -> None:
     """A stranger registers honest weights first, with a layout document of its own making."""
     registry = machine()
     forged = make_record(make_documents("A", layout="forged"))
@@ -231,7 +231,7 @@ def test_the_first_origin_with_files_binds_them() -> None:
     assert registry.resolve("llama").ref == these.ref
     assert listed(registry, 0, those, BOB) == those  # for its weights, with its own files
     assert registry.resolve("llama").ref == these.ref
-    # What is bound stays bound, whoever goes.
+    # What is bound stays bound, whichever source goes.
     registry.deregister(1, these.source_id, ALICE)
     found = registry.resolve("llama")
     assert found.ref == these.ref

@@ -506,7 +506,7 @@ class Machine(RuleBasedStateMachine):
             self.newest_served(key.name)
 
     def is_found_by_its_pin(self, key: ModelKey, identity: bytes) -> None:
-        """All sources of the weights are found, whoever else has registered what."""
+        """All sources of the weights are found, whatever other sources have registered."""
         found = self.machine.resolve(f"{key.name}@{identity.hex()}", "", key.variant)
         assert found.ref.identity == identity
         serving = self.serving(identity=identity, key=key, revision="")
