@@ -288,21 +288,24 @@ class Source(Closable):
         check_names(lending.held.laid_out.manifest.layout, names)
         if self._closed.is_set():
             raise ClosedError(f"the source of {self.model} was closed")
+        change = object()
         try:
-            self._loop.run(lending.enter(grace_s))
+            self._loop.run(lending.enter(change, grace_s))
         except MxError:
             raise
         except BaseException:  # an interrupt: entering goes on by itself
-            self._leave(lending, (), failed=True)
+            self._leave(lending, change, (), failed=True)
             raise
         failed = True
         try:
             yield
             failed = False
         finally:
-            self._leave(lending, names, failed=failed)
+            self._leave(lending, change, names, failed=failed)
 
-    def _leave(self, lending: Lending, names: Collection[str] | None, *, failed: bool) -> None:
+    def _leave(
+        self, lending: Lending, change: object, names: Collection[str] | None, *, failed: bool
+    ) -> None:
         with self._lock:
             if self._closing.is_set():
                 return
@@ -312,13 +315,13 @@ class Source(Closable):
             except MxError as error:
                 why = str(error)
             except BaseException:  # a second interrupt
-                self._loop.run(lending.leave(None, "`changing` was interrupted"))
+                self._loop.run(lending.leave(change, None, "`changing` was interrupted"))
                 raise
             old = before.manifest.ref.identity
             if failed and now is not None and now.manifest.ref.identity != old:
                 now = None
             try:
-                self._loop.run(lending.leave(now, why))
+                self._loop.run(lending.leave(change, now, why))
             except MxError:
                 if not failed:  # else the block's own error counts; this one was logged
                     raise

@@ -58,6 +58,7 @@ class Lending:
         self.why = ""  # it was withdrawn
         self._listed = held.manifest.ref.identity  # under `held.key`
         self._server = server
+        self._change: object = None  # that runs, or ran last
         self._doubted = asyncio.Event()
         self._busy = asyncio.Lock()
 
@@ -143,11 +144,15 @@ class Lending:
 
     # -- around changes ---------------------------------------------------------------------------
 
-    async def enter(self, grace_s: float) -> None:
+    async def enter(self, change: object, grace_s: float) -> None:
         """Let the owner write: no reader trusts anything that it reads from now on.
 
         Readers may finish within `grace_s` seconds, and are then cut off; this returns once their
         leases have ended.
+
+        Args:
+            change: Names this change; `leave` ends no other.
+            grace_s: How long readers have to finish.
 
         Raises:
             ConfigError: It is changing already.
@@ -155,6 +160,7 @@ class Lending:
         if self.state is Lent.CHANGING:
             raise ConfigError(f"{self.held.key} is changing already")
         self._step(LentEvent.ENTER)
+        self._change = change
         async with self._busy:  # what hashes it has stopped then
             try:
                 await uncut(self._server.retire_memory(self.held.arena, grace_s))
@@ -171,13 +177,15 @@ class Lending:
         """
         return hashed_again(self.held, names if self.why == "" else None)
 
-    async def leave(self, now: HeldModel | None, why: str = "") -> ModelKey:
-        """Lend the memory again, as it is now, and register it.
+    async def leave(self, change: object, now: HeldModel | None, why: str = "") -> ModelKey:
+        """Lend the memory again, as it is now, and register it. Does nothing if this change has
+        ended, or was never entered.
 
         Its name means these weights from now on if this source bound it. Otherwise it is listed
         only if these weights are bound already.
 
         Args:
+            change: What `enter` was given.
             now: What is in memory; None withdraws it.
             why: Why it is withdrawn.
 
@@ -188,7 +196,8 @@ class Lending:
             MxError: It could not be offered or registered, and is withdrawn.
         """
         async with self._busy:  # entering that was interrupted goes on until here
-            pass
+            if self.state is not Lent.CHANGING or self._change is not change:
+                return self.held.key
         if now is None:
             self._step(LentEvent.WITHDRAW)
             self._say_withdrawn(why)

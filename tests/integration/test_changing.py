@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import signal
 import subprocess
@@ -441,3 +442,20 @@ def test_follow_does_not_follow_a_liar(coordinator: str) -> None:
         own = tensors(0)
         with api.pull("m", peer=source.endpoint, into=own, follow=True, wait_s=1) as pull:
             assert isinstance(error_of(pull, 60), DigestError)
+
+
+def test_an_interrupt_while_readers_are_waited_for_leaves_the_tensors_as_they_were(
+    coordinator: str, reader: Callable[[int, str], Reader]
+) -> None:
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        reader(1, "stop").line()  # it reads, and does not go on
+        timer = threading.Timer(0.5, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt), source.changing(grace_s=4):
+            pass
+        timer.join()
+        assert not source.withdrawn and pulled(coordinator) == ("m", {1})
+        with source.changing():
+            write(lent, 2)
+        assert pulled(coordinator) == ("m:main.2", {2})
