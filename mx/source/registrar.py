@@ -222,7 +222,6 @@ class Registrar:
         served = self._models.get(held.source_id)
         if served is None or served.pin_only == pin_only:
             return
-        served.pin_only = pin_only
         name = pinned_name(held.key, held.manifest.ref)
         who: dict[str, Any] = {"model": str(held.key), "source": held.source_id, "pinned": name}
         if pin_only:
@@ -230,3 +229,4 @@ class Registrar:
             event(log, "source.pin_only", level=logging.WARNING, **who, text=text)
         else:
             event(log, "source.named", **who, text=f"readers find these as {held.key} again")
+        served.pin_only = pin_only  # who sees it finds the event, too
