@@ -16,6 +16,7 @@ from mx.api.survey import TopologyReport, topology
 from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull, pull
 from mx.core.progress import Progress
+from mx.core.selection import Shard, Subset
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
 from mx.target.report import LayerEvent, PullReport
@@ -33,8 +34,10 @@ __all__ = [
     "Progress",
     "Pull",
     "PullReport",
+    "Shard",
     "Source",
     "SourceTable",
+    "Subset",
     "TopologyReport",
     "list_bundles",
     "list_models",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from mx.api.source import source_options
 from mx.api.tensors import in_place, is_module
 from mx.core.pages import Pages
 from mx.core.reference import ModelReference, parse_reference
+from mx.core.selection import Selection, Slice
 from mx.core.types import Manifest, ModelKey
 from mx.errors import ConfigError
 from mx.memory.in_place import InPlace
@@ -36,6 +37,8 @@ def pull_options(
     variant: object,
     transport: str | None,
     wait_s: float | None = None,
+    only: str | Collection[str] | None = None,
+    slices: Mapping[str, Slice] | None = None,
     **rest: Any,
 ) -> PullOptions:
     """Check the arguments of `pull` and `plan`.
@@ -49,6 +52,7 @@ def pull_options(
         variant: The variant, text or a `ProcessingKey`; "" for the one that `model` means.
         transport: The only one to use; None for all.
         wait_s: Seconds to wait for a source, or text like "1m"; None for the settings' value.
+        only, slices: Which tensors to pull, and which slices of them.
         rest: Further fields of `PullOptions`.
 
     Returns:
@@ -73,6 +77,9 @@ def pull_options(
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
     if rest.get("follow"):
         _check_follow(reference, path=path, fallback=fallback, out=out, device=rest.get("device"))
+    selection = _selection(only, slices)
+    if selection is not None:
+        _check_subset(out=out, **rest)
     if rest.get("files_only"):
         _check_files_only(model, path, rest)
     disk = path if path is not None else fallback
@@ -103,8 +110,32 @@ def pull_options(
         host=host,
         coordinate_always=settings.coordinated_reading == "always",
         alone_because=alone_because,
+        selection=selection,
         **rest,
     )
+
+
+def _selection(
+    only: str | Collection[str] | None, slices: Mapping[str, Slice] | None
+) -> Selection | None:
+    """Return which tensors are wanted; None: all. Raises ConfigError."""
+    if only is not None:
+        check_type("only", only, Collection, "it is names or patterns of tensors")
+    if slices is not None:
+        check_type("slices", slices, Mapping, "it maps names or patterns of tensors to slices")
+    selection = Selection(only, slices)
+    return None if selection.everything else selection
+
+
+def _check_subset(**others: object) -> None:
+    """Raise ConfigError for arguments that a pull of some tensors can't have."""
+    others["device"] = "" if others.get("device") == "cpu" else others.get("device")
+    for name in ("out", "hold", "reuse", "follow", "device", "files_only"):
+        if others.get(name):
+            raise ConfigError(
+                f"a pull with `only` or `slices` can't have `{name}` in this version",
+                hint="pull all tensors, or leave that out",
+            )
 
 
 def _check_follow(reference: ModelReference, **others: object) -> None:

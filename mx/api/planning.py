@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mx import config, runtime
 from mx.api.common import transports
 from mx.api.options import pull_options
 from mx.core.planner import Plan
+from mx.core.selection import Slice, Subset
 from mx.core.topology import Place
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import ProcessingKey
+from mx.runtime import in_thread
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths, target_place
 from mx.target.resolver import describe
@@ -22,7 +24,8 @@ from mx.wire.locate import Locator
 
 @dataclass(frozen=True, repr=False)
 class PlannedPull:
-    """`nbytes` are those of the model's tensors, `place` is the target's."""
+    """`nbytes` are those that are moved: of the model's tensors, or of all blocks that hold a part
+    of the `subset`. `place` is the target's."""
 
     model: ModelKey
     ref: ManifestRef
@@ -30,6 +33,7 @@ class PlannedPull:
     layers: int
     place: Place
     plan: Plan
+    subset: Subset | None = None
 
     def __repr__(self) -> str:
         """One line: the model, and the paths that a pull would take."""
@@ -58,13 +62,18 @@ async def plan_pull(
         located, manifest = await describe(locator)
     finally:
         await locator.close()
+    subset, nbytes = None, manifest.layout.payload_nbytes
+    if options.selection is not None:
+        subset = await in_thread(options.selection.of, manifest.layout)
+        nbytes = await in_thread(lambda: subset.moved_nbytes)
     return PlannedPull(
         located.key,
         located.ref,
-        manifest.layout.payload_nbytes,
+        nbytes,
         len(manifest.layout.layers),
         place,
         plan_paths(options, place, transports, located.sources),
+        subset,
     )
 
 
@@ -77,6 +86,8 @@ def plan(
     coordinator: str | None = None,
     transport: str | None = None,
     attach: bool = True,
+    only: str | Collection[str] | None = None,
+    slices: Mapping[str, Slice] | None = None,
     settings: config.Settings | None = None,
 ) -> PlannedPull:
     """Return the paths from the sources of `model` to this process, without moving weights.
@@ -93,6 +104,8 @@ def plan(
         coordinator: HOST:PORT; None takes the address in the settings.
         transport: The name of the only transport to consider.
         attach: False leaves out paths that share memory.
+        only, slices: As in `pull`. The plan's `subset` says how many bytes are the tensors' own,
+            and how many are moved for them.
         settings: Settings to use; None loads them from the environment and the files.
 
     Raises:
@@ -111,6 +124,8 @@ def plan(
         coordinator=coordinator or settings.coordinator,
         transport=transport,
         attach=attach,
+        only=only,
+        slices=slices,
     )
     loop = runtime.acquire()
     try:

@@ -47,6 +47,8 @@ def held_by(reuse: Holder | Sequence[Holder], device: str) -> list[Held]:
         if not hasattr(holder, "memory"):
             raise ConfigError(f"`reuse` must be a pull or a source, not {holder!r}")
         view, manifest, pages = holder.memory(), holder.manifest, holder.pages
+        if getattr(holder, "subset", None) is not None:
+            raise ConfigError("`reuse` must hold a whole model, not some tensors of one")
         if manifest is None or pages is None:
             raise ConfigError("`reuse` has no weights")
         here = view if isinstance(view, ScatteredView) else host_view(view)

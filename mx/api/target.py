@@ -6,7 +6,15 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +28,8 @@ from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
 from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
-from mx.core.types import Manifest, ModelKey, SourceRole
+from mx.core.selection import Slice, Subset
+from mx.core.types import Layout, Manifest, ModelKey, SourceRole
 from mx.core.variant import ProcessingKey
 from mx.cuda.device import Device
 from mx.cuda.driver import load
@@ -184,6 +193,12 @@ class Pull(Described, Closable):
         return self._job.manifest
 
     @property
+    def subset(self) -> Subset | None:
+        """The tensors that are pulled, with their layout in `buffer`; None: all, or the model is
+        not known yet."""
+        return self._job.subset
+
+    @property
     def pages(self) -> Pages | None:
         """The digests of the model's blocks that are known; None until the manifest is."""
         return self._job.pages
@@ -194,7 +209,8 @@ class Pull(Described, Closable):
         return self._job.key
 
     def buffer(self) -> memoryview:
-        """Wait for the end of the pull and return the model's bytes as the arena lays them out.
+        """Wait for the end of the pull and return the model's bytes as the arena lays them out (of
+        some tensors: as `subset.layout` does).
 
         Returns:
             A view that stays valid after `close`. Writing to it changes no other process's bytes.
@@ -246,21 +262,21 @@ class Pull(Described, Closable):
 
     # -- tensors ----------------------------------------------------------------------------------
 
-    def _arena_view(self) -> tuple[Manifest, View]:
+    def _arena_view(self) -> tuple[Layout, View]:
         if self._state.error is not None:
             raise another(self._state.error)
         if self._options.files_only:
             raise ConfigError("a pull of files only has no tensors", hint="files() gives its files")
         with self._lock:
-            arena, manifest = self._job.arena, self._job.manifest
-            if self._closed or arena is None or manifest is None:
+            arena, layout = self._job.arena, self._job.layout
+            if self._closed or arena is None or layout is None:
                 raise ClosedError("the pull has no tensors: it was closed, or has not begun")
             if self._view is None:
                 self._view = arena.private_view()
-            return manifest, self._view
+            return layout, self._view
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Wait for the end of the pull and return all tensors by name, in execution order.
+        """Wait for the end of the pull and return its tensors by name, in execution order.
 
         Returns:
             Views of the pull's memory, which they keep alive; tied tensors share their storage.
@@ -274,8 +290,8 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        manifest, view = self._arena_view()
-        return tensors_in(view, manifest.layout, self._options.into)
+        layout, view = self._arena_view()
+        return tensors_in(view, layout, self._options.into)
 
     def layer_state_dict(self, layer: int) -> dict[str, torch.Tensor]:
         """Wait for one layer and return its tensors, and the tensors that are tied to them.
@@ -297,8 +313,8 @@ class Pull(Described, Closable):
         """
         if layer < 0 or self._state.wait_layer(layer) is None:
             raise IndexError(f"there is no layer {layer}")
-        manifest, view = self._arena_view()
-        return tensors_in(view, manifest.layout, self._options.into, layer)
+        layout, view = self._arena_view()
+        return tensors_in(view, layout, self._options.into, layer)
 
     def signals(self) -> LayerSignals:
         """Return the signals by which CUDA streams, instead of the CPU, wait for layers.
@@ -349,8 +365,8 @@ class Pull(Described, Closable):
             if self._state.ended:
                 self.wait()
             time.sleep(0.001)
-        manifest, view = self._arena_view()
-        return tensors_in(view, manifest.layout)
+        layout, view = self._arena_view()
+        return tensors_in(view, layout)
 
     # -- staying ----------------------------------------------------------------------------------
 
@@ -504,6 +520,8 @@ def pull(
     into: Any = None,
     reuse: Holder | Sequence[Holder] = (),
     follow: bool = False,
+    only: str | Collection[str] | None = None,
+    slices: Mapping[str, Slice] | None = None,
     wait_s: float | None = None,
     resume: bool = True,
     files_only: bool = False,
@@ -544,6 +562,15 @@ def pull(
             of failing, and keep what is equal: layers that were ready are not any more, and are
             reported again with their `revision`. Wait for the end, or use `on_layer`: `layers()`
             raises RevisionChangedError. A pull that is complete follows no further.
+        only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
+            of them are ready at once, and empty. With `only` or `slices` the pull gives nothing to
+            others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a
+            GPU as its `device`; `into` has just these tensors, with their sliced shapes.
+        slices: By names or patterns of tensors the part that is wanted of them: (dim, begin, end),
+            or `mx.Shard(dim, rank, size)` for one rank's even share. Along the first dimension
+            little more than the slice is moved; along others every block that holds some of it, up
+            to the whole tensor: `plan` says how much. No byte is put in its place before its block
+            is verified. From disk the checkpoint is read and hashed whole.
         wait_s: Seconds to wait for a source when there is none, at the start or later, keeping
             what has arrived; None takes the time in the settings.
         resume: False neither resumes from what a failed pull left beside `out` nor leaves
@@ -591,6 +618,8 @@ def pull(
         wait_s=wait_s,
         resume=resume,
         follow=follow,
+        only=only,
+        slices=slices,
         files_only=files_only,
     )
     loop = runtime.acquire()

@@ -146,6 +146,13 @@ OneTransport = Annotated[
         autocompletion=_transport_names,
     ),
 ]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Only the tensors of this name or shell-style pattern; may be repeated.",
+        metavar="PATTERN",
+    ),
+]
 ConfigFile = Annotated[
     str | None,
     typer.Option(

@@ -15,6 +15,7 @@ from mx.units import count, format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from mx.api.planning import PlannedPull
     from mx.core.planner import Rejected, SourcePath
+    from mx.core.selection import Subset
 
 
 def plan(
@@ -43,6 +44,7 @@ def plan(
     no_attach: Annotated[
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
     ] = False,
+    only: options.Only = None,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
@@ -76,6 +78,7 @@ def plan(
         coordinator=options.coordinator_of(settings),
         transport=transport,
         attach=not no_attach,
+        only=only or None,
         settings=settings,
     )
     if as_json:
@@ -115,6 +118,15 @@ def _json(planned: PlannedPull) -> dict[str, object]:
         "layers": planned.layers,
         "estimate_s": None if estimate_s is None else round(estimate_s, 6),
         "paths": paths,
+    } | ({} if planned.subset is None else {"subset": _subset_json(planned.subset)})
+
+
+def _subset_json(subset: Subset) -> dict[str, object]:
+    return {
+        "tensors": len(subset.layout.tensors) + len(subset.layout.aliases),
+        "own_bytes": subset.own_nbytes,
+        "moved_bytes": subset.moved_nbytes,
+        "amplification": round(subset.amplification, 3),
     }
 
 
@@ -138,10 +150,20 @@ def _chosen(path: SourcePath) -> str:
     )
 
 
+def _subset(subset: Subset) -> str:
+    tensors = count(len(subset.layout.tensors) + len(subset.layout.aliases), "tensor")
+    return (
+        f"{format_bytes(subset.own_nbytes)} in {tensors}, {format_bytes(subset.moved_nbytes)} "
+        f"moved for them ({subset.amplification:.2f} times as much)"
+    )
+
+
 def _show(planned: PlannedPull) -> None:
     found = planned.plan
     estimate_s = planned.estimate_s
     summary = f"{planned.model}: {format_bytes(planned.nbytes)} in {count(planned.layers, 'layer')}"
+    if planned.subset is not None:
+        summary = f"{planned.model}: {_subset(planned.subset)}"
     if estimate_s is None:
         summary += ", and no way to get them here"
     elif found.chosen[0].attach:

@@ -75,6 +75,7 @@ def pull(
     no_attach: Annotated[
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
     ] = False,
+    only: options.Only = None,
     device: Annotated[
         str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
@@ -150,6 +151,7 @@ def pull(
                 transport=transport,
                 verify=verify,
                 attach=not no_attach,
+                only=only or None,
                 resume=not no_resume,
                 files_only=files_only,
                 settings=settings,
@@ -205,6 +207,8 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, compared: bool)
         f"{count(report.layers, 'layer')}, the first after {format_seconds(report.first_layer_s)}, "
         f"{verified}"
     ]
+    if report.moved_bytes is not None:
+        lines.append(f"  {format_bytes(report.moved_bytes)} moved for these tensors")
     for path in report.paths:
         if path.transport == "resume":
             lines.append(f"  {format_bytes(path.bytes)} were there already, in {path.source}")

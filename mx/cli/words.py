@@ -27,6 +27,7 @@ _ARGUMENTS = (
     "files_only",
     "hold",
     "model",
+    "only",
     "out",
     "revision",
     "transport",

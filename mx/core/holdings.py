@@ -37,11 +37,17 @@ class Holdings:
     that each chunk that is not in a listener's snapshot is reported to it exactly once.
     """
 
-    def __init__(self, grid: ChunkGrid) -> None:
+    def __init__(self, grid: ChunkGrid, wanted: int | None = None) -> None:
+        """
+        Args:
+            grid: The chunks.
+            wanted: The chunks of which a pull wants something, as a bit set: the set is whole with
+                those, each of which counts once its wanted blocks are verified. None: all.
+        """
         self._grid = grid
-        self._all = (1 << len(grid)) - 1
+        self._all = (1 << len(grid)) - 1 if wanted is None else wanted
         self._layers = [
-            ((1 << len(chunks)) - 1) << chunks.start
+            self._all & (((1 << len(chunks)) - 1) << chunks.start)
             for chunks in map(grid.of_layer, range(len(grid.layout.layers)))
         ]
         self._listeners: list[HoldingsListener] = []
@@ -60,7 +66,7 @@ class Holdings:
         return bool(self.bits >> chunk & 1)
 
     def has_layer(self, layer: int) -> bool:
-        """Return True if every chunk of the layer is verified, or the layer has none."""
+        """Return True if every (wanted) chunk of the layer is verified, or it has none."""
         return not self._layers[layer] & ~self.bits
 
     def layers(self) -> tuple[tuple[int, int], ...]:

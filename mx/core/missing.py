@@ -9,18 +9,27 @@ from collections.abc import Iterator
 from mx.core.grid import ChunkGrid
 from mx.core.holdings import members
 from mx.core.striping import Part
+from mx.core.wanted import ASIDE_BYTES, Wanted
 
 
 class Missing:
     """The chunks of which a part is missing: neither verified, nor being read. In ascending
     order."""
 
-    def __init__(self, grid: ChunkGrid) -> None:
+    def __init__(self, grid: ChunkGrid, wanted: Wanted | None = None) -> None:
+        """At first all blocks are missing, or the wanted ones."""
         self._grid = grid
+        self._wanted = wanted
         self._sizes = grid.sizes
         self._chunks = list(range(len(grid)))
         self._pieces: dict[int, list[Part]] = {}  # the missing pieces of a chunk, if not all
         self.nbytes = sum(grid.sizes)
+        if wanted is not None:
+            self._chunks, self.nbytes = wanted.chunks, wanted.nbytes
+            for chunk in wanted.chunks:
+                pieces = wanted.parts(chunk)
+                if pieces != [Part(chunk, 0, self.blocks(chunk))]:
+                    self._pieces[chunk] = pieces
 
     def chunks(self, among: int | None = None) -> Iterator[int]:
         """Return the chunks of which a part is missing, the lowest first; with `among`, a bit set,
@@ -90,6 +99,8 @@ class Missing:
         pieces = self._pieces.pop(chunk, None) or [Part(chunk, 0, self.blocks(chunk))]
         pieces.sort(key=lambda piece: piece.begin, reverse=True)
         part = pieces.pop()
+        if self._wanted is not None and self._wanted.is_aside(part):
+            nbytes = min(ASIDE_BYTES, ASIDE_BYTES if nbytes is None else nbytes)
         end = part.end if nbytes is None else self._fitting(part, nbytes)
         if end < part.end:
             pieces.append(Part(chunk, end, part.end))

@@ -6,7 +6,7 @@ right if each tensor's root follows from its part of the page. Pure; not thread-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mx.core.digest import DIGEST_BYTES, tensor_root
 from mx.core.grid import block_count
@@ -17,8 +17,14 @@ from mx.errors import DigestError
 class Pages:
     """The pages of one model that are known and right. `get` may be called from any thread."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, layers: Collection[int] | None = None) -> None:
+        """
+        Args:
+            manifest: The model.
+            layers: Those whose pages are needed; None: all.
+        """
         self._manifest = manifest
+        self._layers = None if layers is None else frozenset(layers)
         self._pages: list[bytes | None] = [None if count else b"" for count in self._counts]
 
     @property
@@ -42,8 +48,12 @@ class Pages:
 
     @property
     def missing(self) -> list[int]:
-        """The layers whose pages are not known."""
-        return [layer for layer, page in enumerate(self._pages) if page is None]
+        """The layers whose pages are needed and not known."""
+        return [
+            layer
+            for layer, page in enumerate(self._pages)
+            if page is None and (self._layers is None or layer in self._layers)
+        ]
 
     def put(self, layer: int, page: bytes) -> None:
         """Keep a page that `check_page` found right."""

@@ -62,6 +62,7 @@ def progress_of(
     phase: str,
     sources: Iterable[str] = (),
     retries: int = 0,
+    layer_nbytes: Sequence[int] | None = None,
 ) -> Progress:
     """Return a snapshot.
 
@@ -73,10 +74,13 @@ def progress_of(
         phase: What the pull does now, for people.
         sources: The sources in use; repeated ones count once.
         retries: How often a chunk was read again.
+        layer_nbytes: The bytes to move for each layer; None: those of its tensors.
     """
     layers = []
     for layer in layout.layers:
         nbytes = sum(length for _, length in layer.extents)
+        if layer_nbytes is not None:
+            nbytes = layer_nbytes[layer.index]
         ready = is_ready(layer.index)
         done = nbytes if ready else 0
         if done_nbytes is not None:
@@ -84,7 +88,7 @@ def progress_of(
         layers.append(LayerProgress(layer.name, nbytes, done, ready))
     return Progress(
         sum(layer.done_nbytes for layer in layers),
-        layout.payload_nbytes,
+        sum(layer.nbytes for layer in layers),
         sum(layer.ready for layer in layers),
         len(layers),
         tuple(layers),

@@ -17,8 +17,15 @@ there, over bytes that another connection has brought and that are verified. A c
 so late that the others could do its work twice is dropped (`tick`). A part with a wrong block is
 read again, its chunk not from the same source while another may give it; a source that sends wrong
 bytes `MAX_CORRUPT` times is dropped. A chunk is read only from a source that allows it
-(`mx.core.rights`). The pull fails when chunks are missing, no open connection may read them, and
-the caller has reported that no further connection will come.
+(`mx.core.rights`).
+
+A pull of some tensors has *wanted* blocks; the others count as right from the start. Of those whose
+bytes do not go to their place as they are, parts of their own are *read aside*, into a buffer, and
+copied from there once they are right. Such a part is only read once its layer's page is known, so
+that it is judged when it lands, and buffers are as few as reads in flight.
+
+The pull fails when chunks are missing, no open connection may read them, and the caller has
+reported that no further connection will come.
 """
 
 from __future__ import annotations
@@ -34,7 +41,15 @@ from mx.core.missing import Missing
 from mx.core.pace import Pace
 from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Part
-from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
+from mx.core.transfer_commands import (
+    Assign,
+    Command,
+    CopyOut,
+    DropConnection,
+    Fail,
+    LayerReady,
+)
+from mx.core.wanted import Wanted
 from mx.errors import DigestError, MxError, PathSlowError
 
 MAX_CORRUPT = 2
@@ -58,6 +73,7 @@ class TransferMachine:
         page_of: Callable[[int], bytes | None],
         *,
         several_connections: bool = False,
+        wanted: Wanted | None = None,
     ) -> None:
         """
         Args:
@@ -65,13 +81,16 @@ class TransferMachine:
             page_of: Returns the digests that a layer's blocks must have, None while they are not
                 known; `page_known` reports when they are.
             several_connections: True if others will follow the first connection at once.
+            wanted: The blocks to read; None: all.
         """
-        self.holdings = Holdings(grid)
+        self.holdings = Holdings(grid, None if wanted is None else wanted.bits)
         self.retries = 0
         self._grid = grid
         self._page_of = page_of
         self._several_connections = several_connections
-        self._missing = Missing(grid)  # neither verified nor being read
+        self._wanted = wanted
+        self._copying: set[Part] = set()  # right, and not in their place yet
+        self._missing = Missing(grid, wanted)  # neither verified nor being read
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
         self._waiting: dict[int, dict[Part, _Landed]] = {}  # layer -> parts that wait for its page
@@ -195,7 +214,21 @@ class TransferMachine:
 
     def page_known(self, layer: int, now_s: float) -> list[Command]:
         """Verify what has landed of a layer whose page is known from now on."""
-        return self._judge(layer, now_s) + self._check_hopeless()
+        commands = self._judge(layer, now_s)
+        if self._wanted is not None:  # what is read aside has waited for it
+            commands += self._assign(now_s)
+        return commands + self._check_hopeless()
+
+    def copied_out(self, part: Part) -> list[Command]:
+        """Record that the wanted bytes of a part that was read aside are in their place."""
+        if self._ended or part not in self._copying:
+            return []
+        self._copying.remove(part)
+        return self._in_place(part)
+
+    def reads_aside(self, part: Part) -> bool:
+        """Return True if a part is read into a buffer. From any thread."""
+        return self._wanted is not None and self._wanted.is_aside(part)
 
     def failed(self, connection: int, part: Part, error: MxError, now_s: float) -> list[Command]:
         """Record that the read of a part failed; its session may still work."""
@@ -294,8 +327,15 @@ class TransferMachine:
     def _right(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
         load.verified_nbytes += self._missing.nbytes_of(part)
         load.verified_at_s = now_s
+        if self.reads_aside(part):
+            self._copying.add(part)
+            return [CopyOut(part)]
+        return self._in_place(part)
+
+    def _in_place(self, part: Part) -> list[Command]:
         blocks = self._right_blocks.pop(part.chunk, 0) + part.end - part.begin
-        if blocks == self._grid.block_count(part.chunk):
+        needed = self._grid.block_count if self._wanted is None else self._wanted.block_count
+        if blocks == needed(part.chunk):
             return self._verified(part.chunk)
         self._right_blocks[part.chunk] = blocks
         return []
@@ -352,6 +392,12 @@ class TransferMachine:
 
     def _may_read(self, load: ConnectionLoad, chunk: int) -> bool:
         return self._rights.may_read(load.source, chunk, self._open_sources)
+
+    def _may_begin(self, chunk: int) -> bool:
+        """Return True unless some of the chunk is read aside, and could not be judged."""
+        if self._wanted is None or not self._wanted.needs_aside(chunk):
+            return True
+        return self._page_of(self._grid.layer_of[chunk]) is not None
 
     def _open_sources(self) -> set[str]:
         return {load.source for load in self._open.values()}
@@ -418,7 +464,7 @@ class TransferMachine:
             rank = striping.rank(load, rivals, self._grid.chunk_nbytes)
         chosen = None
         for chunk in self._missing.chunks(among):
-            if self._may_read(load, chunk):
+            if self._may_read(load, chunk) and self._may_begin(chunk):
                 chosen = chunk
                 if rank <= 0:
                     break

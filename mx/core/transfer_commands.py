@@ -17,9 +17,17 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyOut:
+    """This part, which was read aside, is right: copy what is wanted of it to its place, and report
+    that by `TransferMachine.copied_out`."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
 class LayerReady:
-    """Every chunk of the layer is verified; `shortcut`: some blocks by xxh3_128 only, where the
-    kernel vouches that this user's own process wrote them."""
+    """Every chunk of the layer is verified and in its place; `shortcut`: some blocks by xxh3_128
+    only, where the kernel vouches that this user's own process wrote them."""
 
     layer: int
     shortcut: bool = False
@@ -40,4 +48,4 @@ class Fail:
     causes: tuple[MxError, ...]
 
 
-Command = Assign | LayerReady | DropConnection | Fail
+Command = Assign | CopyOut | LayerReady | DropConnection | Fail

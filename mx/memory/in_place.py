@@ -15,6 +15,9 @@ from mx.memory.collector import paused
 from mx.memory.live import LiveMemory, Tensors, is_tied
 from mx.text import listed
 
+#: What errors call all tensors of a model.
+WHOLE = "the model"
+
 
 class InPlace:
     """Tensors to fill. Nothing is written before `arena` has found that all of them fit."""
@@ -40,19 +43,25 @@ class InPlace:
         return {name: now[name] for name in names}
 
     @paused()
-    def arena(self, layout: Layout) -> LiveMemory:
+    def arena(self, layout: Layout, what: str = WHOLE) -> LiveMemory:
         """Return the tensors' memory as an arena of a layout.
+
+        Args:
+            layout: The layout.
+            what: What errors call it.
 
         Raises:
             ConfigError: Names, shapes, dtypes or ties differ from the model's; the error has all
                 differences. Or the memory is in use by another pull or source.
         """
         self._arrays = _arrays(self._tensors())  # the pull may have waited long for a source
-        differences = list(self._differences(layout))
+        differences = list(self._differences(layout, what))
         if differences:
             raise ConfigError(
-                "`into` does not fit the model, and nothing was written: " + "; ".join(differences),
-                hint="build it from the model's own configuration; pull.files() has that",
+                f"`into` does not fit {what}, and nothing was written: " + "; ".join(differences),
+                hint="build it from the model's own configuration; pull.files() has that"
+                if what == WHOLE
+                else "give just the selected tensors, with the shapes of their slices",
             )
         names = {tensor.name for tensor in layout.tensors} | {a.name for a in layout.aliases}
         arrays = {name: self._arrays[name] for name in names}
@@ -67,7 +76,7 @@ class InPlace:
         self._arrays.clear()
         self._tensors = _released
 
-    def _differences(self, layout: Layout) -> list[str]:
+    def _differences(self, layout: Layout, what: str) -> list[str]:
         arrays = self._arrays
         wanted = {tensor.name: tensor for tensor in layout.tensors}
         aliases = {alias.name: alias for alias in layout.aliases}
@@ -78,7 +87,7 @@ class InPlace:
         if missing:
             found.append(f"missing here: {listed(missing)}")
         if extra:
-            found.append(f"not in the model: {listed(extra)}")
+            found.append(f"not in {what}: {listed(extra)}")
         here = [name for name in names if name in arrays]
         orders: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None] = {}
         for name in here:
@@ -94,7 +103,7 @@ class InPlace:
             if (array.dtype, array.shape) != (form.dtype, form.shape):
                 found.append(
                     f"{name} is {array.dtype} {list(array.shape)} here, "
-                    f"{form.dtype} {list(form.shape)} in the model"
+                    f"{form.dtype} {list(form.shape)} in {what}"
                 )
             elif not array.writable:
                 found.append(f"{name} is read-only")

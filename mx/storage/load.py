@@ -12,6 +12,7 @@ from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
+from mx.memory.subset import SubsetMemory
 from mx.storage.reader import fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.views import DeviceView, HostView, View
@@ -34,12 +35,14 @@ A = TypeVar("A", bound=FillableArena)
 class Destination:
     """Host memory to fill an arena through: `view`, which maps `memfd` if there is one.
 
-    `on_layer`, if there is one, is to be called with the index of each complete layer.
+    `on_layer`, if there is one, is to be called with the index of each complete layer. `copy`, if
+    there is one, takes blocks and their places in place of `view`.
     """
 
     view: HostView
     memfd: int | None = None
     on_layer: Callable[[int], None] | None = None
+    copy: Callable[[int, memoryview], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ def destination(arena: FillableArena, layout: Layout) -> Iterator[Destination]:
     For host memory it is the arena itself. For GPU memory it is a window, whose `on_layer` copies
     a layer to the GPU.
     """
+    if isinstance(arena, SubsetMemory):
+        yield Destination(arena.view, copy=arena.write)
+        return
     if not isinstance(arena, DeviceArena):
         view = arena.view
         assert not isinstance(view, DeviceView)
@@ -121,6 +127,7 @@ def load_checkpoint(
                 layout,
                 there.view,
                 memfd=there.memfd,
+                copy=there.copy,
                 shortcuts=shortcuts,
                 threads=threads,
                 progress=None if progress is None else (lambda done: progress(done, total)),

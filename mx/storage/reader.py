@@ -35,6 +35,7 @@ def fill(
     destination: HostView,
     *,
     memfd: int | None = None,
+    copy: Callable[[int, memoryview], None] | None = None,
     shortcuts: bool = False,
     threads: int = 2,
     progress: Callable[[int], None] | None = None,
@@ -53,6 +54,8 @@ def fill(
         destination: A writable view of at least `layout.arena_nbytes` bytes; nothing refers to it
             once this returns or raises.
         memfd: The memfd that `destination` maps, if it is such a map.
+        copy: Called with each block and its place, which it copies, in place of a copy to
+            `destination`; for a `SubsetMemory`, whose view that is.
         shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
         progress: Called with the bytes landed so far, from the reader threads, one call at a time.
@@ -74,7 +77,7 @@ def fill(
     index_of = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
     readers: list[SpanReader] = []
     with as_bytes(destination) as view:
-        arena = _arena(view, memfd, layout)
+        arena = _arena(view, memfd, layout, copy)
         job = _Job(layout, shortcuts, progress, cancelled, on_layer)
         try:
             for file in checkpoint.files:
@@ -186,10 +189,15 @@ def hash_in_place(
     return job.filled()
 
 
-def _arena(view: HostView, memfd: int | None, layout: Layout) -> ArenaWriter:
+def _arena(
+    view: HostView,
+    memfd: int | None,
+    layout: Layout,
+    copy: Callable[[int, memoryview], None] | None = None,
+) -> ArenaWriter:
     if len(view) < layout.arena_nbytes:
         raise ValueError(f"the arena has {len(view)} bytes, not {layout.arena_nbytes}")
-    return ArenaWriter(view, memfd)
+    return ArenaWriter(view, memfd, copy)
 
 
 class _Job:

@@ -32,11 +32,17 @@ class ArenaWriter:
 
     `view` is the arena. If it is a map of a memfd, `memfd` is that: a write to the file takes half
     the time of a copy into pages of the map that nothing has touched, since the kernel need neither
-    clear nor map them.
+    clear nor map them. `copy` does the copying in place of all that, where only some bytes are
+    wanted; `view` is scattered then.
     """
 
-    def __init__(self, view: HostView, memfd: int | None = None) -> None:
-        self.view, self.memfd = view, memfd
+    def __init__(
+        self,
+        view: HostView,
+        memfd: int | None = None,
+        copy: Callable[[int, memoryview], None] | None = None,
+    ) -> None:
+        self.view, self.memfd, self._copy = view, memfd, copy
 
     def write(self, place: int, data: memoryview) -> None:
         """Copy `data` to `place` in the arena, without the interpreter lock unless it is short.
@@ -44,6 +50,9 @@ class ArenaWriter:
         Raises:
             CapacityError: The system has no memory for it.
         """
+        if self._copy is not None:
+            self._copy(place, data)
+            return
         end = place + data.nbytes
         if data.nbytes <= _SHORT_BYTES:
             host_view(self.view[place:end])[:] = data

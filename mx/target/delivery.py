@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mx.core.types import Manifest
+from mx.core.types import Layout, Manifest
 from mx.memory.device import HostReader
 from mx.memory.verify import check_layer
 from mx.storage.output import Output
@@ -34,9 +34,11 @@ class Delivery:
         out: Path | None,
         keep: bool = False,
         revision: str = "",
+        layout: Layout | None = None,
     ) -> None:
         self._revision = revision
         self._manifest = manifest
+        self._layers = (layout or manifest.layout).layers  # as they are delivered
         self._log = log
         self._outcome = outcome
         self.connection_lost = outcome.connection_lost
@@ -87,7 +89,7 @@ class Delivery:
         """Write a layer that is ready, and fire its event."""
         if self._output is not None:
             self._output.layer_ready(layer, self._place(arena, layer))
-        place, at_s = self._manifest.layout.layers[layer], time.monotonic() - self._log.started_s
+        place, at_s = self._layers[layer], time.monotonic() - self._log.started_s
         event = LayerEvent(
             layer,
             place.name,

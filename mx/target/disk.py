@@ -7,6 +7,7 @@ from collections.abc import Callable
 from mx.core.types import Layout
 from mx.errors import CheckpointError
 from mx.memory.live import Memory
+from mx.memory.subset import SubsetMemory
 from mx.storage.load import Loaded, load_checkpoint
 from mx.storage.safetensors import Checkpoint
 from mx.storage.staging import Staging
@@ -20,8 +21,11 @@ def load(
     began: Callable[[], None],
     progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
-) -> Loaded[Memory]:
+) -> Loaded[Memory | SubsetMemory]:
     """Read the checkpoint at `options.disk` into an arena, which the caller owns. Blocks.
+
+    With a selection it is read and hashed whole all the same, through bounded buffers: its identity
+    is that of all its bytes.
 
     Args:
         options: The pull's options. `out` is checked before anything is read.
@@ -39,14 +43,19 @@ def load(
     if options.out is not None:
         Staging(options.out).leave()
 
-    def new_arena(layout: Layout) -> Memory:
-        arena = options.new_arena(layout)
+    def arena_of(layout: Layout) -> Memory | SubsetMemory:
+        if options.selection is None:
+            arena = options.new_arena(layout)
+            began()
+            return arena
+        subset = options.selection.of(layout)
+        arena = options.new_arena(subset.layout)
         began()
-        return arena
+        return SubsetMemory(subset, arena)
 
-    loaded: Loaded[Memory] = load_checkpoint(
+    loaded: Loaded[Memory | SubsetMemory] = load_checkpoint(
         options.disk,
-        new_arena,
+        arena_of,
         chunk_nbytes=options.chunk_nbytes,
         threads=2,
         opened=opened,

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from mx.core.pages import Pages
 from mx.core.progress import Progress
-from mx.core.types import Manifest, Packaging
+from mx.core.selection import Subset
+from mx.core.types import Layout, Manifest, Packaging
 from mx.errors import ConfigError, LocalError, MxError, NoSourceError
 from mx.memory.arena import Arena
 from mx.runtime import in_thread, uncut, unexpected
@@ -38,6 +39,8 @@ class FilesJob:
         # What only a pull of weights has:
         self.pages: Pages | None = None
         self.arena: Arena | None = None
+        self.layout: Layout | None = None
+        self.subset: Subset | None = None
         self.node: Node | None = None
         self.kept = ""
         self.reader_id = ""

@@ -17,7 +17,9 @@ from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
 from mx.core.reuse import Held
+from mx.core.selection import Subset
 from mx.core.types import Layout, Manifest, ManifestRef, SourceRecord
+from mx.core.wanted import Wanted
 from mx.errors import (
     ConfigError,
     CoordinatorError,
@@ -33,6 +35,7 @@ from mx.errors import (
 from mx.memory.arena import BorrowedArena
 from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
+from mx.memory.subset import SubsetMemory
 from mx.runtime import beside, in_thread, uncut, unexpected
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
@@ -86,18 +89,21 @@ class Job:
         self.manifest: Manifest | None = None
         self.pages: Pages | None = None
         self.arena: Memory | None = None
+        self.subset: Subset | None = None  # of a pull of some tensors, with the manifest
         self.node: Node | None = None
         self.kept = ""  # how to go on from what a failed pull has left on disk
         self.files = SideFiles(options, log)
         #: The source id by which others know this pull; "" if others can't read from it.
         self.reader_id = ""
         in_place = options.into is None or isinstance(options.into, InPlace)
-        if options.host is not None and options.device == "cpu" and in_place:
+        gives = options.selection is None  # whole chunks
+        if options.host is not None and options.device == "cpu" and in_place and gives:
             self.reader_id = str(uuid.uuid4())
         self._transports = transports
         self._log = log
         self._place = target_place(options)
         self._transfer: Transfer | None = None
+        self._wanted: Wanted | None = None
         self._delivery: Delivery | None = None
         self._streams = StreamDialer(options.tls, options.insecure)
         self._causes: list[MxError] = []
@@ -108,18 +114,31 @@ class Job:
         self._written = False
         self._closed = False
 
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of `arena`; None until the manifest is known."""
+        if self.subset is not None:
+            return self.subset.layout
+        return None if self.manifest is None else self.manifest.layout
+
     def progress(self) -> Progress:
         """Return a snapshot; from any thread."""
-        manifest = self.manifest
-        if manifest is None:
+        layout = self.layout
+        if layout is None:
             return Progress(*self._disk_done, phase=self._log.phase)
-        transfer, log = self._transfer, self._log
+        transfer, log, wanted = self._transfer, self._log, self._wanted
         if transfer is None:
-            return progress_of(manifest.layout, None, log.is_ready, log.phase)
+            return progress_of(layout, None, log.is_ready, log.phase)
         sources = [each.peer for each in transfer.connections if not each.lost]
         done_nbytes = transfer.progress()[1]
         return progress_of(
-            manifest.layout, done_nbytes, log.is_ready, log.phase, sources, transfer.retries
+            layout,
+            done_nbytes,
+            log.is_ready,
+            log.phase,
+            sources,
+            transfer.retries,
+            None if wanted is None else wanted.layer_nbytes,
         )
 
     # -- the run ----------------------------------------------------------------------------------
@@ -213,6 +232,7 @@ class Job:
         """Undo what was begun, to begin again."""
         await uncut(self._discard())
         self.manifest = self.pages = self._transfer = None
+        self.subset = self._wanted = None
         self.files.unknown()
 
     async def _from_peers(self) -> PullReport:
@@ -256,6 +276,8 @@ class Job:
             self._log.waiting,
         )
         self.manifest = found.manifest
+        if options.selection is not None:  # names of 50,000 tensors take a while
+            self.subset = await in_thread(options.selection.of, found.manifest.layout)
         self._log.planned(len(found.manifest.layout.layers), found.manifest)
         self.files.described(found.located, found.manifest)
         return found
@@ -277,6 +299,7 @@ class Job:
             out=self.options.out,
             keep=self.options.resume and self.options.device == "cpu",
             revision=self.key.revision,
+            layout=self.layout,
         )
         return self._delivery
 
@@ -325,18 +348,24 @@ class Job:
                 unmapped = connection, entry
                 break
 
-        arena = await uncut(self._allocate(manifest.layout))
-        self.pages = pages = Pages(manifest)
+        arena = await uncut(self._allocate(self.layout or manifest.layout))
+        selected = None
+        if self.subset is not None:
+            selected = await uncut(in_thread(_selected, self.subset, arena, manifest))
+        self._wanted = wanted = None if selected is None else selected[1]
+        self.pages = pages = Pages(manifest, None if wanted is None else wanted.layers)
         self._transfer = transfer = Transfer(
             manifest,
             pages,
-            arena.view,
+            arena.view if selected is None else selected[0].view,
             delivery,
             arena.hasher,
             several_connections=len(paths.chosen) > 1,
             # Who holds the weights for others has verified them against the identity itself.
             shortcut=not (options.strong or options.hold) and options.device == "cpu",
+            subset=selected,
         )
+        del selected
         closing.push_async_callback(self._end_transfer, transfer)
         sources = found.located.sources
         fetcher = PageFetcher(
@@ -417,7 +446,9 @@ class Job:
         if outcome.causes is not None:
             self._causes += outcome.causes
             causes, came = self._causes, transfer.progress()[0]
-            raise final_error(str(self.key), manifest.layout, self._log.layers_ready, came, causes)
+            ready, wanted = self._log.layers_ready, self._wanted
+            total = None if wanted is None else wanted.nbytes
+            raise final_error(str(self.key), manifest.layout, ready, came, causes, total)
 
     def _join_swarm(
         self, found: Found, arena: Memory, transfer: Transfer, outcome: Outcome
@@ -546,6 +577,8 @@ class Job:
             )
         )
         manifest, arena = loaded.manifest, loaded.arena
+        if isinstance(arena, SubsetMemory):
+            self.subset, arena = arena.subset, arena.memory
         self.arena, self.manifest, self.pages = arena, manifest, loaded.pages
         self._log.planned(len(manifest.layout.layers), manifest)
         self.files.loaded(manifest)
@@ -586,7 +619,7 @@ class Job:
             model=str(self.key),
             manifest=manifest.ref.identity.hex(),
             pin=manifest.ref.pin.hex(),
-            bytes=manifest.layout.payload_nbytes,
+            bytes=(self.layout or manifest.layout).payload_nbytes,
             seconds=log.last_layer_s(),
             first_layer_s=log.first_layer_s(),
             layers=len(manifest.layout.layers),
@@ -595,6 +628,7 @@ class Job:
             retries=retries,
             left=list(left),
             control_s=max(0.0, log.first_read_s - log.started_s),
+            moved_bytes=None if self._wanted is None else self._wanted.nbytes,
         )
 
     async def leave(self) -> None:
@@ -629,6 +663,11 @@ async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
     with it, and they are needed only for bytes that are there."""
     await pool.tried.wait()
     await fetcher.run()
+
+
+def _selected(subset: Subset, arena: Memory, manifest: Manifest) -> tuple[SubsetMemory, Wanted]:
+    """Return the memory of the tensors that are wanted, and the blocks that they need."""
+    return SubsetMemory(subset, arena), subset.wanted(manifest.grid)
 
 
 def _none_opened(model: str, causes: list[MxError]) -> MxError:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from mx.core.reuse import Held
 from mx.core.revisions import MAIN
+from mx.core.selection import Selection
 from mx.core.types import CHECKPOINT, Layout, ModelKey
 from mx.errors import ConfigError
 from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
 from mx.memory.device import DeviceArena
-from mx.memory.in_place import InPlace
+from mx.memory.in_place import WHOLE, InPlace
 from mx.memory.live import Memory
 from mx.swarm.sharing import MakeHost
 from mx.transport import TlsFiles
@@ -26,8 +27,9 @@ class PullOptions:
     One of `coordinator`, `peer` and `disk` says where to look; `disk` beside another one is the
     fallback, if `fall_back_to_disk`. `files_only` pulls no weights. `device` is "cpu" or
     "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
-    empties the list). `follow` goes over to a newer revision when the weights change. `host` lets
-    others read from the pull; `alone_because` says why it is None where users may not expect that.
+    empties the list). `follow` goes over to a newer revision when the weights change. `selection`
+    says which tensors are wanted, None: all. `host` lets others read from the pull;
+    `alone_because` says why it is None where users may not expect that.
     `coordinate_always` coordinates on every medium when a source says that others read there, not
     only over networks.
     """
@@ -61,6 +63,7 @@ class PullOptions:
     trusted_fabric: bool = False
     nics: tuple[str, ...] = ()
     host: MakeHost | None = None
+    selection: Selection | None = None
     coordinate_always: bool = False
     alone_because: str = ""
 
@@ -80,11 +83,12 @@ class PullOptions:
         memory of the host or a GPU. Raises ConfigError if the caller's memory is too small or its
         tensors do not fit, CapacityError."""
         if isinstance(self.into, InPlace):
-            return self.into.arena(layout)
+            what = WHOLE if self.selection is None else "the selection"
+            return self.into.arena(layout, what)
         nbytes = layout.arena_nbytes
         if self.into is not None:
             if self.into.nbytes < nbytes:
-                raise ConfigError(f"the model needs {nbytes} bytes, `into` has {self.into.nbytes}")
+                raise ConfigError(f"{nbytes} bytes are needed, and `into` has {self.into.nbytes}")
             return BorrowedArena(self.into[:nbytes])
         if self.device != "cpu":
             return DeviceArena(nbytes, self.device)

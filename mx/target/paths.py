@@ -63,7 +63,10 @@ def plan_paths(
         sorted(transports),
         reach,
         forced=options.transport,
-        attach=options.attach and not options.hold and options.into is None,
+        attach=options.attach
+        and not options.hold
+        and options.into is None
+        and options.selection is None,
     )
 
 

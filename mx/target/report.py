@@ -95,6 +95,9 @@ class FilesReport:
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
 
+    `bytes` are those of the tensors that were pulled. `moved_bytes` is None, or for a pull of some
+    tensors the bytes of all blocks that hold some of theirs, which were moved.
+
     `manifest` is the identity of the weights. `pin` covers their files too, if there are any, else
     it is the identity; both in hexadecimal digits. Both are "" for files from a disk alone, whose
     weights are not read. `bytes`, `layers` and `paths` count weights: a pull of files only has
@@ -115,6 +118,7 @@ class PullReport:
     fallback: str | None = None
     control_s: float = 0.0
     files: FilesReport | None = None
+    moved_bytes: int | None = None
 
     @property
     def pin_covers_files(self) -> bool:
@@ -151,7 +155,11 @@ class PullReport:
             "left": [{"source": each.source, "reason": each.reason} for each in self.left],
             "fallback": self.fallback,
             "control_s": round(self.control_s, 6),
-        } | ({} if self.files is None else {"files": asdict(self.files)})
+        } | self._optional()
+
+    def _optional(self) -> dict[str, object]:
+        found: dict[str, object] = {} if self.files is None else {"files": asdict(self.files)}
+        return found if self.moved_bytes is None else found | {"moved_bytes": self.moved_bytes}
 
 
 def again(error: MxError, how: str) -> MxError:
@@ -162,15 +170,21 @@ def again(error: MxError, how: str) -> MxError:
 
 
 def final_error(
-    model: str, layout: Layout, layers_ready: int, bytes_done: int, causes: Sequence[MxError]
+    model: str,
+    layout: Layout,
+    layers_ready: int,
+    bytes_done: int,
+    causes: Sequence[MxError],
+    bytes_total: int | None = None,
 ) -> MxError:
     """Return the error of a pull that ran out of sources: how far it came, and the last cause of
-    each kind from each source."""
+    each kind from each source. `bytes_total` is what it should move, if not the whole layout."""
     last = {(type(e), getattr(e, "peer", "") or e.message): e.message for e in causes}
     said = "; ".join(last.values()) or "no source was left"
+    total = layout.payload_nbytes if bytes_total is None else bytes_total
     far = (
         f"pull of {model} stopped after {layers_ready} of {count(len(layout.layers), 'layer')}, "
-        f"{format_bytes(bytes_done)} of {format_bytes(layout.payload_nbytes)}: {said}"
+        f"{format_bytes(bytes_done)} of {format_bytes(total)}: {said}"
     )
     if causes and isinstance(causes[-1], DigestError):
         return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)

@@ -16,10 +16,19 @@ from mx.core.holdings import Holdings, HoldingsListener
 from mx.core.pages import Pages
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
-from mx.core.transfer_commands import Assign, Command, DropConnection, Fail, LayerReady
+from mx.core.transfer_commands import (
+    Assign,
+    Command,
+    CopyOut,
+    DropConnection,
+    Fail,
+    LayerReady,
+)
 from mx.core.types import Manifest
+from mx.core.wanted import ASIDE_BYTES, Wanted
 from mx.errors import ClosedError, MxError, PathSlowError, another
 from mx.memory.arena import Hasher, MakeHasher, host_hasher
+from mx.memory.subset import SubsetMemory
 from mx.runtime import unexpected
 from mx.target.reads import CONNECTION_ERRORS, Connection
 from mx.target.report import PathReport, VerifiedBy
@@ -47,10 +56,19 @@ class _PartSink:
     """Hashes one part as it lands and reports how it ended.
 
     `vouched` are the shortcut digests that the blocks should have; without any the hasher computes
-    blake3.
+    blake3. `buffer` holds a part that is read aside.
     """
 
-    __slots__ = ("transfer", "connection", "part", "views", "hasher", "vouched", "landed_nbytes")
+    __slots__ = (
+        "transfer",
+        "connection",
+        "part",
+        "views",
+        "hasher",
+        "vouched",
+        "landed_nbytes",
+        "buffer",
+    )
 
     def __init__(
         self,
@@ -60,6 +78,7 @@ class _PartSink:
         views: Sequence[Span],
         hasher: Hasher,
         vouched: memoryview | None,
+        buffer: bytearray | None = None,
     ) -> None:
         self.transfer = transfer
         self.connection = connection
@@ -68,6 +87,7 @@ class _PartSink:
         self.hasher = hasher
         self.vouched = vouched
         self.landed_nbytes = 0
+        self.buffer = buffer
 
     def landed(self, nbytes: int) -> None:
         self.hasher.landed(nbytes)
@@ -100,6 +120,7 @@ class Transfer:
         *,
         several_connections: bool = False,
         shortcut: bool = False,
+        subset: tuple[SubsetMemory, Wanted] | None = None,
     ) -> None:
         """
         Args:
@@ -111,6 +132,8 @@ class Transfer:
             several_connections: True if others will follow the first connection at once.
             shortcut: Where the kernel vouches that this user's own process wrote the memory that is
                 read, verify by xxh3_128, and by blake3 only what differs. `arena` is host memory.
+            subset: The memory of some tensors, whose view `arena` is, and the blocks to read for
+                them; None: all.
         """
         self.manifest = manifest
         self.pages = pages
@@ -121,8 +144,13 @@ class Transfer:
         self._lock = threading.Lock()
         self._shortcut = shortcut
         self._machine = TransferMachine(
-            self._grid, pages.get, several_connections=several_connections
+            self._grid,
+            pages.get,
+            several_connections=several_connections,
+            wanted=None if subset is None else subset[1],
         )
+        self._subset = None if subset is None else subset[0]
+        self._buffers: list[bytearray] = []  # for parts that are read aside, not in use
         self._connections: dict[int, Connection] = {}
         self._excluded: dict[str, MxError] = {}
         self._put = threading.Condition()
@@ -351,6 +379,9 @@ class Transfer:
             with self._lock:
                 self._in_flight.clear()
                 self._arena = memoryview(b"")
+                self._buffers.clear()
+                if self._subset is not None:
+                    self._subset.forget()
                 for connection in self._connections.values():
                     connection.vouched = None
         return joined
@@ -377,7 +408,8 @@ class Transfer:
         with self._lock:
             self._in_flight.pop(sink.part, None)
             commands = self._machine.landed(sink.connection, sink.part, digests, time.monotonic())
-        self._run(commands)
+        self._run(commands, sink)
+        self._free(sink)
 
     def part_failed(self, sink: _PartSink, error: MxError) -> None:
         if isinstance(error, CONNECTION_ERRORS):
@@ -385,6 +417,7 @@ class Transfer:
         with self._lock:
             self._in_flight.pop(sink.part, None)
             commands = self._machine.failed(sink.connection, sink.part, error, time.monotonic())
+        self._free(sink)
         self._run(commands)
 
     # ----------------------------------------------------------------------------------------
@@ -393,21 +426,28 @@ class Transfer:
         grid, arena = self._grid, self._arena
         place = grid.part(part.chunk, part.begin, part.end)
         base = grid.layout.layers[place.layer].arena_offset
-        blocks = [
-            contiguous(block)
-            for block in cut(arena, grid.blocks(part.chunk)[part.begin : part.end], base)
-        ]
+        places = grid.blocks(part.chunk)[part.begin : part.end]
+        buffer = self._buffer(part)
+        blocks: list[Span]
+        if buffer is None:
+            blocks = [contiguous(block) for block in cut(arena, places, base)]
+        else:
+            blocks = [*_one_after_another(buffer, (nbytes for _, nbytes in places))]
         vouched = self._vouched(connection, part)
         if vouched is None:
             hasher = self._make_hasher(blocks)
         else:
             hasher = BlockHasher([host_view(block) for block in blocks], shortcut_digest)
-        sink = _PartSink(self, connection, part, blocks, hasher, vouched)
+        sink = _PartSink(self, connection, part, blocks, hasher, vouched, buffer)
         with self._lock:
             self._in_flight[part] = sink
         # The source's region is laid out as this arena is.
         segments = grid.segments(place)
-        views = cut(arena, [(at.arena_offset, at.nbytes) for at in segments])
+        views: Sequence[View]
+        if buffer is None:
+            views = cut(arena, [(at.arena_offset, at.nbytes) for at in segments])
+        else:
+            views = _one_after_another(buffer, (at.nbytes for at in segments))
         pieces = [Piece(0, at.arena_offset, view) for at, view in zip(segments, views, strict=True)]
         return sink, Read(f"chunk {part.chunk}", pieces, sink)
 
@@ -421,11 +461,43 @@ class Transfer:
         first = grid.first_of_layer[grid.layer_of[part.chunk]] + grid.first_block[part.chunk]
         return digests[SHORTCUT_BYTES * (first + part.begin) : SHORTCUT_BYTES * (first + part.end)]
 
-    def _run(self, commands: Sequence[Command]) -> None:
+    # -- parts that are read aside ----------------------------------------------------------------
+
+    def _buffer(self, part: Part) -> bytearray | None:
+        """Return a buffer for a part that is read aside; None for others."""
+        if not self._machine.reads_aside(part):
+            return None
+        with self._lock:
+            return self._buffers.pop() if self._buffers else bytearray(ASIDE_BYTES)
+
+    def _free(self, sink: _PartSink) -> None:
+        """Keep the buffer of a part for others: nothing writes there any more."""
+        buffer, sink.buffer = sink.buffer, None
+        if buffer is not None:
+            with self._lock:
+                self._buffers.append(buffer)
+
+    def _copy_out(self, sink: _PartSink) -> None:
+        grid, part = self._grid, sink.part
+        base = grid.layout.layers[grid.layer_of[part.chunk]].arena_offset
+        subset = self._subset
+        assert subset is not None
+        places = grid.blocks(part.chunk)[part.begin : part.end]
+        for (offset, _), block in zip(places, sink.views, strict=True):
+            subset.write(base + offset, host_view(block))
+        with self._lock:
+            commands = self._machine.copied_out(part)
+        self._run(commands)
+
+    def _run(self, commands: Sequence[Command], sink: _PartSink | None = None) -> None:
+        """Carry out commands; `sink` has what has landed just now."""
         for command in commands:
             match command:
                 case Assign(connection, parts):
                     self._assign(connection, parts)
+                case CopyOut():
+                    assert sink is not None  # it is judged when it lands
+                    self._copy_out(sink)
                 case LayerReady(layer, shortcut):
                     by = VerifiedBy.SHORTCUT if shortcut else VerifiedBy.DIGEST
                     self._listener.layer_ready(layer, self._arena, by)
@@ -444,3 +516,13 @@ class Transfer:
             self.connection_lost(connection, refused)
             for sink in sinks:
                 self.part_failed(sink, refused)
+
+
+def _one_after_another(buffer: bytearray, sizes: Iterable[int]) -> list[memoryview]:
+    """Return views of these sizes, from the start of a buffer."""
+    whole, at = memoryview(buffer), 0
+    found = []
+    for nbytes in sizes:
+        found.append(whole[at : at + nbytes])
+        at += nbytes
+    return found

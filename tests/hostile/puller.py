@@ -13,18 +13,18 @@ import sys
 from typing import Any
 
 from mx import api
-from mx.core.types import Manifest
+from mx.core.types import Layout
 from mx.errors import EXIT_OK, EXIT_OTHER, MxError
 from mx.transport import Span, contiguous, host_view
 
 
-def hashes(manifest: Manifest, arena: Span, layer: int) -> dict[str, str]:
+def hashes(layout: Layout, arena: Span, layer: int) -> dict[str, str]:
     """Return the sha256 of the layer's tensors, which are read where torch would see them: to
     import it takes longer than all else here."""
-    place = manifest.layout.layers[layer]
+    place = layout.layers[layer]
     begin = place.first_tensor
     found = {}
-    for tensor in manifest.layout.tensors[begin : begin + len(place.extents)]:
+    for tensor in layout.tensors[begin : begin + len(place.extents)]:
         assert not tensor.stride
         offset = place.arena_offset + tensor.offset
         data = host_view(arena)[offset : offset + tensor.nbytes]
@@ -38,8 +38,8 @@ def run(model: str, right: dict[str, str], **options: Any) -> int:
     with api.pull(model, **options) as pull:
         try:
             for layer in pull.layers():
-                manifest, view = pull._arena_view()
-                delivered |= hashes(manifest, contiguous(view), layer.index)
+                layout, view = pull._arena_view()
+                delivered |= hashes(layout, contiguous(view), layer.index)
             found = pull.wait().to_json()
         except MxError as error:
             code = error.exit_code

@@ -1,0 +1,131 @@
+"""The memory of some tensors of a model, or of slices of them, as a pull of the model fills it.
+
+A pull reads blocks of the model. Those that lie whole in the destination go there as they are, by
+`view`. Of others `write` copies what is wanted, once they are right.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Literal
+
+from mx.buffers import copy_bytes
+from mx.core.cuts import Runs
+from mx.core.grid import BLOCK_BYTES
+from mx.core.selection import Subset
+from mx.memory.arena import MakeHasher, host_hasher
+from mx.memory.live import Memory
+from mx.views import HostView, ScatteredView, host_bytes, host_view
+
+#: To give up the interpreter lock takes longer than to copy so few bytes.
+_SHORT_BYTES = 16 * 1024
+#: Shorter runs are copied by columns where that takes fewer steps.
+_LONG_RUN_BYTES = 4096
+#: What memoryview calls integers, by their bytes.
+_CODES: dict[int, Literal["Q", "I", "H", "B"]] = {8: "Q", 4: "I", 2: "H", 1: "B"}
+
+
+class SubsetMemory:
+    """The arena of a model of which only a subset has memory.
+
+    `memory` is that of the subset, laid out as `subset.layout` says. `view` is the model's layer
+    space: it has memory where whole blocks of the model lie in one piece.
+    """
+
+    hasher: MakeHasher = staticmethod(host_hasher)
+    memfd: int | None = None
+
+    def __init__(self, subset: Subset, memory: Memory) -> None:
+        """
+        Args:
+            subset: The tensors.
+            memory: Host memory, which the caller owns.
+
+        Raises:
+            LocalError: It is on a device.
+        """
+        self.subset = subset
+        self.memory = memory
+        self._view: HostView = host_bytes(memory.view)
+        layers = subset.model.layers
+        #: Where each tensor begins in the model's arena.
+        self._begins = [layers[t.layer].arena_offset + t.offset for t, _ in subset.members]
+        layers = subset.layout.layers
+        self._targets = [layers[t.layer].arena_offset + t.offset for t in subset.layout.tensors]
+        self.view = self._in_place()
+
+    def _in_place(self) -> ScatteredView:
+        begins: list[int] = []
+        spans = []
+        for base, target, (_, cut) in zip(
+            self._begins, self._targets, self.subset.members, strict=True
+        ):
+            for begin, end, aside in cut.block_ranges():
+                low, high = begin * BLOCK_BYTES, min(end * BLOCK_BYTES, cut.nbytes)
+                if not aside:
+                    # They are of one run: between two there is a block with a gap.
+                    (run,) = cut.runs(low, high)
+                    begins.append(base + low)
+                    spans.append(host_view(self._view[target + run.target :][: high - low]))
+        nbytes = self.subset.model.arena_nbytes
+        return ScatteredView.over(begins, spans, nbytes)
+
+    def write(self, place: int, data: memoryview) -> None:
+        """Copy what is wanted of some bytes of the model to its place. Thread-safe.
+
+        Args:
+            place: Where they begin in the model's arena.
+            data: Bytes of one tensor, in whole elements.
+        """
+        at = bisect_right(self._begins, place) - 1
+        # An empty tensor begins where the next one does.
+        if at < 0 or place >= self._begins[at] + self.subset.members[at][1].nbytes:
+            return
+        begin = place - self._begins[at]
+        for runs in self.subset.members[at][1].runs(begin, begin + len(data)):
+            to = self._targets[at] + runs.target
+            with host_view(self._view[to : to + runs.nbytes * runs.number]) as target:
+                copy_runs(target, data, runs)
+
+    def release(self) -> None:
+        """Let go of the memory, and release it. Idempotent."""
+        self.forget()
+        self.memory.release()
+
+    def forget(self) -> None:
+        """Let go of the memory. Idempotent."""
+        self._view = memoryview(b"")
+        self.view = ScatteredView.over((), (), 0)
+
+
+def copy_runs(target: memoryview, data: memoryview, runs: Runs) -> None:
+    """Copy runs at equal distances to where they lie one after the other.
+
+    Args:
+        target: Writable bytes, as many as the runs have.
+        data: The bytes that the runs are in.
+        runs: The runs.
+    """
+    offset, nbytes, stride, count, _ = runs
+    if count == 1:
+        if nbytes <= _SHORT_BYTES:
+            target[:] = data[offset : offset + nbytes]
+        else:
+            with data[offset : offset + nbytes] as run:
+                copy_bytes(target, run)
+        return
+    width = next(width for width in _CODES if not (nbytes | stride) % width)
+    columns = nbytes // width
+    if nbytes >= _LONG_RUN_BYTES or count <= columns:
+        for number in range(count):
+            at = offset + number * stride
+            target[number * nbytes : (number + 1) * nbytes] = data[at : at + nbytes]
+        return
+    # One strided copy for each column: at most some hundred in a block, however short the runs are.
+    with (
+        data[offset : offset + (count - 1) * stride + nbytes] as part,
+        part.cast(_CODES[width]) as rows,
+        target.cast(_CODES[width]) as found,
+    ):
+        for column in range(columns):
+            found[column::columns] = rows[column :: stride // width]
