@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mx.api import (
         BundleStatus,
         LayerEvent,
+        LocalRanks,
         PlannedPull,
         ProcessingKey,
         Progress,
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BundleStatus": "mx.api",
     "LayerEvent": "mx.api",
+    "LocalRanks": "mx.core.local_ranks",
     "MxError": "mx.errors",
     "PlannedPull": "mx.api",
     "ProcessingKey": "mx.core.variant",
@@ -77,6 +79,7 @@ _MODULES = ("config", "errors")
 __all__ = [
     "BundleStatus",
     "LayerEvent",
+    "LocalRanks",
     "MxError",
     "PlannedPull",
     "ProcessingKey",

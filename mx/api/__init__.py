@@ -15,6 +15,7 @@ from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
 from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull, pull
+from mx.core.local_ranks import LocalRanks
 from mx.core.progress import Progress
 from mx.core.selection import Shard, Subset
 from mx.core.variant import ProcessingKey
@@ -25,6 +26,7 @@ from mx.wire.listing import BundleStatus
 __all__ = [
     "BundleStatus",
     "LayerEvent",
+    "LocalRanks",
     "MxError",
     "Observer",
     "Overview",

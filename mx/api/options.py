@@ -11,6 +11,7 @@ from mx import config
 from mx.api.common import check_type, tls_of, transports, variant_text
 from mx.api.source import source_options
 from mx.api.tensors import in_place, is_module
+from mx.core.local_ranks import LocalRanks
 from mx.core.pages import Pages
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.selection import Selection, Slice
@@ -80,6 +81,7 @@ def pull_options(
     selection = _selection(only, slices)
     if selection is not None:
         _check_subset(out=out, **rest)
+    _check_ranks(rest.get("local_ranks"), selection, strong=rest.get("strong", False))
     if rest.get("files_only"):
         _check_files_only(model, path, rest)
     disk = path if path is not None else fallback
@@ -136,6 +138,23 @@ def _check_subset(**others: object) -> None:
                 f"a pull with `only` or `slices` can't have `{name}` in this version",
                 hint="pull all tensors, or leave that out",
             )
+
+
+def _check_ranks(ranks: object, selection: Selection | None, *, strong: bool) -> None:
+    """Raise ConfigError if pulls with these arguments can't share what they read."""
+    if ranks is None:
+        return
+    check_type("local_ranks", ranks, LocalRanks, "it is mx.LocalRanks(rank, size)")
+    if selection is None:
+        raise ConfigError(
+            "`local_ranks` share parts of a model: give `only` or `slices`",
+            hint="pulls of whole models on one host share memory, or what they read, by themselves",
+        )
+    if strong:
+        raise ConfigError(
+            "`local_ranks` take each other's word, and `verify=strong` nobody's",
+            hint="leave out one of them",
+        )
 
 
 def _check_follow(reference: ModelReference, **others: object) -> None:

@@ -26,6 +26,7 @@ from mx.api.layers import tensors_in, tensors_of
 from mx.api.options import destination, pull_options
 from mx.api.reuse import Holder, held_by
 from mx.api.source import Source, offer, source_options, start_source
+from mx.core.local_ranks import LocalRanks
 from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.selection import Slice, Subset
@@ -522,6 +523,7 @@ def pull(
     follow: bool = False,
     only: str | Collection[str] | None = None,
     slices: Mapping[str, Slice] | None = None,
+    local_ranks: LocalRanks | None = None,
     wait_s: float | None = None,
     resume: bool = True,
     files_only: bool = False,
@@ -571,6 +573,12 @@ def pull(
             little more than the slice is moved; along others every block that holds some of it, up
             to the whole tensor: `plan` says how much. No byte is put in its place before its block
             is verified. From disk the checkpoint is read and hashed whole.
+        local_ranks: Which of several pulls on this host, with `only` or `slices`, this one is, as
+            `mx.LocalRanks(rank, size)`. They wait for each other, divide what they want among
+            them, and hand each other what they have verified: each block is moved to the host
+            once. The share of one that ends, or does not answer for `stall_timeout_s`, is read by
+            the others. They are processes of one user, and trust each other: not with
+            `verify="strong"`.
         wait_s: Seconds to wait for a source when there is none, at the start or later, keeping
             what has arrived; None takes the time in the settings.
         resume: False neither resumes from what a failed pull left beside `out` nor leaves
@@ -620,6 +628,7 @@ def pull(
         follow=follow,
         only=only,
         slices=slices,
+        local_ranks=local_ranks,
         files_only=files_only,
     )
     loop = runtime.acquire()

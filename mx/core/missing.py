@@ -16,18 +16,21 @@ class Missing:
     """The chunks of which a part is missing: neither verified, nor being read. In ascending
     order."""
 
-    def __init__(self, grid: ChunkGrid, wanted: Wanted | None = None) -> None:
-        """At first all blocks are missing, or the wanted ones."""
+    def __init__(
+        self, grid: ChunkGrid, wanted: Wanted | None = None, first: Wanted | None = None
+    ) -> None:
+        """At first all blocks are missing, or the wanted ones, or of these the ones in `first`."""
         self._grid = grid
         self._wanted = wanted
         self._sizes = grid.sizes
         self._chunks = list(range(len(grid)))
         self._pieces: dict[int, list[Part]] = {}  # the missing pieces of a chunk, if not all
         self.nbytes = sum(grid.sizes)
-        if wanted is not None:
-            self._chunks, self.nbytes = wanted.chunks, wanted.nbytes
-            for chunk in wanted.chunks:
-                pieces = wanted.parts(chunk)
+        first = wanted if first is None else first
+        if first is not None:
+            self._chunks, self.nbytes = first.chunks, first.nbytes
+            for chunk in first.chunks:
+                pieces = first.parts(chunk)
                 if pieces != [Part(chunk, 0, self.blocks(chunk))]:
                     self._pieces[chunk] = pieces
 

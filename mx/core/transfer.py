@@ -22,7 +22,9 @@ bytes `MAX_CORRUPT` times is dropped. A chunk is read only from a source that al
 A pull of some tensors has *wanted* blocks; the others count as right from the start. Of those whose
 bytes do not go to their place as they are, parts of their own are *read aside*, into a buffer, and
 copied from there once they are right. Such a part is only read once its layer's page is known, so
-that it is judged when it lands, and buffers are as few as reads in flight.
+that it is judged when it lands, and buffers are as few as reads in flight. Where ranks on one host
+share what they want, a block that another one reads is *expected*: it is missing only once that
+rank is gone (`mx.core.local_ranks`).
 
 The pull fails when chunks are missing, no open connection may read them, and the caller has
 reported that no further connection will come.
@@ -36,7 +38,8 @@ from typing import NamedTuple
 from mx.core import striping
 from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
-from mx.core.holdings import Holdings
+from mx.core.holdings import Holdings, members
+from mx.core.local_ranks import Shares, bits
 from mx.core.missing import Missing
 from mx.core.pace import Pace
 from mx.core.rights import ReadRights
@@ -47,6 +50,7 @@ from mx.core.transfer_commands import (
     CopyOut,
     DropConnection,
     Fail,
+    HandOut,
     LayerReady,
 )
 from mx.core.wanted import Wanted
@@ -74,6 +78,7 @@ class TransferMachine:
         *,
         several_connections: bool = False,
         wanted: Wanted | None = None,
+        shares: Shares | None = None,
     ) -> None:
         """
         Args:
@@ -82,6 +87,7 @@ class TransferMachine:
                 known; `page_known` reports when they are.
             several_connections: True if others will follow the first connection at once.
             wanted: The blocks to read; None: all.
+            shares: Which of these other ranks on this host read; None: none.
         """
         self.holdings = Holdings(grid, None if wanted is None else wanted.bits)
         self.retries = 0
@@ -90,7 +96,14 @@ class TransferMachine:
         self._several_connections = several_connections
         self._wanted = wanted
         self._copying: set[Part] = set()  # right, and not in their place yet
-        self._missing = Missing(grid, wanted)  # neither verified nor being read
+        self._shares = shares
+        # Neither verified, nor being read, nor expected.
+        self._missing = Missing(grid, wanted, None if shares is None else shares.mine)
+        self._expected: dict[int, int] = {}  # chunk -> blocks that other ranks read, as a bit set
+        self._given: set[int] = set()  # layers with parts that another rank has verified
+        for parts in () if shares is None else shares.expected.values():
+            for part in parts:
+                self._expected[part.chunk] = self._expected.get(part.chunk, 0) | bits(part)
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
         self._waiting: dict[int, dict[Part, _Landed]] = {}  # layer -> parts that wait for its page
@@ -226,6 +239,50 @@ class TransferMachine:
         self._copying.remove(part)
         return self._in_place(part)
 
+    def given(self, part: Part) -> list[Command]:
+        """Record that another rank has handed over a part that was expected from it: it is right,
+        and in its place."""
+        if self._ended or not self._unexpect(part):
+            return []
+        layer = self._grid.layer_of[part.chunk]
+        self._landed_in_layer[layer] += self._missing.nbytes_of(part)
+        self._given.add(layer)
+        return self._in_place(part) + self._check_hopeless()
+
+    def take_up(self, rank: int, now_s: float) -> list[Command]:
+        """Read what was expected from another rank, which is gone."""
+        if self._shares is None or self._ended:
+            return []
+        for part in self._shares.expected[rank]:
+            left = self._expected.get(part.chunk, 0) & bits(part)
+            begin = end = part.begin
+            for block in [*members(left), -1]:  # in runs
+                if block != end:
+                    if begin < end:
+                        run = Part(part.chunk, begin, end)
+                        self._unexpect(run)
+                        self._missing.give_back(run)
+                    begin = block
+                end = block + 1
+        return self._assign(now_s) + self._check_hopeless()
+
+    def expects(self, rank: int) -> bool:
+        """Return True if that rank has yet to hand over something."""
+        if self._shares is None or self._ended:
+            return False
+        parts = self._shares.expected[rank]
+        return any(self._expected.get(part.chunk, 0) & bits(part) for part in parts)
+
+    def _unexpect(self, part: Part) -> bool:
+        """Expect the part no longer. Returns False if not all of it was."""
+        mask, expected = bits(part), self._expected.get(part.chunk, 0)
+        if expected & mask != mask:
+            return False
+        self._expected[part.chunk] = expected & ~mask
+        if expected == mask:
+            del self._expected[part.chunk]
+        return True
+
     def reads_aside(self, part: Part) -> bool:
         """Return True if a part is read into a buffer. From any thread."""
         return self._wanted is not None and self._wanted.is_aside(part)
@@ -327,10 +384,12 @@ class TransferMachine:
     def _right(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
         load.verified_nbytes += self._missing.nbytes_of(part)
         load.verified_at_s = now_s
+        shared = self._shares is not None and self._shares.pieces(part)
+        commands: list[Command] = [HandOut(part)] if shared else []
         if self.reads_aside(part):
             self._copying.add(part)
-            return [CopyOut(part)]
-        return self._in_place(part)
+            return [*commands, CopyOut(part)]
+        return commands + self._in_place(part)
 
     def _in_place(self, part: Part) -> list[Command]:
         blocks = self._right_blocks.pop(part.chunk, 0) + part.end - part.begin
@@ -373,7 +432,9 @@ class TransferMachine:
         layer_complete = self.holdings.add(chunk)
         self._ended = not self.holdings.left
         layer = self._grid.layer_of[chunk]
-        return [LayerReady(layer, layer in self._shortcuts)] if layer_complete else []
+        if not layer_complete:
+            return []
+        return [LayerReady(layer, layer in self._shortcuts, layer in self._given)]
 
     def _drop(self, connections: list[int], reason: MxError, now_s: float) -> list[Command]:
         for connection in connections:
@@ -483,6 +544,8 @@ class TransferMachine:
             hopeless = not any(
                 self._may_read(load, self._missing.first) for load in self._open.values()
             )
+        elif self._expected:
+            hopeless = False
         else:  # a source that gives bytes gives pages too
             hopeless = bool(self._waiting) and not self._open
         self._ended = hopeless

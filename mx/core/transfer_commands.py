@@ -25,12 +25,21 @@ class CopyOut:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOut:
+    """This part is right: give other ranks on this host what they want of it."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
 class LayerReady:
     """Every chunk of the layer is verified and in its place; `shortcut`: some blocks by xxh3_128
-    only, where the kernel vouches that this user's own process wrote them."""
+    only, where the kernel vouches that this user's own process wrote them; `given`: some by another
+    rank on this host, which handed them over."""
 
     layer: int
     shortcut: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +57,4 @@ class Fail:
     causes: tuple[MxError, ...]
 
 
-Command = Assign | CopyOut | LayerReady | DropConnection | Fail
+Command = Assign | CopyOut | HandOut | LayerReady | DropConnection | Fail

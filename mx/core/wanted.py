@@ -64,6 +64,18 @@ class Wanted:
         own."""
         return [Part(chunk, each.begin, each.end) for each in self._ranges[chunk]]
 
+    def mask(self, chunk: int) -> int:
+        """Return the wanted blocks of a chunk as a bit set."""
+        return sum((1 << each.end) - (1 << each.begin) for each in self._ranges.get(chunk, ()))
+
+    def within(self, chunk: int, begin: int, end: int) -> list[BlockRange]:
+        """Return what is wanted of blocks `begin` to `end` of a chunk."""
+        return [
+            BlockRange(max(begin, each.begin), min(end, each.end), each.aside)
+            for each in self._ranges.get(chunk, ())
+            if each.begin < end and begin < each.end
+        ]
+
     def block_count(self, chunk: int) -> int:
         """Return how many blocks of a chunk are wanted."""
         return sum(each.end - each.begin for each in self._ranges.get(chunk, ()))
@@ -109,7 +121,7 @@ def wanted_of(
                     number = bisect_right(firsts, begin) - 1
                     chunk, first = chunks.start + number, firsts[number]
                     until = min(end, first + grid.block_count(chunk))
-                    _append(
+                    append(
                         ranges.setdefault(chunk, []),
                         BlockRange(begin - first, until - first, aside),
                     )
@@ -117,7 +129,7 @@ def wanted_of(
     return Wanted(grid, ranges)
 
 
-def _append(ranges: list[BlockRange], new: BlockRange) -> None:
+def append(ranges: list[BlockRange], new: BlockRange) -> None:
     """Add a range behind the others."""
     if ranges and (ranges[-1].end, ranges[-1].aside) == (new.begin, new.aside):
         ranges[-1] = ranges[-1]._replace(end=new.end)

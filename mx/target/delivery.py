@@ -46,7 +46,7 @@ class Delivery:
         self.broken = outcome.broken
         self._strong = strong
         self._reader = HostReader() if strong else None
-        #: How the layers were verified that were transferred: the shortcut, if it was used at all.
+        #: How the transferred layers were verified: by another rank, or the shortcut, if any were.
         self.verified_by = VerifiedBy.STRONG if strong else VerifiedBy.DIGEST
         self._output = None if out is None else Output(out, manifest, outcome.raised, keep=keep)
 
@@ -70,7 +70,7 @@ class Delivery:
         """Deliver a layer: every chunk of it is in the arena, and right."""
         if self._strong:
             by = VerifiedBy.STRONG
-        elif by is VerifiedBy.SHORTCUT:
+        elif by is not VerifiedBy.DIGEST and self.verified_by is not VerifiedBy.RANK:
             self.verified_by = by
         self.announce(arena, layer, by)
 

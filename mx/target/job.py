@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 
 from mx import trace
 from mx.core.connections import Connections, Entry
+from mx.core.local_ranks import Shares
 from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
@@ -45,11 +46,13 @@ from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.events import EventLog, Outcome
+from mx.target.exchange import Exchange
 from mx.target.files import SideFiles
 from mx.target.options import PullOptions
 from mx.target.pages import PageFetcher
 from mx.target.paths import plan_paths, target_place
 from mx.target.prefill import prefilling
+from mx.target.ranks import meet
 from mx.target.reads import Connection
 from mx.target.report import (
     LeftSource,
@@ -104,6 +107,7 @@ class Job:
         self._place = target_place(options)
         self._transfer: Transfer | None = None
         self._wanted: Wanted | None = None
+        self._ranks = options.local_ranks  # to meet
         self._delivery: Delivery | None = None
         self._streams = StreamDialer(options.tls, options.insecure)
         self._causes: list[MxError] = []
@@ -349,9 +353,10 @@ class Job:
                 break
 
         arena = await uncut(self._allocate(self.layout or manifest.layout))
-        selected = None
+        selected = exchanged = None
         if self.subset is not None:
             selected = await uncut(in_thread(_selected, self.subset, arena, manifest))
+            exchanged = await self._meet_ranks(manifest, selected[1], closing)
         self._wanted = wanted = None if selected is None else selected[1]
         self.pages = pages = Pages(manifest, None if wanted is None else wanted.layers)
         self._transfer = transfer = Transfer(
@@ -364,9 +369,13 @@ class Job:
             # Who holds the weights for others has verified them against the identity itself.
             shortcut=not (options.strong or options.hold) and options.device == "cpu",
             subset=selected,
+            exchange=exchanged,
         )
         del selected
-        closing.push_async_callback(self._end_transfer, transfer)
+        exchange = None if exchanged is None else exchanged[0]
+        closing.push_async_callback(self._end_transfer, transfer, exchange)
+        if exchanged is not None:
+            exchanged[0].begin(transfer, exchanged[1], options.stall_timeout_s)
         sources = found.located.sources
         fetcher = PageFetcher(
             connector.channel,
@@ -480,8 +489,27 @@ class Job:
         if not node.sharing.begun:
             await self.leave()
 
-    async def _end_transfer(self, transfer: Transfer) -> None:
+    async def _meet_ranks(
+        self, manifest: Manifest, wanted: Wanted, closing: AsyncExitStack
+    ) -> tuple[Exchange, Shares] | None:
+        """Meet the ranks on this host that want blocks of the same weights, once."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is None:
+            return None
+        ref, grid = manifest.ref, manifest.grid
+        self._log.phase = "waiting for ranks"
+        exchange = await uncut(in_thread(meet, ranks, ref, grid, wanted, lambda: self._closed))
+        if exchange is None:
+            return None
+        closing.push_async_callback(in_thread, exchange.close)
+        return exchange, await in_thread(exchange.shares, ranks.rank, wanted)
+
+    async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
         transfer.close()
+        if exchange is not None:
+            if transfer.holdings.whole:  # others still get what is being handed to them
+                await in_thread(transfer.join_sessions, 2 * self.options.stall_timeout_s)
+            await in_thread(exchange.close)
         joined = await in_thread(transfer.join, 2 * self.options.stall_timeout_s)
         if not joined and isinstance(self.arena, LiveMemory):
             # The caller gets its tensors back only when no transport can write to them any more.
@@ -628,7 +656,9 @@ class Job:
             retries=retries,
             left=list(left),
             control_s=max(0.0, log.first_read_s - log.started_s),
-            moved_bytes=None if self._wanted is None else self._wanted.nbytes,
+            moved_bytes=None
+            if self._wanted is None
+            else self._wanted.nbytes - sum(path.bytes for path in paths if path.given),
         )
 
     async def leave(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mx.core.local_ranks import LocalRanks
 from mx.core.reuse import Held
 from mx.core.revisions import MAIN
 from mx.core.selection import Selection
@@ -28,7 +29,8 @@ class PullOptions:
     fallback, if `fall_back_to_disk`. `files_only` pulls no weights. `device` is "cpu" or
     "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
     empties the list). `follow` goes over to a newer revision when the weights change. `selection`
-    says which tensors are wanted, None: all. `host` lets others read from the pull;
+    says which tensors are wanted, None: all; `local_ranks` which pulls of this host share what they
+    want. `host` lets others read from the pull;
     `alone_because` says why it is None where users may not expect that.
     `coordinate_always` coordinates on every medium when a source says that others read there, not
     only over networks.
@@ -64,6 +66,7 @@ class PullOptions:
     nics: tuple[str, ...] = ()
     host: MakeHost | None = None
     selection: Selection | None = None
+    local_ranks: LocalRanks | None = None
     coordinate_always: bool = False
     alone_because: str = ""
 

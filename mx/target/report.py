@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 class VerifiedBy(enum.Enum):
     """Who checked a layer's bytes, and how: this process by blake3 against the identity (`digest`;
     `strong` if no shortcut was allowed), or by xxh3_128 against what a process of this user says
-    (`xxh3`); or the process of this user that sealed the memory that was attached (`source`)."""
+    (`xxh3`); or the process of this user that sealed the memory that was attached (`source`); or,
+    for some of the layer, another rank on this host that has read it for both (`rank`)."""
 
     DIGEST = "digest"
     STRONG = "strong"
     SHORTCUT = "xxh3"
     SOURCE = "source"
+    RANK = "rank"
 
 
 def no_tensors(layer: int) -> dict[str, torch.Tensor]:
@@ -72,6 +74,11 @@ class PathReport:
     attached: bool = False
     rail: str = ""
 
+    @property
+    def given(self) -> bool:
+        """True if another rank on this host moved these bytes."""
+        return self.transport == "rank"
+
 
 @dataclass(frozen=True, slots=True)
 class LeftSource:
@@ -96,7 +103,8 @@ class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
 
     `bytes` are those of the tensors that were pulled. `moved_bytes` is None, or for a pull of some
-    tensors the bytes of all blocks that hold some of theirs, which were moved.
+    tensors the bytes of all blocks that hold some of theirs, which were moved: without those that
+    other ranks on this host have moved (paths whose transport is "rank").
 
     `manifest` is the identity of the weights. `pin` covers their files too, if there are any, else
     it is the identity; both in hexadecimal digits. Both are "" for files from a disk alone, whose

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from mx.core.digest import SHORTCUT_BYTES, BlockHasher, shortcut_digest
 from mx.core.holdings import Holdings, HoldingsListener
+from mx.core.local_ranks import Shares
 from mx.core.pages import Pages
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
@@ -22,6 +23,7 @@ from mx.core.transfer_commands import (
     CopyOut,
     DropConnection,
     Fail,
+    HandOut,
     LayerReady,
 )
 from mx.core.types import Manifest
@@ -30,6 +32,7 @@ from mx.errors import ClosedError, MxError, PathSlowError, another
 from mx.memory.arena import Hasher, MakeHasher, host_hasher
 from mx.memory.subset import SubsetMemory
 from mx.runtime import unexpected
+from mx.target.exchange import Exchange
 from mx.target.reads import CONNECTION_ERRORS, Connection
 from mx.target.report import PathReport, VerifiedBy
 from mx.transport import Piece, Read, Span, View, contiguous, host_view
@@ -121,6 +124,7 @@ class Transfer:
         several_connections: bool = False,
         shortcut: bool = False,
         subset: tuple[SubsetMemory, Wanted] | None = None,
+        exchange: tuple[Exchange, Shares] | None = None,
     ) -> None:
         """
         Args:
@@ -134,6 +138,8 @@ class Transfer:
                 read, verify by xxh3_128, and by blake3 only what differs. `arena` is host memory.
             subset: The memory of some tensors, whose view `arena` is, and the blocks to read for
                 them; None: all.
+            exchange: With other ranks on this host, which read some of these blocks, and which. The
+                caller begins it and closes it.
         """
         self.manifest = manifest
         self.pages = pages
@@ -148,7 +154,9 @@ class Transfer:
             pages.get,
             several_connections=several_connections,
             wanted=None if subset is None else subset[1],
+            shares=None if exchange is None else exchange[1],
         )
+        self._exchange = None if exchange is None else exchange[0]
         self._subset = None if subset is None else subset[0]
         self._buffers: list[bytearray] = []  # for parts that are read aside, not in use
         self._connections: dict[int, Connection] = {}
@@ -157,6 +165,7 @@ class Transfer:
         self._putting = 0
         self._in_flight: dict[Part, _PartSink] = {}
         self.started = False
+        self._began_s = time.monotonic()
         self._prefilled: dict[tuple[str, str], PathReport] = {}
 
     @property
@@ -361,17 +370,22 @@ class Transfer:
         for connection in self.connections:
             connection.session.close()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait until no session and no reported layer touches the arena, and drop the references to
-        it and to what sources vouch for: else both would live until the garbage collector finds the
-        cycle of transfer, listener and sinks."""
+    def join_sessions(self, timeout_s: float) -> bool:
+        """Wait until the sessions, which were closed, call no sink any more."""
         deadline_s = time.monotonic() + timeout_s
-        joined = all(
+        return all(
             [
                 each.session.join(max(0.0, deadline_s - time.monotonic()))
                 for each in self.connections
             ]
         )
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until no session and no reported layer touches the arena, and drop the references to
+        it and to what sources vouch for: else both would live until the garbage collector finds the
+        cycle of transfer, listener and sinks."""
+        deadline_s = time.monotonic() + timeout_s
+        joined = self.join_sessions(timeout_s)
         with self._put:
             left_s = max(0.0, deadline_s - time.monotonic())
             joined &= self._put.wait_for(lambda: not self._putting, left_s)
@@ -489,6 +503,46 @@ class Transfer:
             commands = self._machine.copied_out(part)
         self._run(commands)
 
+    # -- parts that ranks on this host hand each other --------------------------------------------
+
+    def write_given(self, part: Part, data: memoryview) -> None:
+        """Copy what is wanted of a part, whose blocks lie one after the other, to its place."""
+        subset, at = self._subset, 0
+        assert subset is not None
+        base = self._grid.layout.layers[self._grid.layer_of[part.chunk]].arena_offset
+        for offset, nbytes in self._grid.blocks(part.chunk)[part.begin : part.end]:
+            subset.write(base + offset, data[at : at + nbytes])
+            at += nbytes
+
+    def given(self, rank: int, part: Part) -> None:
+        """Count a part as verified that another rank has read, and that is in its place."""
+        nbytes = self._grid.part_nbytes(part.chunk, part.begin, part.end)
+        path = ("rank", f"rank {rank}")
+        with self._lock:
+            commands = self._machine.given(part)
+            earlier = self._prefilled.get(path, PathReport(*path, 0, 0.0))
+            seconds = time.monotonic() - self._began_s
+            self._prefilled[path] = PathReport(*path, earlier.bytes + nbytes, seconds)
+        self._run(commands)
+
+    def take_up(self, rank: int) -> bool:
+        """Read what was expected from another rank. Returns True if anything was."""
+        with self._lock:
+            expected = self._machine.expects(rank)
+            commands = self._machine.take_up(rank, time.monotonic())
+        self._run(commands)
+        return expected
+
+    def _hand_out(self, part: Part, sink: _PartSink | None) -> None:
+        assert self._exchange is not None
+        if sink is not None and sink.part == part:
+            views = sink.views
+        else:  # it landed earlier, in its place
+            base = self._grid.layout.layers[self._grid.layer_of[part.chunk]].arena_offset
+            places = self._grid.blocks(part.chunk)[part.begin : part.end]
+            views = [contiguous(block) for block in cut(self._arena, places, base)]
+        self._exchange.hand_out(part, [host_view(view) for view in views])
+
     def _run(self, commands: Sequence[Command], sink: _PartSink | None = None) -> None:
         """Carry out commands; `sink` has what has landed just now."""
         for command in commands:
@@ -498,8 +552,11 @@ class Transfer:
                 case CopyOut():
                     assert sink is not None  # it is judged when it lands
                     self._copy_out(sink)
-                case LayerReady(layer, shortcut):
+                case HandOut(part):
+                    self._hand_out(part, sink)
+                case LayerReady(layer, shortcut, given):
                     by = VerifiedBy.SHORTCUT if shortcut else VerifiedBy.DIGEST
+                    by = VerifiedBy.RANK if given else by
                     self._listener.layer_ready(layer, self._arena, by)
                 case DropConnection(connection, reason):
                     self.connection_lost(connection, reason)

@@ -1,0 +1,381 @@
+"""What ranks on one host hand each other: blocks that one has read and verified, and others want.
+
+Each rank has a *ring*: slots of shared memory, which the others map. It copies blocks into a slot
+and says so; the others copy their part from there and say that they have; then the slot is free
+again. A rank that is gone, or silent for long, is left: its share is read here, and its slots are
+free. It may still copy from one of these then, so each slot counts its uses, and who copies looks
+at the count again afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from mx import forks
+from mx.core.grid import ChunkGrid
+from mx.core.local_ranks import Shares
+from mx.core.striping import Part
+from mx.core.wanted import ASIDE_BYTES, Wanted
+from mx.errors import CapacityError, PeerProtocolError
+from mx.units import align_up, format_bytes
+
+log = logging.getLogger(__name__)
+
+#: The most slots of a ring.
+SLOTS = 16
+#: How often a rank says that it is alive.
+BEAT_S = 0.5
+
+_PAGE = 4096
+_COUNTS = struct.Struct("<Q")
+#: What, then of blocks that are handed over: chunk, first and last block, slot, use of the slot.
+_MESSAGE = struct.Struct("<B3xIIIIQ")
+_ALIVE, _HANDED, _TAKEN = range(3)
+
+
+class Ring:
+    """Shared memory of one rank: uses of each slot, what the rank wants, and the slots.
+
+    The rank that made it writes, others map it and read.
+    """
+
+    def __init__(self, fd: int, index_nbytes: int, *, writable: bool) -> None:
+        """
+        Args:
+            fd: The memfd, which this object closes.
+            index_nbytes: The length of what the rank wants.
+            writable: True for the rank that made it.
+
+        Raises:
+            PeerProtocolError: It is no ring for this model.
+            OSError: It can't be mapped.
+        """
+        self.fd = fd
+        self._index_nbytes = index_nbytes
+        self._first = _PAGE + align_up(index_nbytes, _PAGE)
+        self._nbytes = os.fstat(fd).st_size
+        self.slots, rest = divmod(self._nbytes - self._first, ASIDE_BYTES)
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if rest or not 0 < self.slots <= SLOTS or not sealed:
+                raise PeerProtocolError("a rank on this host shares memory of a wrong size")
+            prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self._view = memoryview(mmap.mmap(fd, self._nbytes, prot=prot))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @staticmethod
+    def create(index: bytes, nbytes: int) -> Ring:
+        """Return a ring for a rank that wants `index`, `nbytes` in all.
+
+        Raises:
+            CapacityError: There is too little memory.
+        """
+        slots = min(SLOTS, max(1, -(-nbytes // ASIDE_BYTES)))
+        size = _PAGE + align_up(len(index), _PAGE) + slots * ASIDE_BYTES
+        fd = -1
+        try:
+            fd = os.memfd_create("mx:ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.posix_fallocate(fd, 0, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            own, fd = fd, -1
+            ring = Ring(own, len(index), writable=True)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            raise CapacityError(
+                f"{format_bytes(size)} to share with other ranks are not to be had: "
+                f"{error.strerror}",
+                hint="free memory, or leave out `local_ranks`",
+            ) from error
+        ring._view[_PAGE : _PAGE + len(index)] = index
+        return ring
+
+    @property
+    def index(self) -> bytes:
+        """What the rank wants."""
+        return bytes(self._view[_PAGE : _PAGE + self._index_nbytes])
+
+    def use(self, slot: int) -> int:
+        """Return how often the slot was used so far."""
+        found: int = _COUNTS.unpack_from(self._view, slot * _COUNTS.size)[0]
+        return found
+
+    def begin_use(self, slot: int) -> int:
+        """Count a use of the slot, which is about to be written, and return the count."""
+        count = self.use(slot) + 1
+        _COUNTS.pack_into(self._view, slot * _COUNTS.size, count)
+        return count
+
+    def slot(self, number: int, nbytes: int) -> memoryview:
+        """Return the first bytes of a slot."""
+        begin = self._first + number * ASIDE_BYTES
+        return self._view[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Drop the memory. Views of it keep it mapped. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._view = memoryview(b"")
+
+
+class Fellow:
+    """Another rank: the socket to it, and its ring."""
+
+    def __init__(self, rank: int, sock: socket.socket, ring: Ring) -> None:
+        self.rank = rank
+        self.sock = sock
+        self.ring = ring
+        self.heard_s = 0.0
+        sock.setblocking(False)
+        forks.own(sock)
+
+    def close(self) -> None:
+        self.sock.close()
+        self.ring.close()
+
+
+class Pulling(Protocol):
+    """The pull whose blocks are exchanged: `mx.target.transfer.Transfer`."""
+
+    def write_given(self, part: Part, data: memoryview) -> None:
+        """Copy what is wanted of a part, whose blocks lie one after the other, to its place."""
+
+    def given(self, rank: int, part: Part) -> None:
+        """A part that this rank has read is in its place."""
+
+    def take_up(self, rank: int) -> bool:
+        """Read what was expected from this rank. Returns True if anything was."""
+
+    def raised(self, error: BaseException) -> None:
+        """The thread of the exchange raised an unexpected exception."""
+
+
+class Exchange:
+    """One pull's; owns its fellows and a thread. `begin` starts it, `close` ends it."""
+
+    def __init__(self, grid: ChunkGrid, ring: Ring, fellows: Sequence[Fellow]) -> None:
+        """
+        Args:
+            grid: The chunks.
+            ring: This rank's.
+            fellows: The other ranks.
+        """
+        self._grid = grid
+        self._ring = ring
+        self._fellows = {each.rank: each for each in fellows}
+        self._changed = threading.Condition()
+        self._free = list(range(ring.slots))
+        self._awaited: dict[int, set[int]] = {}  # slot -> the ranks that have yet to copy from it
+        self._closed = False
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._thread: threading.Thread | None = None
+
+    def shares(self, rank: int, wanted: Wanted) -> Shares:
+        """Return who reads what: this rank wants `wanted`, the others what their rings say."""
+        indices = {other: fellow.ring.index for other, fellow in self._fellows.items()}
+        return Shares(self._grid, rank, wanted, indices | {rank: self._ring.index})
+
+    def begin(self, pull: Pulling, shares: Shares, silent_s: float) -> None:
+        """Exchange blocks from now on.
+
+        Args:
+            pull: The pull.
+            shares: Who reads what.
+            silent_s: Leave a rank that has not been heard of for so many seconds.
+        """
+        self._pull, self._shares, self._silent_s = pull, shares, silent_s
+        self._thread = threading.Thread(target=self._run, name="mx-local-ranks", daemon=True)
+        self._thread.start()
+
+    # -- giving, on the transports' threads -------------------------------------------------------
+
+    def hand_out(self, part: Part, blocks: Sequence[memoryview]) -> None:
+        """Give others what they want of a part that is right. Waits for a free slot.
+
+        Args:
+            part: The part.
+            blocks: The bytes of its blocks; not needed any more when this returns.
+        """
+        for piece, ranks in self._shares.pieces(part):
+            held = blocks[piece.begin - part.begin : piece.end - part.begin]
+            if not self._hand_out(piece, ranks, held):
+                return
+
+    def _hand_out(self, piece: Part, ranks: Sequence[int], blocks: Sequence[memoryview]) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closed or not self._fellows)
+            if self._closed or not self._fellows:
+                return False
+            slot = self._free.pop()
+            count = self._ring.begin_use(slot)
+            to = self._ring.slot(slot, sum(len(block) for block in blocks))
+        at = 0
+        for block in blocks:
+            to[at : at + len(block)] = block
+            at += len(block)
+        message = _MESSAGE.pack(_HANDED, piece.chunk, piece.begin, piece.end, slot, count)
+        with self._changed:
+            takers = [self._fellows[rank] for rank in ranks if rank in self._fellows]
+            self._awaited[slot] = {fellow.rank for fellow in takers}
+            told = [self._tell(fellow, message) for fellow in takers]
+            if not takers:
+                self._release(slot)
+        if not all(told):
+            self._rouse()
+        return True
+
+    def _tell(self, fellow: Fellow, message: bytes) -> bool:
+        """Send a message. Returns False if it can't be: the thread will leave that rank."""
+        try:
+            fellow.sock.send(message)
+        except OSError:
+            fellow.heard_s = float("-inf")
+            return False
+        return True
+
+    def _release(self, slot: int) -> None:
+        self._awaited.pop(slot, None)
+        self._free.append(slot)
+        self._changed.notify_all()
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._trade()
+        except BaseException as error:  # noqa: BLE001 - it ends the pull
+            self._pull.raised(error)
+
+    def _trade(self) -> None:
+        """Until the end, or until no other rank is left, act on what the others say."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            now_s = beat_s = time.monotonic()
+            for fellow in self._fellows.values():
+                fellow.heard_s = now_s
+                selector.register(fellow.sock, selectors.EVENT_READ, fellow)
+            while not self._closed and self._fellows:
+                for key, _ in selector.select(BEAT_S):
+                    if key.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._wake, 64)
+                    elif not self._hear(key.data):
+                        self._leave(selector, key.data, "it has ended")
+                now_s = time.monotonic()
+                if now_s - beat_s >= BEAT_S:
+                    beat_s = now_s
+                    self._beat()
+                for fellow in list(self._fellows.values()):
+                    if now_s - fellow.heard_s > self._silent_s and not self._hears(fellow):
+                        self._leave(selector, fellow, "it does not answer")
+
+    def _hears(self, fellow: Fellow) -> bool:
+        """Return True if a rank that seems to be silent has said something after all."""
+        before_s = fellow.heard_s
+        return self._hear(fellow) and fellow.heard_s > before_s
+
+    def _beat(self) -> None:
+        with self._changed:
+            for fellow in self._fellows.values():
+                self._tell(fellow, _MESSAGE.pack(_ALIVE, 0, 0, 0, 0, 0))
+
+    def _hear(self, fellow: Fellow) -> bool:
+        """Act on all messages that have come. Returns False if no more will."""
+        while not self._closed:
+            try:
+                message = fellow.sock.recv(_MESSAGE.size + 1)
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:
+                continue  # it closed before it had read all; what it sent comes yet, then the end
+            except OSError:
+                return False
+            if not message:
+                return False
+            fellow.heard_s = time.monotonic()
+            try:
+                self._act(fellow, message)
+            except PeerProtocolError as error:
+                log.error("%s", error)
+                return False
+        return True
+
+    def _act(self, fellow: Fellow, message: bytes) -> None:
+        if len(message) != _MESSAGE.size:
+            raise PeerProtocolError(f"rank {fellow.rank} on this host sent a malformed message")
+        kind, chunk, begin, end, slot, count = _MESSAGE.unpack(message)
+        if kind == _TAKEN:
+            with self._changed:
+                awaited = self._awaited.get(slot)
+                if awaited is not None and self._ring.use(slot) == count:
+                    awaited.discard(fellow.rank)
+                    if not awaited:
+                        self._release(slot)
+        elif kind == _HANDED:
+            self._take(fellow, Part(chunk, begin, end), slot, count, message)
+
+    def _take(self, fellow: Fellow, part: Part, slot: int, count: int, message: bytes) -> None:
+        known = part.begin < part.end and self._shares.expects(fellow.rank, part)
+        nbytes = self._grid.part_nbytes(part.chunk, part.begin, part.end) if known else 0
+        if not 0 < nbytes <= ASIDE_BYTES or slot >= fellow.ring.slots:
+            raise PeerProtocolError(f"rank {fellow.rank} on this host gave what is not its share")
+        if fellow.ring.use(slot) == count:
+            self._pull.write_given(part, fellow.ring.slot(slot, nbytes))
+        if fellow.ring.use(slot) != count:
+            return  # that rank has left this one, which sees so soon, and reads the part itself
+        self._pull.given(fellow.rank, part)
+        with self._changed:
+            self._tell(fellow, bytes([_TAKEN]) + message[1:])
+
+    def _leave(self, selector: selectors.BaseSelector, fellow: Fellow, why: str) -> None:
+        selector.unregister(fellow.sock)
+        with self._changed:
+            del self._fellows[fellow.rank]
+            for slot, awaited in list(self._awaited.items()):
+                awaited.discard(fellow.rank)
+                if not awaited:
+                    self._release(slot)
+            self._changed.notify_all()
+        fellow.close()
+        if self._pull.take_up(fellow.rank):
+            log.warning(
+                "rank %d on this host is left (%s): its share is read here too", fellow.rank, why
+            )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _rouse(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._woken, b"!")
+
+    def close(self) -> None:
+        """End the exchange: from then on it writes nothing to the pull's memory. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._rouse()
+            self._thread.join()
+            self._thread = None
+        for fellow in self._fellows.values():
+            fellow.close()
+        self._fellows.clear()
+        self._ring.close()
+        for fd in (self._wake, self._woken):
+            if fd >= 0:
+                os.close(fd)
+        self._wake = self._woken = -1

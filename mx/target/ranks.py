@@ -1,0 +1,271 @@
+"""How the ranks on one host meet: over a socket that rank 0 listens on, whose name is in the
+abstract namespace and ends with it. Each gives rank 0 its ring; rank 0 gives each the rings of all
+others, and a socket to each. From then on all are equal."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+from mx import forks
+from mx.core.grid import ChunkGrid
+from mx.core.local_ranks import MOST_RANKS, LocalRanks, index_nbytes, index_of
+from mx.core.types import ManifestRef
+from mx.core.wanted import Wanted
+from mx.errors import CapacityError, ClosedError, ConfigError, PeerProtocolError
+from mx.target.exchange import Exchange, Fellow, Ring
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+#: How long the others may take to hear from rank 0 once it has stopped waiting.
+_ANSWER_S = 1.0
+_HELLO = struct.Struct("<4sHH")  # magic, rank, size
+_MAGIC = b"mxr1"
+_TAKEN = b"taken"
+_CREDENTIALS = struct.Struct("3i")
+
+
+class _Alone(Exception):
+    """There is no other rank to share with; says why."""
+
+
+def meet(
+    ranks: LocalRanks,
+    ref: ManifestRef,
+    grid: ChunkGrid,
+    wanted: Wanted,
+    cancelled: Callable[[], bool],
+) -> Exchange | None:
+    """Meet the other ranks that pull these weights on this host. Blocks.
+
+    Args:
+        ranks: Which rank this is.
+        ref: The weights.
+        grid: Their chunks.
+        wanted: What this rank wants.
+        cancelled: Returns True once the pull was closed.
+
+    Returns:
+        The exchange with those that came in time; None if none did, which is logged.
+
+    Raises:
+        ConfigError: Another pull of this host is the same rank.
+        ClosedError: `cancelled`.
+    """
+    try:
+        ring = Ring.create(index_of(grid, wanted), wanted.nbytes)
+    except CapacityError as error:
+        log.warning("%s: this rank shares with no other", error.message)
+        return None
+    fellows: list[Fellow] = []
+    try:
+        met = _Meeting(ranks, _address(ranks, ref), ring, cancelled).fellows()
+        with contextlib.ExitStack() as closing:  # what no fellow owns yet
+            for _, sock, fd in met:
+                closing.enter_context(sock)
+                closing.callback(os.close, fd)
+            for rank, sock, fd in met:
+                # Copies: the originals are closed in any case.
+                its = Ring(os.dup(fd), index_nbytes(grid), writable=False)
+                fellows.append(Fellow(rank, sock.dup(), its))
+    except _Alone as alone:
+        log.warning("rank %d shares with no other on this host: %s", ranks.rank, alone)
+        ring.close()
+        return None
+    except BaseException:
+        ring.close()
+        for fellow in fellows:
+            fellow.close()
+        raise
+    if len(fellows) < ranks.size - 1:
+        log.warning("%d of %d ranks on this host have met", len(fellows) + 1, ranks.size)
+    return Exchange(grid, ring, fellows)
+
+
+def _address(ranks: LocalRanks, ref: ManifestRef) -> str:
+    what = (ref.content, ref.chunk_nbytes, ranks.size, ranks.group)
+    name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+    return f"\0mx-ranks-{os.geteuid()}-{name}"
+
+
+def _is_own_user(sock: socket.socket) -> bool:
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+
+
+class _Meeting:
+    """One rank's way to the others. It closes the sockets and descriptors that it does not
+    return."""
+
+    def __init__(
+        self, ranks: LocalRanks, address: str, ring: Ring, cancelled: Callable[[], bool]
+    ) -> None:
+        self._ranks = ranks
+        self._address = address
+        self._ring = ring
+        self._cancelled = cancelled
+        self._until_s = time.monotonic() + ranks.wait_s
+
+    def fellows(self) -> list[tuple[int, socket.socket, int]]:
+        """Return (rank, socket, ring) of the others. Raises _Alone and what `meet` does."""
+        if self._ranks.size == 1:
+            raise _Alone("it is the only one")
+        with contextlib.ExitStack() as closing:
+            return self._lead(closing) if self._ranks.rank == 0 else self._follow(closing)
+
+    def _waits(self, until_s: float) -> bool:
+        if self._cancelled():
+            raise ClosedError("the pull was closed")
+        return time.monotonic() < until_s
+
+    # -- rank 0 -----------------------------------------------------------------------------------
+
+    def _lead(self, closing: contextlib.ExitStack) -> list[tuple[int, socket.socket, int]]:
+        listener = closing.enter_context(_socket())
+        self._listen(listener)
+        came: dict[int, tuple[socket.socket, int]] = {}
+        while len(came) < self._ranks.size - 1 and self._waits(self._until_s):
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                continue
+            closing.enter_context(sock)
+            rank, fd = self._greeted(sock, closing)
+            if rank in came:
+                with contextlib.suppress(OSError):
+                    sock.send(_TAKEN)
+            elif rank:
+                came[rank] = sock, fd
+        if not came:
+            raise _Alone(f"none came within {self._ranks.wait_s:g} s")
+        return self._introduce(came, closing)
+
+    def _listen(self, listener: socket.socket) -> None:
+        try:
+            listener.bind(self._address)
+        except OSError as error:
+            with _socket() as other:
+                try:
+                    other.connect(self._address)
+                    own = _is_own_user(other)
+                except OSError:
+                    own = False
+            if own:
+                raise self._taken() from error
+            raise _Alone(f"they can't meet ({error.strerror})") from error
+        listener.listen(MOST_RANKS)
+
+    def _taken(self) -> ConfigError:
+        rank, size, group = self._ranks.rank, self._ranks.size, self._ranks.group
+        return ConfigError(
+            f"another pull of these weights on this host is rank {rank} of {size}"
+            + (f" in group {group!r}" if group else ""),
+            hint="give each group of ranks on a host a name of its own: LocalRanks(..., group=...)",
+        )
+
+    def _greeted(self, sock: socket.socket, closing: contextlib.ExitStack) -> tuple[int, int]:
+        """Return the rank that has connected, and its ring; (0, -1): what came is no hello."""
+        sock.settimeout(_ANSWER_S)
+        fds: list[int] = []
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, _HELLO.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+            for fd in fds:
+                closing.callback(os.close, fd)
+            magic, rank, size = _HELLO.unpack(data)
+        except (OSError, struct.error):
+            return 0, -1
+        known = magic == _MAGIC and size == self._ranks.size and 0 < rank < size
+        return (rank, fds[0]) if known and fds and _is_own_user(sock) else (0, -1)
+
+    def _introduce(
+        self, came: dict[int, tuple[socket.socket, int]], closing: contextlib.ExitStack
+    ) -> list[tuple[int, socket.socket, int]]:
+        """Give each rank a socket to each other one, and its ring. Returns what is rank 0's."""
+        rings = {0: self._ring.fd} | {rank: fd for rank, (_, fd) in came.items()}
+        ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in rings}
+        own = contextlib.ExitStack()
+        with own:
+            for one, other in combinations(sorted(rings), 2):
+                ends[one][other], ends[other][one] = socket.socketpair(
+                    socket.AF_UNIX, socket.SOCK_SEQPACKET
+                )
+                closing.enter_context(ends[other][one])
+                (closing if one else own).enter_context(ends[one][other])
+            found = [(rank, end, os.dup(rings[rank])) for rank, end in ends[0].items()]
+            own.pop_all()
+        for rank, (sock, _) in came.items():
+            others = ends[rank]
+            header = struct.pack(f"<4s{len(others)}H", _MAGIC, *others)
+            fds = [fd for other, end in others.items() for fd in (end.fileno(), rings[other])]
+            with contextlib.suppress(OSError):  # it is gone: its sockets say so
+                socket.send_fds(sock, [header], fds)
+        return found
+
+    # -- the others -------------------------------------------------------------------------------
+
+    def _follow(self, closing: contextlib.ExitStack) -> list[tuple[int, socket.socket, int]]:
+        sock = closing.enter_context(self._connected())
+        hello = _HELLO.pack(_MAGIC, self._ranks.rank, self._ranks.size)
+        until_s = time.monotonic() + self._ranks.wait_s + _ANSWER_S  # rank 0 may have just come
+        try:
+            socket.send_fds(sock, [hello], [self._ring.fd])
+            while self._waits(until_s):
+                with contextlib.suppress(TimeoutError):
+                    return self._introduced(sock)
+        except OSError as error:
+            raise _Alone(f"rank 0 has gone on without it ({error.strerror})") from error
+        raise _Alone("rank 0 does not answer")
+
+    def _connected(self) -> socket.socket:
+        sock = _socket()
+        try:
+            while self._waits(self._until_s):
+                try:
+                    sock.connect(self._address)
+                except (ConnectionRefusedError, BlockingIOError, TimeoutError):
+                    time.sleep(_POLL_S)
+                    continue
+                if not _is_own_user(sock):
+                    raise _Alone("another user listens in place of rank 0")
+                return sock
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()
+        raise _Alone(f"rank 0 did not come within {self._ranks.wait_s:g} s")
+
+    def _introduced(self, sock: socket.socket) -> list[tuple[int, socket.socket, int]]:
+        """Return what rank 0 sends. Raises TimeoutError while nothing has come."""
+        data, fds, _, _ = socket.recv_fds(
+            sock, 4 + 2 * MOST_RANKS, 2 * MOST_RANKS, socket.MSG_CMSG_CLOEXEC
+        )
+        try:
+            if data == _TAKEN:
+                raise self._taken()
+            if not data:
+                raise _Alone("rank 0 has gone on without it")
+            count = len(fds) // 2
+            if len(data) != 4 + 2 * count or data[:4] != _MAGIC or len(fds) != 2 * count:
+                raise PeerProtocolError("rank 0 on this host sent a malformed answer")
+            others: Sequence[int] = struct.unpack(f"<{count}H", data[4:])
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        pairs = zip(others, fds[::2], fds[1::2], strict=True)
+        return [(rank, socket.socket(fileno=end), ring) for rank, end, ring in pairs]
+
+
+def _socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(_POLL_S)
+    forks.own(sock)
+    return sock
