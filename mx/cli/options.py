@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -12,6 +13,7 @@ from mx import config, log, trace
 from mx.cli import outcome
 from mx.cli.words import in_flags
 from mx.config import Settings
+from mx.core.selection import Shard, Slice
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
 
@@ -153,6 +155,15 @@ Only = Annotated[
         metavar="PATTERN",
     ),
 ]
+Slices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--slice",
+        help="Of the tensors of this name or pattern only rank R's share of N along dimension DIM, "
+        "or elements BEGIN to END of it; may be repeated.",
+        metavar="PATTERN=DIM:R/N|DIM:BEGIN-END",
+    ),
+]
 ConfigFile = Annotated[
     str | None,
     typer.Option(
@@ -273,6 +284,27 @@ def tls_of(settings: Settings) -> TlsFiles | None:
     if not settings.tls_cert:
         return None
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+
+
+_SLICE = re.compile(r"(.+)=(-?\d+):(\d+)([/-])(\d+)")
+
+
+def slices_of(texts: list[str] | None) -> dict[str, Slice] | None:
+    """Return what `--slice` says, as the argument of `pull`. Raises ConfigError."""
+    found: dict[str, Slice] = {}
+    for text in texts or ():
+        match = _SLICE.fullmatch(text)
+        if match is None or match[1] in found:
+            raise ConfigError(
+                f"--slice {text} is not understood"
+                if match is None
+                else f"--slice names {match[1]} twice",
+                hint="it is like '*.o_proj.weight=1:0/8' (dimension 1, rank 0 of 8) or "
+                "'*.q_proj.weight=0:0-512' (its elements 0 to 511)",
+            )
+        dim, first, second = int(match[2]), int(match[3]), int(match[5])
+        found[match[1]] = Shard(dim, first, second) if match[4] == "/" else (dim, first, second)
+    return found or None
 
 
 class Where(TypedDict, total=False):

@@ -45,6 +45,7 @@ def plan(
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
     ] = False,
     only: options.Only = None,
+    slices: options.Slices = None,
     coordinator: options.Coordinator = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
@@ -66,6 +67,8 @@ def plan(
     - `mx plan llama-8b`
 
     - `mx plan llama-8b --transport tcp --json`
+
+    - `mx plan llama-8b --slice '*.o_proj.weight=1:0/2' --slice '*.q_proj.weight=0:0/2'`
     """
     settings = options.settings_of(context)
     from mx import api
@@ -79,6 +82,7 @@ def plan(
         transport=transport,
         attach=not no_attach,
         only=only or None,
+        slices=options.slices_of(slices),
         settings=settings,
     )
     if as_json:

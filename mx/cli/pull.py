@@ -76,6 +76,7 @@ def pull(
         bool, typer.Option("--no-attach", help="Copy even where memory could be shared.")
     ] = False,
     only: options.Only = None,
+    slices: options.Slices = None,
     device: Annotated[
         str, typer.Option(help="Where to put it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
@@ -152,6 +153,7 @@ def pull(
                 verify=verify,
                 attach=not no_attach,
                 only=only or None,
+                slices=options.slices_of(slices),
                 resume=not no_resume,
                 files_only=files_only,
                 settings=settings,

@@ -19,6 +19,7 @@ _FLAGS = {
     "path": "--from disk",
     "peer": "--from peer",
     "resume": "--no-resume",
+    "slices": "--slice",
     "wait_s": "--wait",
 }
 _ARGUMENTS = (

@@ -2,7 +2,7 @@
 
 A `Selection` is what the caller names. Applied to a layout it is a `Subset`: the tensors as they
 will be here, with their sliced shapes, and for each the bytes of the model's tensor that it is made
-of. Every rank moves what its own slices need: ranks of one host do not share blocks yet.
+of. Which of them ranks on one host read for each other, `mx.core.local_ranks` says.
 """
 
 from __future__ import annotations

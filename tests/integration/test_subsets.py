@@ -344,6 +344,14 @@ def test_from_the_command_line(run: Run, coordinator: str, weights: Path) -> Non
     }  # fmt: skip
     said = run("plan", "m", *at, *only)
     assert said.wait() == 0 and "1.00 times as much" in said.out
+    slices = ("--slice", "*.columns=1:1/2", "--slice", "*.rows=-2:0-3000")
+    shares = run("plan", "m", *at, *slices, "--only", "*.columns", "--only", "*.rows", "--json")
+    parts = shares.json()["subset"]
+    own_nbytes, moved_nbytes = (1003 * 751 + 3000 * 701) * 4, (1003 * 1502 + 3001 * 701) * 4
+    assert (parts["own_bytes"], parts["moved_bytes"]) == (own_nbytes, moved_nbytes)
+    for wrong in ("*.rows", "*.rows=1", "*.rows=0:1/2/3"):
+        refused = run("plan", "m", *at, "--slice", wrong)
+        assert refused.wait() == EXIT_CONFIG and f"--slice {wrong} is not" in refused.err
     report = run("pull", "m", *at, *only, "--json").json()
     assert (report["bytes"], report["moved_bytes"]) == (own, own)
     shown = run("pull", "m", *at, *only)

@@ -20,6 +20,7 @@ from mx.core.transfer_commands import (
     CopyOut,
     DropConnection,
     Fail,
+    HandOut,
     LayerReady,
 )
 from mx.core.types import Packaging
@@ -41,6 +42,7 @@ class Driver:
         self.machine, self.wanted, self.known = machine, wanted, known
         self.in_flight: dict[Part, int] = {}
         self.copying: list[Part] = []
+        self.handed_out: list[Part] = []
         self.right: set[tuple[int, int]] = set()  # (chunk, block): verified, and in their place
         self.ready: list[int] = []
         self.lost: set[int] = set()
@@ -67,6 +69,8 @@ class Driver:
                 case CopyOut(part):
                     assert self.wanted.is_aside(part)
                     self.copying.append(part)
+                case HandOut(part):
+                    self.handed_out.append(part)
                 case LayerReady(layer):
                     chunks = [c for c in self.wanted.chunks if grid.layer_of[c] == layer]
                     needed = [part for chunk in chunks for part in self.wanted.parts(chunk)]
