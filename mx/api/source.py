@@ -241,7 +241,7 @@ class Source(Closable):
             )
             same = held.manifest.ref.identity == self._held.manifest.ref.identity
             if same and membership(self.model.variant).alone:
-                held.arena.release()
+                held.release()
             else:
                 self._loop.run(self._replace(held, grace_s))
             return self.model
@@ -586,7 +586,7 @@ def serve(
         except BaseException:
             loop.run(server.close())
             if held is not None:
-                held.arena.release()  # not before: exposures hand out its descriptor
+                held.release()  # not before: exposures hand out its descriptor
             if embedded is not None:
                 loop.run(embedded.stop())
             raise

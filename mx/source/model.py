@@ -75,6 +75,11 @@ class HeldModel:
         ref = self.manifest.ref
         return ref.scattered_content if self.scattered else ref.content
 
+    def release(self) -> None:
+        """Release the memory, and let go of every view of it. Idempotent."""
+        self._scattered = None
+        self.arena.release()
+
     def become(self, other: HeldModel) -> None:
         """Take over the fields of another description of the same memory."""
         for each in fields(self):

@@ -308,7 +308,7 @@ class SourceServer:
         if held.source_id in self._servicer.models:
             await self.retire(held.source_id, 0.0)
         else:
-            held.arena.release()
+            held.release()
 
     async def retire(
         self, source_id: str, grace_s: float, hurry: Callable[[], bool] = lambda: False
@@ -359,7 +359,7 @@ class SourceServer:
         # Live memory stays while its owner changes it.
         stays = served.held.borrowed or (served.held.live and not self._closing)
         if not stays and not shared:
-            served.held.arena.release()
+            served.held.release()
 
     async def _withdraw(self, served: Served) -> None:
         served.participant.end()
@@ -446,4 +446,4 @@ class SourceServer:
             if gone is not None:
                 await self._free(gone)
         if self.lending is not None and not self.lending.held.borrowed:
-            self.lending.held.arena.release()  # also where it is not lent at the moment
+            self.lending.held.release()  # also where it is not lent at the moment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,12 +17,13 @@ from mx.api.tensors import live_tensors
 from mx.core.digest import block_digest, root_of, shortcut_digest
 from mx.core.grid import BLOCK_BYTES
 from mx.core.layout import TensorSpec, plan_layout
-from mx.core.types import Layout
+from mx.core.types import Layout, ModelKey
 from mx.errors import ClosedError, ConfigError
 from mx.memory import claims
 from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
 from mx.memory.live import LiveMemory
+from mx.source.model import lend_tensors
 from mx.storage.landing import Filled
 from mx.storage.reader import hash_in_place
 from mx.views import ScatteredView, host_view
@@ -88,6 +90,23 @@ def test_the_memory_outlives_the_tensors_but_not_its_views() -> None:
     noise = [torch.ones(700, 900) for _ in range(3)]
     assert [bytes(host_view(span)) for span in view.located()[1]] == expected  # type: ignore[union-attr]
     del noise
+
+
+def test_a_released_source_in_an_adopted_layout_keeps_no_tensor() -> None:
+    tensors = weights()
+    arrays = arrays_of(tensors)
+    held = lend_tensors(describe_arrays(arrays), arrays, lambda: tensors, ModelKey("m"))
+    held.extents = held.places()  # as those of another layout
+    whole = held.view()
+    assert len(whole) == held.manifest.layout.arena_nbytes
+    storage = weakref.ref(tensors["model.embed_tokens.weight"])
+    del whole, arrays
+    tensors.clear()
+    gc.collect()
+    assert storage() is not None
+    held.release()
+    gc.collect()
+    assert storage() is None
 
 
 def test_nothing_but_empty_tensors() -> None:
