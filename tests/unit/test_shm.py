@@ -6,15 +6,23 @@ import os
 import socket
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mx.core.topology import Place
-from mx.errors import NotAllowedError, PathError, PeerLostError, PeerProtocolError, SourceError
+from mx.errors import (
+    NotAllowedError,
+    PathError,
+    PeerLostError,
+    PeerProtocolError,
+    PeerTimeoutError,
+    SourceError,
+)
 from mx.testing.bench import Bench, Source
 from mx.testing.harness import Harness
 from mx.testing.memory import Kind, Memory
@@ -135,6 +143,86 @@ def test_a_memfd_that_was_cut_off_is_an_error_not_a_crash(bench: Bench) -> None:
         bench.failure(sink, PeerProtocolError, "chunk 0")
         bench.succeed(bench.read(session, 0, 0, memoryview(bytearray(MIB))))
     memory.close()
+
+
+#: Stands for the address at which the source has memory.
+HERE = 77_777
+
+
+@contextmanager
+def scattered_at(bench: Bench, columns: list[int], said: int) -> Iterator[Source]:
+    """A source that says that its region, of 4096 bytes, lies in `said` places."""
+    memory = Memory(4096, 1, Kind.ANONYMOUS)
+    exposure = ShmTransport().expose([memory.region(0)], ExposeOptions())
+    assert isinstance(exposure, shm_exposure.ShmExposure)
+    here = memory.region(0).address
+    exposure._regions = [(shm_exposure.ENTRY.pack(0, 4096, here, False, said), None)]
+    exposure._places = [array(shm_exposure.PLACE, (here if n == HERE else n for n in columns))]
+    exposure._places[0].byteswap()
+    exposure.set_generation(1)
+    try:
+        yield Source(exposure, [memory])
+    finally:
+        exposure.close()
+        assert exposure.join(10)
+        memory.close()
+
+
+_NUMBERS = st.one_of(
+    st.integers(0, 4096), st.sampled_from([4097, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+)
+_PLACES = st.tuples(_NUMBERS, st.one_of(st.just(HERE), _NUMBERS), _NUMBERS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    places=st.lists(_PLACES, min_size=1, max_size=4),
+    reads=st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 4096)), min_size=1, max_size=4),
+)
+@example(places=[(16, HERE, 100)], reads=[(16, 100), (20, 7), (0, 16), (100, 17), (116, 1), (0, 0)])
+def test_any_list_of_places_is_refused_or_gives_no_byte_that_is_not_there(
+    places: list[tuple[int, int, int]], reads: list[tuple[int, int]]
+) -> None:
+    places.sort()
+    columns = [place[i] for i in range(3) for place in places]
+    model: dict[int, int | None] = {}  # byte of the region -> byte of the memory
+    for begin, address, nbytes in places:
+        for at in range(min(nbytes, 4097)):
+            model[begin + at] = at if address == HERE else None
+    with (
+        Bench(Harness(TARGET, stall_timeout_s=0.5)) as bench,
+        scattered_at(bench, columns, len(places)) as source,
+    ):
+        try:
+            session = bench.open(source)
+        except PeerProtocolError as error:
+            assert "malformed" in str(error) or "can't be read" in str(error)
+            return
+        memory = source.memories[0].expected
+        for offset, nbytes in reads:
+            wanted = range(offset, offset + min(nbytes, 4096 - offset))
+            destination = memoryview(bytearray(len(wanted)))
+            sink = bench.read(session, 0, offset, destination)
+            bench.finish(sink)
+            found = [model.get(at) for at in wanted]
+            if None in found:
+                assert sink.failures and not sink.dones
+            elif sink.dones:
+                assert destination == bytes(memory[at] for at in found if at is not None)
+
+
+def test_more_places_than_any_model_has_are_refused_before_they_are_received(bench: Bench) -> None:
+    most = shm_exposure.MAX_PLACES
+    with (
+        scattered_at(bench, [0, HERE, 4096], most + 1) as source,
+        pytest.raises(PeerProtocolError, match="too long"),
+    ):
+        bench.open(source)
+
+
+def test_fewer_places_than_said_are_not_waited_for_long(bench: Bench) -> None:
+    with scattered_at(bench, [0, HERE, 4096], 2) as source, pytest.raises(PeerTimeoutError):
+        bench.open(source)
 
 
 def test_an_address_with_nothing_there_is_refused_at_once(bench: Bench) -> None:
