@@ -13,6 +13,7 @@ import argparse
 import multiprocessing
 import time
 from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Semaphore
 
 import torch
 
@@ -39,9 +40,10 @@ def train(model: torch.nn.Module, step: int) -> None:
             weight.view(-1)[0] = step
 
 
-def read(reader: int, coordinator: str, last: int, results: Queue[str]) -> None:
+def read(reader: int, coordinator: str, last: int, started: Semaphore, results: Queue[str]) -> None:
     """Fill a module again and again, until it holds the last step."""
     model, pulls, moved = make_model(), 0, 0
+    started.release()
     seen: list[int] = []
     while not seen or seen[-1] < last:
         # `wait_s`: there may be no source while the trainer writes.
@@ -63,13 +65,18 @@ def main() -> None:
     train(model, 0)
     spawn = multiprocessing.get_context("spawn")
     results: Queue[str] = spawn.Queue()
+    started = spawn.Semaphore(0)
     with mx.serve(model, model="policy", copy=False, max_bandwidth="400MB/s") as source:
         readers = [
-            spawn.Process(target=read, args=(i, source.coordinator_address, args.updates, results))
+            spawn.Process(
+                target=read, args=(i, source.coordinator_address, args.updates, started, results)
+            )
             for i in range(args.readers)
         ]
         for reader in readers:
             reader.start()
+        for _ in readers:  # they import torch first
+            started.acquire(timeout=120)
         for step in range(1, args.updates + 1):
             time.sleep(2)
             began_s = time.monotonic()

@@ -242,6 +242,7 @@ def table_to_wire(table: AddressTable, row_count: int | None = None) -> pb.Addre
         held=ranges_to_wire(table.held),
         rows=len(table.rows) if row_count is None else row_count,
         layers=table.layer_count,
+        payload_bytes=table.payload_nbytes,
     )
 
 
@@ -268,7 +269,7 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
     if message.rows > MAX_ROWS:
         raise _refuse(f"more than {MAX_ROWS} rows")
     regions = tuple(_region_from_wire(i, item) for i, item in enumerate(message.regions))
-    total = sum(region.nbytes for region in regions)
+    total = max(message.payload_bytes, sum(region.nbytes for region in regions))
     if total > MAX_TOTAL_BYTES:
         raise _refuse(f"regions: {total} bytes are more than any memory has")
     last_end = 0
@@ -281,6 +282,7 @@ def table_from_wire(message: pb.AddressTable) -> AddressTable:
         regions,
         held=ranges_from_wire(message.held),
         layer_count=message.layers,
+        payload_nbytes=message.payload_bytes,
     )
     if message.layers > MAX_LAYERS:
         raise _refuse(f"{message.layers} layers are more than any model has")

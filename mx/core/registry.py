@@ -338,7 +338,7 @@ class Registry:
                 ModelSummary(
                     binding.key,
                     binding.ref,
-                    max((sum(r.nbytes for r in o.table.regions) for o in origins), default=0),
+                    max((o.table.nbytes for o in origins), default=0),
                     max((o.table.held[-1][1] for o in origins if o.table.held), default=0),
                     len(listed),
                     pin_only=not binding.bound,

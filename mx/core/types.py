@@ -308,7 +308,8 @@ class AddressTable:
     """The extents of layers that a source holds, and their places.
 
     `held` are the half-open ranges of complete layers, ascending. A contiguous source has no rows.
-    `layer_count` is the number of the model's layers where rows describe the regions, else 0.
+    `layer_count` is the number of the model's layers, and `payload_nbytes` that of its bytes, where
+    rows describe the regions, which may span far more; else 0.
     """
 
     layout_digest: bytes
@@ -316,6 +317,12 @@ class AddressTable:
     rows: tuple[TableRow, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
     layer_count: int = 0
+    payload_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the model, padding of contiguous regions included."""
+        return self.payload_nbytes or sum(region.nbytes for region in self.regions)
 
     @property
     def scattered(self) -> bool:

@@ -165,6 +165,7 @@ class HeldModel:
                 regions=(Region(0, self.device, self.arena.address, nbytes, contiguous),),
                 held=((0, layers),) if self.layers is None else tuple(self.layers),
                 layer_count=layers if self.scattered else 0,
+                payload_nbytes=self.manifest.layout.payload_nbytes if self.scattered else 0,
             ),
             transports=tuple(transports),
             role=self.role,

@@ -95,6 +95,14 @@ def test_lent_memory_is_pulled_into_memory_of_mx(coordinator: str, hold: bool) -
         assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
 
 
+def test_a_model_that_is_lent_has_the_size_of_its_tensors(coordinator: str) -> None:
+    """However far apart they are in the address space."""
+    with lender(coordinator), api.pull("m", coordinator=coordinator) as pull:
+        nbytes = pull.wait(60).bytes
+        (model,) = api.list_models(coordinator=coordinator)
+        assert model.nbytes == nbytes
+
+
 def test_a_lender_in_another_layout_adopts_the_one_that_is_bound(coordinator: str) -> None:
     """The first source lies in chunks of its own; both lend, and the target is scattered too."""
     target = net(2)

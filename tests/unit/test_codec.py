@@ -322,6 +322,17 @@ def test_tables_are_bounded_in_number_and_sum() -> None:
                 codec.table_from_wire(wire)
 
 
+def test_a_scattered_table_says_how_many_layers_and_bytes_the_model_has() -> None:
+    region = Region(0, "cpu", 0x5500_0000_0000, 0x2A00_0000_0000)  # from the heap to a map
+    table = AddressTable(b"l" * 32, (region,), layer_count=3, payload_nbytes=1 << 30)
+    found = codec.table_from_wire(codec.table_to_wire(table))
+    assert found == table and found.nbytes == 1 << 30
+    assert replace(table, payload_nbytes=0).nbytes == region.nbytes
+    wire = codec.table_to_wire(replace(table, payload_nbytes=codec.MAX_TOTAL_BYTES + 1))
+    with pytest.raises(PeerProtocolError, match="more than any memory"):
+        codec.table_from_wire(wire)
+
+
 def test_a_page_of_rows_is_bounded() -> None:
     rows = [TableRow(0, i, 1, 0, i) for i in range(ROWS_PER_PAGE + 1)]
     table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 20),))

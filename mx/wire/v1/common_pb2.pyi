@@ -54,18 +54,20 @@ class FetchRequest(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AddressTable(_message.Message):
-    __slots__ = ("layout_digest", "regions", "held", "rows", "layers")
+    __slots__ = ("layout_digest", "regions", "held", "rows", "layers", "payload_bytes")
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     layout_digest: bytes
     regions: _containers.RepeatedCompositeFieldContainer[Region]
     held: _containers.RepeatedCompositeFieldContainer[Range]
     rows: int
     layers: int
-    def __init__(self, layout_digest: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., rows: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
+    payload_bytes: int
+    def __init__(self, layout_digest: _Optional[bytes] = ..., regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., rows: _Optional[int] = ..., layers: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class Region(_message.Message):
     __slots__ = ("index", "device", "base", "nbytes", "layers")
