@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 from mx import api, config, plugins
 from mx.units import MIB
@@ -71,7 +72,8 @@ def serve(name: str, model: str, coordinator: str, copy: str) -> None:
 
 def work(model: str, coordinator: str, max_bandwidth: str) -> None:
     """Lend a stack of layers, and compute with it: for each line N run it N times, and print the
-    seconds that one took."""
+    seconds that one took, the computing thread's CPU time in it, how long that thread waited for a
+    core, and the CPU time of all other threads."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     module = stack()
@@ -80,18 +82,27 @@ def work(model: str, coordinator: str, max_bandwidth: str) -> None:
     with api.serve(module, model=model, settings=bounds, copy=False) as source:
         print(source.endpoint, flush=True)
         for line in sys.stdin:
-            began_s = time.perf_counter()
+            before = _times()
             for _ in range(int(line)):
                 module(batch)
-            spent_s = time.perf_counter() - began_s
-            print(spent_s / int(line), flush=True)
+            spent = [(now - then) / int(line) for now, then in zip(_times(), before, strict=True)]
+            print(*spent, flush=True)
+
+
+def _times() -> tuple[float, float, float, float]:
+    """Return this moment, this thread's CPU time, how long it has waited for a core, and the CPU
+    time of the process's other threads; in seconds."""
+    _, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    own_s = time.thread_time()
+    return time.perf_counter(), own_s, int(waited_ns) / 1e9, time.process_time() - own_s
 
 
 def read(model: str, endpoint: str, readers: str) -> None:
     """Read a model over and over by tcp, with so many readers, between the lines `go` and `stop`;
-    print the bytes that have come after each line. They stay on the last core, so that what they
-    take themselves, which is on other machines elsewhere, leaves the lender one core."""
+    print the bytes that have come after each line, and the process's CPU time. They stay on the
+    last core, and are idle there if the lender needs it: elsewhere they are on other machines."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    os.nice(19)
     going, over = threading.Event(), threading.Event()
     settings = config.load({"listen": "127.0.0.1:0"})
     counts = [0] * int(readers)
@@ -121,7 +132,7 @@ def read(model: str, endpoint: str, readers: str) -> None:
             going.set()
         elif line.strip() == "stop":
             going.clear()
-        print(sum(counts), flush=True)
+        print(sum(counts), time.process_time(), flush=True)
     over.set()
     going.set()
 

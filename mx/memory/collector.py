@@ -2,7 +2,8 @@
 
 Descriptions of tens of thousands of tensors are such objects. The collector would look at them, and
 at every other object of the process, again and again while they are made: that took half of the
-time that a pull into 50,000 tensors needs before its first read.
+time that a pull into 50,000 tensors needs before its first read. What was made counts as old after
+the pause, as it would after a few collections.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def paused() -> Iterator[None]:
         with _lock:
             _pauses -= 1
             if not _pauses and _resumes:
+                if not gc.get_freeze_count():  # else these two would undo the caller's own `freeze`
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from operator import add
+from operator import add, attrgetter
 from typing import Any
 
-from mx.core.layout import contiguous_strides
+from mx.core.layout import contiguous_strides, permuted_stride
 from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
-from mx.memory.arrays import Array, arrays_and_errors
+from mx.memory.arrays import Array, all_are_now, arrays_and_errors
 from mx.memory.collector import paused
 from mx.memory.live import LiveMemory, Tensors, is_tied
 from mx.text import listed
@@ -54,7 +54,9 @@ class InPlace:
             ConfigError: Names, shapes, dtypes or ties differ from the model's; the error has all
                 differences. Or the memory is in use by another pull or source.
         """
-        self._arrays = _arrays(self._tensors())  # the pull may have waited long for a source
+        now = self._tensors()
+        if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now):
+            self._arrays = _arrays(now)  # the pull may have waited long for a source
         differences = list(self._differences(layout, what))
         if differences:
             raise ConfigError(
@@ -63,7 +65,7 @@ class InPlace:
                 if what == WHOLE
                 else "give just the selected tensors, with the shapes of their slices",
             )
-        names = {tensor.name for tensor in layout.tensors} | {a.name for a in layout.aliases}
+        names = [*(tensor.name for tensor in layout.tensors), *(a.name for a in layout.aliases)]
         arrays = {name: self._arrays[name] for name in names}
         self._arena = LiveMemory(layout, arrays, self._tensors, "another pull fills it", fills=True)
         return self._arena
@@ -77,27 +79,22 @@ class InPlace:
         self._tensors = _released
 
     def _differences(self, layout: Layout, what: str) -> list[str]:
-        arrays = self._arrays
-        wanted = {tensor.name: tensor for tensor in layout.tensors}
+        arrays, tensors = self._arrays, layout.tensors
         aliases = {alias.name: alias for alias in layout.aliases}
+        fit = len(arrays) == len(tensors) + len(aliases) and self._fit(tensors)
+        wanted = {} if fit else {tensor.name: tensor for tensor in tensors}
         names = [*wanted, *aliases]
         missing = [name for name in names if name not in arrays]
-        extra = sorted(arrays.keys() - wanted.keys() - aliases.keys() - self._optional)
+        extra: list[str] = []
+        if not fit:
+            extra = sorted(arrays.keys() - wanted.keys() - aliases.keys() - self._optional)
         found = []
         if missing:
             found.append(f"missing here: {listed(missing)}")
         if extra:
             found.append(f"not in {what}: {listed(extra)}")
         here = [name for name in names if name in arrays]
-        orders: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None] = {}
         for name in here:
-            array, tensor = arrays[name], wanted.get(name)
-            if tensor is not None and array[:2] == tensor[1:3] and array.writable:
-                kind = array[1:3]
-                if kind not in orders:
-                    orders[kind] = array.order
-                if orders[kind] == tensor.stride:
-                    continue
             form: Tensor | Alias = wanted[name] if name in wanted else aliases[name]
             array = arrays[name]
             if (array.dtype, array.shape) != (form.dtype, form.shape):
@@ -113,8 +110,23 @@ class InPlace:
                     f"{_strides(wanted[name])} in the model"
                 )
         found += self._ties([aliases[name] for name in here if name in aliases])
-        found += self._overlaps([wanted[name] for name in here if name in wanted])
+        found += self._overlaps([tensor for tensor in tensors if fit or tensor.name in arrays])
         return found
+
+    def _fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if all of these are here, with the model's forms. Models have many tensors
+        and few forms: each pair of forms is compared once."""
+        arrays = [self._arrays.get(tensor.name) for tensor in tensors]
+        if None in arrays:
+            return False
+        forms = map(attrgetter("dtype", "shape", "stride", "writable"), arrays)
+        pairs = set(zip(forms, map(attrgetter("dtype", "shape", "stride"), tensors), strict=True))
+        return all(
+            (dtype, shape) == wanted[:2]
+            and writable
+            and (0 in shape or permuted_stride(shape, stride) == wanted[2])
+            for (dtype, shape, stride, writable), wanted in pairs
+        )
 
     def _ties(self, aliases: Sequence[Alias]) -> list[str]:
         """Return what differs in which tensors are views of others."""

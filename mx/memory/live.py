@@ -16,7 +16,7 @@ from mx.core.extents import ExtentMap
 from mx.core.types import Alias, Layout
 from mx.errors import ConfigError, MxError
 from mx.memory.arena import Arena, MakeHasher, host_hasher
-from mx.memory.arrays import Array, array_of
+from mx.memory.arrays import Array, all_are_now, arrays_of
 from mx.memory.claims import claim, merged, overlap
 from mx.memory.collector import paused
 from mx.text import listed
@@ -77,7 +77,7 @@ class LiveMemory:
         self._layout = layout
         self._base: Span | None = None
         spans: Sequence[Span] = ()
-        if all(array.device == "cpu" for array in held):
+        if {array.device for array in held} <= {"cpu"}:
             owners = [array.owner for array in held]
             self._base = memory_at(self.address, self.nbytes, owners)
             spans = Window(self._base, self.address, self._shifts, lengths)
@@ -108,7 +108,7 @@ class LiveMemory:
         gone = [name for name in self._arrays if name not in now]
         if gone:
             raise ConfigError(f"{listed(gone)}: no longer there", hint="serve the tensors again")
-        arrays = {name: array_of(name, now[name]) for name in self._arrays}
+        arrays = arrays_of({name: now[name] for name in self._arrays})
         other = [
             t.name
             for t in layout.tensors
@@ -162,6 +162,8 @@ class LiveMemory:
         if tensors is None:
             return "the memory was given back"
         now = tensors()
+        if all_are_now(self._arrays, now):
+            return ""
         moved: list[str] = []
         for name, array in self._arrays.items():
             try:

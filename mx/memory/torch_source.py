@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 from mx.errors import ConfigError
-from mx.memory.arrays import Array, adapters, array_of
+from mx.memory.arrays import Array, adapters, array_of, batch_adapters
 from mx.memory.describe import Described, describe_arrays
 from mx.memory.extras import torch_missing
 from mx.memory.tensors import TORCH_DTYPES
@@ -45,28 +47,74 @@ def torch_array(name: str, tensor: object) -> Array | None:
         and (dtype != "C64" or not tensor.is_conj())
     ):
         raise _refusal(name, tensor)
+    storage = tensor.untyped_storage()
     return Array(
         dtype,
         tuple(tensor.shape),
         tensor.stride(),
         "cpu",
         tensor.data_ptr(),
-        tensor.untyped_storage(),
-        _holds,
+        storage,
+        _hold,
+        True,
+        storage.nbytes(),
     )
 
 
-def _holds(tensor: object, array: Array) -> bool:
-    """See `Array.holds`. Lenders ask this of all their tensors once a second."""
-    if not isinstance(tensor, torch.Tensor) or not _is_plain(type(tensor)):
+def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
+    """Return torch tensors as arrays; None if some are something else, or are refused."""
+    if not all(map(_is_tensor, set(map(type, tensors)))):
+        return None
+    kinds = set(
+        zip(map(_is_cpu, tensors), map(_layout, tensors), map(_is_neg, tensors), strict=True)
+    )
+    if kinds != {_PLAIN}:
+        return None
+    forms = list(
+        zip(map(_dtype, tensors), map(_shape, tensors), map(_stride, tensors), strict=True)
+    )
+    # Tensors of one form share its objects.
+    known = {form: (_NAMES.get(form[0]), tuple(form[1]), form[2]) for form in set(forms)}
+    if any(dtype is None or dtype == "C64" for dtype, _, _ in known.values()):
+        return None  # a complex one may be a conjugated view
+    dtypes, shapes, strides = zip(*map(known.__getitem__, forms), strict=True)
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    fields = (
+        dtypes,
+        shapes,
+        strides,
+        repeat("cpu"),
+        map(_data_ptr, tensors),
+        storages,
+        repeat(_hold),
+        repeat(True),
+        map(_nbytes, storages),
+    )
+    return list(map(partial(tuple.__new__, Array), zip(*fields, strict=False)))
+
+
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+_is_cpu, _layout, _is_neg = attrgetter("is_cpu"), attrgetter("layout"), torch.Tensor.is_neg
+_stride, _data_ptr = torch.Tensor.stride, torch.Tensor.data_ptr
+_nbytes = torch.UntypedStorage.nbytes
+#: (is_cpu, layout, is_neg()) of tensors whose values are in host memory of their own.
+_PLAIN = (True, torch.strided, False)
+
+
+def _hold(tensors: Sequence[Any], arrays: Sequence[Array]) -> bool:
+    """See `Array.holds`. Lenders ask this of all their tensors once a second.
+
+    A storage that was resized has another address or another size than the tensor had.
+    """
+    if not all(map(_is_tensor, set(map(type, tensors)))):
         return False
-    if tensor.data_ptr() != array.address or tensor.shape != array.shape:
-        return False
-    storage = tensor.untyped_storage()
-    return (
-        tensor.stride() == array.stride
-        and _NAMES.get(tensor.dtype) == array.dtype
-        and storage.data_ptr() + storage.nbytes() >= array.address + array.span_nbytes
+    dtypes, shapes, strides, _, addresses, storages, _, _, sizes = zip(*arrays, strict=True)
+    return bool(
+        tuple(map(_data_ptr, tensors)) == addresses
+        and tuple(map(_shape, tensors)) == shapes
+        and tuple(map(_stride, tensors)) == strides
+        and tuple(map(_NAMES.get, map(_dtype, tensors))) == dtypes
+        and tuple(map(_nbytes, storages)) == sizes
     )
 
 
@@ -96,6 +144,7 @@ def _refusal(name: str, tensor: torch.Tensor) -> ConfigError:
 
 
 adapters.append(torch_array)
+batch_adapters.append(torch_arrays)
 
 
 def tensors_in(module: torch.nn.Module, *, non_persistent: bool = False) -> dict[str, Any]:
@@ -155,6 +204,11 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
     own = kind.__torch_dispatch__
     lazy = issubclass(kind, UninitializedParameter | UninitializedBuffer)
     return own is torch.Tensor.__torch_dispatch__ and not lazy
+
+
+def _is_tensor(kind: type) -> bool:
+    """Return True for a class of torch's tensors whose values are in their own memory."""
+    return issubclass(kind, torch.Tensor) and _is_plain(kind)
 
 
 def _resolved(tensor: object) -> object:

@@ -21,9 +21,11 @@ from mx.core.types import (
     SourceRecord,
     SourceRole,
     SourceState,
+    TableRow,
 )
 from mx.memory.arena import MemfdArena
 from mx.memory.arrays import Array
+from mx.memory.collector import paused
 from mx.memory.describe import Described
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
@@ -95,6 +97,7 @@ class HeldModel:
         """True if the memory is not laid out as the manifest says."""
         return self.live or self.extents is not None
 
+    @paused()
     def places(self) -> ExtentMap:
         """Return where the manifest's bytes are. For many tensors this takes a while."""
         if self.extents is not None:
@@ -102,6 +105,11 @@ class HeldModel:
         if isinstance(self.arena, LiveMemory):
             return self.arena.extents
         return ExtentMap.of_arena(self.manifest.layout)
+
+    @paused()
+    def rows(self) -> tuple[TableRow, ...]:
+        """Return the rows of the table: none if the memory is laid out as the manifest says."""
+        return self.places().rows if self.scattered else ()
 
     @property
     def device(self) -> str:

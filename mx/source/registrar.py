@@ -83,7 +83,7 @@ class Registrar:
         """
 
         async def register(keeps_layout: bool, disputes: list[bytes]) -> Registered:
-            rows = await in_thread(lambda: held.places().rows) if held.scattered else ()
+            rows = await in_thread(held.rows) if held.scattered else ()
             record = self._current(held)
             return await self._client.register(
                 replace(record, table=replace(record.table, rows=rows)),

@@ -265,7 +265,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     async def _pages_of(served: Served) -> list[common_pb2.TableRows]:
         if served.row_pages is None:  # made once, off the loop: 50,000 rows take a while
             held = served.held
-            served.row_pages = await in_thread(lambda: list(rows_to_wire(held.places().rows)))
+            served.row_pages = await in_thread(lambda: list(rows_to_wire(held.rows())))
         return served.row_pages
 
     # -- the source's side ----------------------------------------------------------------------

@@ -24,6 +24,7 @@ from mx.errors import (
     PeerTimeoutError,
     UnknownModelError,
 )
+from mx.memory.collector import paused
 from mx.runtime import in_thread
 from mx.target.events import EventLog, Outcome
 from mx.units import format_seconds
@@ -140,7 +141,7 @@ async def _manifest(locator: Locator, located: Located) -> Manifest:
     with trace.span("pull.manifest", nbytes=sum(located.ref.sizes)):
         documents = await locator.documents(located)
         # JSON of 50,000 tensors takes a while: off the loop, which has leases to renew.
-        return await in_thread(manifests.decode, located.ref, documents)
+        return await in_thread(paused()(manifests.decode), located.ref, documents)
 
 
 async def retry_until_found(

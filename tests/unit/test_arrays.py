@@ -14,7 +14,7 @@ import torch
 import mx.memory.torch_source  # noqa: F401  # torch's tensors are understood once it is imported
 from mx.buffers import address_of
 from mx.errors import ConfigError
-from mx.memory.arrays import Array, array_of, arrays_of
+from mx.memory.arrays import BATCH, Array, all_are_now, array_of, arrays_of
 from mx.memory.tensors import TORCH_DTYPES
 
 
@@ -222,3 +222,34 @@ def test_is_now_tells_whether_a_tensor_is_where_it_was() -> None:
         assert not array.is_now("w", other)
     tensor.untyped_storage().resize_(8)
     assert not array.is_now("w", tensor)
+
+
+def test_many_tensors_are_looked_at_as_each_by_itself() -> None:
+    tensors: dict[str, Any] = {
+        f"{i}": torch.zeros(1 + i % 7, 3, dtype=(torch.float32, torch.bfloat16)[i % 2])
+        for i in range(2 * BATCH + 5)
+    }
+    tensors["numpy"] = np.zeros((2, 2), np.int8)
+    tensors["complex"] = torch.zeros(2, dtype=torch.complex64)
+    tensors["turned"] = tensors["3"].t()
+    found = arrays_of(tensors)
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        one = array_of(name, tensor)
+        assert found[name]._replace(owner=None) == one._replace(owner=None)
+    assert not all_are_now(found, tensors)  # numpy's have to be compared one by one
+    del tensors["numpy"], found["numpy"]
+    assert all_are_now(found, tensors)
+    assert not all_are_now(found, {name: tensors[name] for name in list(tensors)[1:]})
+    for changed in (tensors["3"].clone(), tensors["3"].t(), np.zeros(2), None):
+        assert not all_are_now(found, {**tensors, "3": changed})
+    tensors["300"].untyped_storage().resize_(0)
+    assert not all_are_now(found, tensors)
+    assert all_are_now({}, tensors)
+
+
+def test_the_error_of_one_of_many_tensors_names_it() -> None:
+    tensors = {f"{i}": torch.zeros(2) for i in range(BATCH + 3)}
+    tensors["meta"] = torch.zeros(2, device="meta")
+    with pytest.raises(ConfigError, match="^meta is on the meta device"):
+        arrays_of(tensors)

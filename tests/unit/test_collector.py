@@ -34,3 +34,22 @@ def test_a_child_that_is_forked_in_a_pause_collects() -> None:
             os._exit(0 if gc.isenabled() else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert not gc.isenabled()
+
+
+def test_what_is_made_in_a_pause_counts_as_old() -> None:
+    assert not gc.get_freeze_count()
+    with paused():
+        made: list[list[object]] = [[] for _ in range(10)]
+    old = set(map(id, gc.get_objects(generation=2)))
+    assert all(id(each) in old for each in made)
+
+
+def test_what_the_caller_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with paused():
+            pass
+        assert gc.get_freeze_count() > frozen // 2 > 0
+    finally:
+        gc.unfreeze()
