@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 SLOTS = 16
 #: How often a rank says that it is alive.
 BEAT_S = 0.5
+#: How many messages of one rank are acted on before the others have their turn.
+_TURN = 4
 
 _PAGE = 4096
 _COUNTS = struct.Struct("<Q")
@@ -140,6 +142,7 @@ class Fellow:
         self.sock = sock
         self.ring = ring
         self.heard_s = 0.0
+        self.lost = False  # it has missed a message
         sock.setblocking(False)
         forks.own(sock)
 
@@ -198,8 +201,9 @@ class Exchange:
             silent_s: Leave a rank that has not been heard of for so many seconds.
         """
         self._pull, self._shares, self._silent_s = pull, shares, silent_s
-        self._thread = threading.Thread(target=self._run, name="mx-local-ranks", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="mx-local-ranks", daemon=True)
+        thread.start()
+        self._thread = thread
 
     # -- giving, on the transports' threads -------------------------------------------------------
 
@@ -217,8 +221,8 @@ class Exchange:
 
     def _hand_out(self, piece: Part, ranks: Sequence[int], blocks: Sequence[memoryview]) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closed or not self._fellows)
-            if self._closed or not self._fellows:
+            self._changed.wait_for(lambda: self._free or self._is_over())
+            if self._is_over():
                 return False
             slot = self._free.pop()
             count = self._ring.begin_use(slot)
@@ -229,23 +233,29 @@ class Exchange:
             at += len(block)
         message = _MESSAGE.pack(_HANDED, piece.chunk, piece.begin, piece.end, slot, count)
         with self._changed:
+            if self._is_over():
+                return False
             takers = [self._fellows[rank] for rank in ranks if rank in self._fellows]
             self._awaited[slot] = {fellow.rank for fellow in takers}
-            told = [self._tell(fellow, message) for fellow in takers]
+            for fellow in takers:
+                self._tell(fellow, message)
             if not takers:
                 self._release(slot)
-        if not all(told):
-            self._rouse()
         return True
 
-    def _tell(self, fellow: Fellow, message: bytes) -> bool:
-        """Send a message. Returns False if it can't be: the thread will leave that rank."""
+    def _is_over(self) -> bool:
+        return self._closed or not self._fellows
+
+    def _tell(self, fellow: Fellow, message: bytes) -> None:
+        """Send a message. If it can't be sent, the thread will leave that rank. Call this under the
+        lock, before `close`."""
         try:
             fellow.sock.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # what it said before its end is still to be heard
         except OSError:
-            fellow.heard_s = float("-inf")
-            return False
-        return True
+            fellow.lost = True
+            self._rouse()
 
     def _release(self, slot: int) -> None:
         self._awaited.pop(slot, None)
@@ -280,7 +290,8 @@ class Exchange:
                     beat_s = now_s
                     self._beat()
                 for fellow in list(self._fellows.values()):
-                    if now_s - fellow.heard_s > self._silent_s and not self._hears(fellow):
+                    silent = now_s - fellow.heard_s > self._silent_s
+                    if fellow.lost or (silent and not self._hears(fellow)):
                         self._leave(selector, fellow, "it does not answer")
 
     def _hears(self, fellow: Fellow) -> bool:
@@ -294,8 +305,10 @@ class Exchange:
                 self._tell(fellow, _MESSAGE.pack(_ALIVE, 0, 0, 0, 0, 0))
 
     def _hear(self, fellow: Fellow) -> bool:
-        """Act on all messages that have come. Returns False if no more will."""
-        while not self._closed:
+        """Act on some of the messages that have come. Returns False if no more will come."""
+        for _ in range(_TURN):
+            if self._closed:
+                break
             try:
                 message = fellow.sock.recv(_MESSAGE.size + 1)
             except BlockingIOError:
@@ -367,15 +380,17 @@ class Exchange:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            if self._thread is not None:
+                self._rouse()
         if self._thread is not None:
-            self._rouse()
             self._thread.join()
             self._thread = None
-        for fellow in self._fellows.values():
-            fellow.close()
-        self._fellows.clear()
-        self._ring.close()
-        for fd in (self._wake, self._woken):
-            if fd >= 0:
-                os.close(fd)
-        self._wake = self._woken = -1
+        with self._changed:  # a transport's thread may still be handing something out
+            for fellow in self._fellows.values():
+                fellow.close()
+            self._fellows.clear()
+            self._ring.close()
+            for fd in (self._wake, self._woken):
+                if fd >= 0:
+                    os.close(fd)
+            self._wake = self._woken = -1

@@ -542,6 +542,9 @@ class Transfer:
             places = self._grid.blocks(part.chunk)[part.begin : part.end]
             views = [contiguous(block) for block in cut(self._arena, places, base)]
         self._exchange.hand_out(part, [host_view(view) for view in views])
+        with self._lock:
+            commands = self._machine.handed_out(part)
+        self._run(commands)
 
     def _run(self, commands: Sequence[Command], sink: _PartSink | None = None) -> None:
         """Carry out commands; `sink` has what has landed just now."""
