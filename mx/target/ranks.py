@@ -21,7 +21,8 @@ from mx.core.local_ranks import MOST_RANKS, LocalRanks, index_nbytes, index_of
 from mx.core.types import ManifestRef
 from mx.core.wanted import Wanted
 from mx.errors import CapacityError, ClosedError, ConfigError, PeerProtocolError
-from mx.target.exchange import Exchange, Fellow, Ring
+from mx.target.exchange import Exchange, Fellow
+from mx.target.ring import Ring
 
 log = logging.getLogger(__name__)
 

@@ -525,6 +525,15 @@ class Transfer:
             self._prefilled[path] = PathReport(*path, earlier.bytes + nbytes, seconds)
         self._run(commands)
 
+    def landed_nbytes(self) -> int:
+        """Return how many bytes have landed."""
+        return self.progress()[0]
+
+    def expects(self, rank: int) -> bool:
+        """Return True if this rank has yet to hand over something."""
+        with self._lock:
+            return self._machine.expects(rank)
+
     def take_up(self, rank: int) -> bool:
         """Read what was expected from another rank. Returns True if anything was."""
         with self._lock:

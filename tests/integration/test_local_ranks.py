@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 import mx
 from mx import api, config
 from mx.errors import ConfigError
-from mx.target import exchange, job
+from mx.target import job, ring
+from mx.target.exchange import Exchange
 from mx.target.ranks import meet
 from tests.integration.conftest import Run, error_of, serve
 from tests.integration.scripts import script
@@ -109,7 +110,7 @@ def test_what_the_caller_changes_in_a_ready_layer_reaches_no_other_rank(
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "SLOTS", 1)  # so that threads wait to hand out what is in place
+    monkeypatch.setattr(ring, "SLOTS", 1)  # so that threads wait to hand out what is in place
 
     def clear(event: api.LayerEvent) -> None:
         for tensor in event.tensors().values():
@@ -136,7 +137,7 @@ def test_a_pull_that_is_closed_as_ranks_meet_leaves_nothing_open(
     serve(run, checkpoint, "m", coordinator)
     met, closing = threading.Event(), threading.Event()
 
-    def slow(ranks: mx.LocalRanks, *arguments: Any) -> exchange.Exchange | None:
+    def slow(ranks: mx.LocalRanks, *arguments: Any) -> Exchange | None:
         found = meet(ranks, *arguments)
         if ranks.rank == rank:
             met.set()
@@ -212,6 +213,25 @@ def test_the_share_of_a_rank_that_is_gone_is_read_by_the_other(
             assert json.loads(out.splitlines()[-1])["verified"] in ("rank", "digest")
     assert pull.subset is not None
     assert pull.subset.moved_nbytes // 2 < (report.moved_bytes or 0)
+
+
+def test_the_share_of_a_rank_that_waits_in_a_callback_is_read_by_the_other(
+    run: Run, coordinator: str, checkpoint: Path
+) -> None:
+    """It lives, and would wait for the other one for ever."""
+    serve(run, checkpoint, "m", coordinator)
+    whole = threading.Event()
+
+    def hold_up(event: api.LayerEvent) -> None:
+        assert whole.wait(120)
+
+    with pulling(coordinator, settings=patient(MX_PEER_STALL_TIMEOUT_S="1")) as (first, second):
+        second.on_layer(hold_up)
+        first.wait(60)
+        check(first.state_dict(), right_of(checkpoint, 0))
+        whole.set()
+        second.wait(60)
+        check(second.state_dict(), right_of(checkpoint, 1))
 
 
 def test_a_pull_that_is_closed_leaves_its_share_to_the_other(

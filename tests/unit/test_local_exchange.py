@@ -19,10 +19,10 @@ from mx.core.local_ranks import LocalRanks, Shares, index_nbytes, index_of
 from mx.core.striping import Part
 from mx.core.types import ManifestRef
 from mx.core.wanted import ASIDE_BYTES, BlockRange, Wanted
-from mx.target import exchange as exchanges
 from mx.target import ranks as meeting
-from mx.target.exchange import Exchange, Fellow, Ring
+from mx.target.exchange import Exchange, Fellow
 from mx.target.ranks import meet
+from mx.target.ring import SLOTS, Ring
 from tests.unit.test_transfer_machine import grid_of
 
 TIMEOUT_S = 60.0
@@ -48,6 +48,12 @@ class Pulling:
 
     def given(self, rank: int, part: Part) -> None:
         self._note(self.given_by, rank)
+
+    def landed_nbytes(self) -> int:
+        return len(self.given_by)
+
+    def expects(self, rank: int) -> bool:
+        return rank not in self.taken_up
 
     def take_up(self, rank: int) -> bool:
         self._note(self.taken_up, rank)
@@ -145,13 +151,13 @@ def test_a_rank_that_gives_without_a_pause_keeps_no_other_waiting() -> None:
         third.hand_out(*ranks.parts(2)[0])
         giving = pool.submit(give)
         ranks.pulls[0].writing = lambda: ahead.acquire(timeout=TIMEOUT_S)
-        for _ in range(exchanges.SLOTS):  # its slots are full: it is ahead from now on
+        for _ in range(SLOTS):  # its slots are full: it is ahead from now on
             assert ahead.acquire(timeout=TIMEOUT_S)
-        ahead.release(exchanges.SLOTS)
+        ahead.release(SLOTS)
         pull = ranks.pulls[0]
         first.begin(pull, ranks.shares[0], 3600.0)
         pull.until(lambda: 2 in pull.given_by)
-        assert len(pull.given_by) < exchanges.SLOTS < len(parts)
+        assert len(pull.given_by) < SLOTS < len(parts)
         pull.writing = lambda: None
         first.close()
         second.close()
@@ -176,7 +182,7 @@ def test_a_rank_that_has_missed_a_message_is_left() -> None:
         count = ranks.rings[1].begin_use(0)
         other.send(struct.pack("<B3xIIIIQ", 1, part.chunk, part.begin, part.end, 0, count))
         assert began.wait(TIMEOUT_S)
-        for each in ranks.parts(0)[: exchanges.SLOTS]:  # more than the socket holds
+        for each in ranks.parts(0)[:SLOTS]:  # more than the socket holds
             exchange.hand_out(*each)
         heard = threading.Semaphore(0)
 
