@@ -215,25 +215,6 @@ def test_the_share_of_a_rank_that_is_gone_is_read_by_the_other(
     assert pull.subset.moved_nbytes // 2 < (report.moved_bytes or 0)
 
 
-def test_the_share_of_a_rank_that_waits_in_a_callback_is_read_by_the_other(
-    run: Run, coordinator: str, checkpoint: Path
-) -> None:
-    """It lives, and would wait for the other one for ever."""
-    serve(run, checkpoint, "m", coordinator)
-    whole = threading.Event()
-
-    def hold_up(event: api.LayerEvent) -> None:
-        assert whole.wait(120)
-
-    with pulling(coordinator, settings=patient(MX_PEER_STALL_TIMEOUT_S="1")) as (first, second):
-        second.on_layer(hold_up)
-        first.wait(60)
-        check(first.state_dict(), right_of(checkpoint, 0))
-        whole.set()
-        second.wait(60)
-        check(second.state_dict(), right_of(checkpoint, 1))
-
-
 def test_a_pull_that_is_closed_leaves_its_share_to_the_other(
     run: Run, coordinator: str, checkpoint: Path
 ) -> None:

@@ -19,6 +19,7 @@ from mx.core.local_ranks import LocalRanks, Shares, index_nbytes, index_of
 from mx.core.striping import Part
 from mx.core.types import ManifestRef
 from mx.core.wanted import ASIDE_BYTES, BlockRange, Wanted
+from mx.target import exchange
 from mx.target import ranks as meeting
 from mx.target.exchange import Exchange, Fellow
 from mx.target.ranks import meet
@@ -169,7 +170,7 @@ def test_a_rank_that_has_missed_a_message_is_left() -> None:
     with ranks_of(grid_of([400]), 2) as ranks:
         ranks.socks[0, 1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         other = ranks.socks[1, 0]
-        pull, exchange = ranks.pulls[0], ranks.exchange(0)
+        pull, first = ranks.pulls[0], ranks.exchange(0)
         began, goes_on = threading.Event(), threading.Event()
 
         def writing() -> None:
@@ -177,13 +178,13 @@ def test_a_rank_that_has_missed_a_message_is_left() -> None:
             goes_on.wait(TIMEOUT_S)
 
         pull.writing = writing
-        exchange.begin(pull, ranks.shares[0], 3600.0)
+        first.begin(pull, ranks.shares[0], 3600.0)
         part, _ = ranks.parts(1)[0]
         count = ranks.rings[1].begin_use(0)
         other.send(struct.pack("<B3xIIIIQ", 1, part.chunk, part.begin, part.end, 0, count))
         assert began.wait(TIMEOUT_S)
         for each in ranks.parts(0)[:SLOTS]:  # more than the socket holds
-            exchange.hand_out(*each)
+            first.hand_out(*each)
         heard = threading.Semaphore(0)
 
         def hear() -> None:
@@ -199,6 +200,16 @@ def test_a_rank_that_has_missed_a_message_is_left() -> None:
         hearing.join(TIMEOUT_S)
 
 
+def test_a_rank_that_lives_but_gets_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, so that it is not silent: others would wait for its share for ever."""
+    monkeypatch.setattr(exchange, "_PATIENCE", 1e-4)
+    with ranks_of(grid_of([4]), 2) as ranks:
+        for rank, each in enumerate([ranks.exchange(0), ranks.exchange(1)]):
+            each.begin(ranks.pulls[rank], ranks.shares[rank], 3600.0)
+        for rank, pull in enumerate(ranks.pulls):
+            pull.until(lambda: pull.taken_up == [1 - rank])  # noqa: B023
+
+
 def test_an_exchange_whose_thread_does_not_start_can_be_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -206,12 +217,12 @@ def test_an_exchange_whose_thread_does_not_start_can_be_closed(
         raise RuntimeError("can't start new thread")
 
     with ranks_of(grid_of([4]), 2) as ranks:
-        exchange = ranks.exchange(0)
+        unstarted = ranks.exchange(0)
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
             with pytest.raises(RuntimeError):
-                exchange.begin(ranks.pulls[0], ranks.shares[0], 1.0)
-        exchange.close()
+                unstarted.begin(ranks.pulls[0], ranks.shares[0], 1.0)
+        unstarted.close()
 
 
 # -- the meeting -----------------------------------------------------------------------------------
