@@ -95,7 +95,7 @@ class TransferMachine:
         self._page_of = page_of
         self._several_connections = several_connections
         self._wanted = wanted
-        self._copying: set[Part] = set()  # right, and not in their place yet
+        self._copying: set[Part] = set()  # right, but not in their place, or not handed out
         self._shares = shares
         # Neither verified, nor being read, nor expected.
         self._missing = Missing(grid, wanted, None if shares is None else shares.mine)
@@ -234,6 +234,14 @@ class TransferMachine:
 
     def copied_out(self, part: Part) -> list[Command]:
         """Record that the wanted bytes of a part that was read aside are in their place."""
+        return self._settled(part)
+
+    def handed_out(self, part: Part) -> list[Command]:
+        """Record that other ranks have what they want of a part, or need it no more. Only then may
+        its layer be ready: the caller may change a ready layer, and they would get the change."""
+        return [] if self.reads_aside(part) else self._settled(part)
+
+    def _settled(self, part: Part) -> list[Command]:
         if self._ended or part not in self._copying:
             return []
         self._copying.remove(part)
@@ -387,9 +395,11 @@ class TransferMachine:
         shared = self._shares is not None and self._shares.pieces(part)
         commands: list[Command] = [HandOut(part)] if shared else []
         if self.reads_aside(part):
-            self._copying.add(part)
-            return [*commands, CopyOut(part)]
-        return commands + self._in_place(part)
+            commands.append(CopyOut(part))
+        elif not shared:
+            return self._in_place(part)
+        self._copying.add(part)
+        return commands
 
     def _in_place(self, part: Part) -> list[Command]:
         blocks = self._right_blocks.pop(part.chunk, 0) + part.end - part.begin

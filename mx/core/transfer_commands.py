@@ -26,7 +26,8 @@ class CopyOut:
 
 @dataclass(frozen=True, slots=True)
 class HandOut:
-    """This part is right: give other ranks on this host what they want of it."""
+    """This part is right: give other ranks on this host what they want of it, and report that by
+    `TransferMachine.handed_out`."""
 
     part: Part
 

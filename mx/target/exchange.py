@@ -10,9 +10,7 @@ at the count again afterwards.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import mmap
 import os
 import selectors
 import socket
@@ -27,109 +25,22 @@ from mx.core.grid import ChunkGrid
 from mx.core.local_ranks import Shares
 from mx.core.striping import Part
 from mx.core.wanted import ASIDE_BYTES, Wanted
-from mx.errors import CapacityError, PeerProtocolError
-from mx.units import align_up, format_bytes
+from mx.errors import PeerProtocolError
+from mx.target.ring import Ring
 
 log = logging.getLogger(__name__)
 
-#: The most slots of a ring.
-SLOTS = 16
 #: How often a rank says that it is alive.
 BEAT_S = 0.5
+#: A rank to which no byte comes for so many times as long as it may be silent is left.
+_PATIENCE = 4
+#: How many messages of one rank are acted on before the others have their turn.
+_TURN = 4
 
-_PAGE = 4096
-_COUNTS = struct.Struct("<Q")
-#: What, then of blocks that are handed over: chunk, first and last block, slot, use of the slot.
+#: What, then of blocks that are handed over: chunk, first and last block, slot, use of the slot; of
+#: a rank that is alive only the last number: how many bytes have come to it.
 _MESSAGE = struct.Struct("<B3xIIIIQ")
 _ALIVE, _HANDED, _TAKEN = range(3)
-
-
-class Ring:
-    """Shared memory of one rank: uses of each slot, what the rank wants, and the slots.
-
-    The rank that made it writes, others map it and read.
-    """
-
-    def __init__(self, fd: int, index_nbytes: int, *, writable: bool) -> None:
-        """
-        Args:
-            fd: The memfd, which this object closes.
-            index_nbytes: The length of what the rank wants.
-            writable: True for the rank that made it.
-
-        Raises:
-            PeerProtocolError: It is no ring for this model.
-            OSError: It can't be mapped.
-        """
-        self.fd = fd
-        self._index_nbytes = index_nbytes
-        self._first = _PAGE + align_up(index_nbytes, _PAGE)
-        self._nbytes = os.fstat(fd).st_size
-        self.slots, rest = divmod(self._nbytes - self._first, ASIDE_BYTES)
-        try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if rest or not 0 < self.slots <= SLOTS or not sealed:
-                raise PeerProtocolError("a rank on this host shares memory of a wrong size")
-            prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            self._view = memoryview(mmap.mmap(fd, self._nbytes, prot=prot))
-        except BaseException:
-            os.close(fd)
-            raise
-
-    @staticmethod
-    def create(index: bytes, nbytes: int) -> Ring:
-        """Return a ring for a rank that wants `index`, `nbytes` in all.
-
-        Raises:
-            CapacityError: There is too little memory.
-        """
-        slots = min(SLOTS, max(1, -(-nbytes // ASIDE_BYTES)))
-        size = _PAGE + align_up(len(index), _PAGE) + slots * ASIDE_BYTES
-        fd = -1
-        try:
-            fd = os.memfd_create("mx:ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(fd, 0, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            own, fd = fd, -1
-            ring = Ring(own, len(index), writable=True)
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-            raise CapacityError(
-                f"{format_bytes(size)} to share with other ranks are not to be had: "
-                f"{error.strerror}",
-                hint="free memory, or leave out `local_ranks`",
-            ) from error
-        ring._view[_PAGE : _PAGE + len(index)] = index
-        return ring
-
-    @property
-    def index(self) -> bytes:
-        """What the rank wants."""
-        return bytes(self._view[_PAGE : _PAGE + self._index_nbytes])
-
-    def use(self, slot: int) -> int:
-        """Return how often the slot was used so far."""
-        found: int = _COUNTS.unpack_from(self._view, slot * _COUNTS.size)[0]
-        return found
-
-    def begin_use(self, slot: int) -> int:
-        """Count a use of the slot, which is about to be written, and return the count."""
-        count = self.use(slot) + 1
-        _COUNTS.pack_into(self._view, slot * _COUNTS.size, count)
-        return count
-
-    def slot(self, number: int, nbytes: int) -> memoryview:
-        """Return the first bytes of a slot."""
-        begin = self._first + number * ASIDE_BYTES
-        return self._view[begin : begin + nbytes]
-
-    def close(self) -> None:
-        """Drop the memory. Views of it keep it mapped. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-        self._view = memoryview(b"")
 
 
 class Fellow:
@@ -140,6 +51,9 @@ class Fellow:
         self.sock = sock
         self.ring = ring
         self.heard_s = 0.0
+        self.lost = False  # it has missed a message
+        self.landed_nbytes = 0  # as it says
+        self.moved_s = 0.0  # when that changed
         sock.setblocking(False)
         forks.own(sock)
 
@@ -156,6 +70,12 @@ class Pulling(Protocol):
 
     def given(self, rank: int, part: Part) -> None:
         """A part that this rank has read is in its place."""
+
+    def landed_nbytes(self) -> int:
+        """Return how many bytes have come."""
+
+    def expects(self, rank: int) -> bool:
+        """Return True if this rank has yet to hand over something."""
 
     def take_up(self, rank: int) -> bool:
         """Read what was expected from this rank. Returns True if anything was."""
@@ -198,8 +118,9 @@ class Exchange:
             silent_s: Leave a rank that has not been heard of for so many seconds.
         """
         self._pull, self._shares, self._silent_s = pull, shares, silent_s
-        self._thread = threading.Thread(target=self._run, name="mx-local-ranks", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="mx-local-ranks", daemon=True)
+        thread.start()
+        self._thread = thread
 
     # -- giving, on the transports' threads -------------------------------------------------------
 
@@ -217,8 +138,8 @@ class Exchange:
 
     def _hand_out(self, piece: Part, ranks: Sequence[int], blocks: Sequence[memoryview]) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closed or not self._fellows)
-            if self._closed or not self._fellows:
+            self._changed.wait_for(lambda: self._free or self._is_over())
+            if self._is_over():
                 return False
             slot = self._free.pop()
             count = self._ring.begin_use(slot)
@@ -229,23 +150,29 @@ class Exchange:
             at += len(block)
         message = _MESSAGE.pack(_HANDED, piece.chunk, piece.begin, piece.end, slot, count)
         with self._changed:
+            if self._is_over():
+                return False
             takers = [self._fellows[rank] for rank in ranks if rank in self._fellows]
             self._awaited[slot] = {fellow.rank for fellow in takers}
-            told = [self._tell(fellow, message) for fellow in takers]
+            for fellow in takers:
+                self._tell(fellow, message)
             if not takers:
                 self._release(slot)
-        if not all(told):
-            self._rouse()
         return True
 
-    def _tell(self, fellow: Fellow, message: bytes) -> bool:
-        """Send a message. Returns False if it can't be: the thread will leave that rank."""
+    def _is_over(self) -> bool:
+        return self._closed or not self._fellows
+
+    def _tell(self, fellow: Fellow, message: bytes) -> None:
+        """Send a message. If it can't be sent, the thread will leave that rank. Call this under the
+        lock, before `close`."""
         try:
             fellow.sock.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # what it said before its end is still to be heard
         except OSError:
-            fellow.heard_s = float("-inf")
-            return False
-        return True
+            fellow.lost = True
+            self._rouse()
 
     def _release(self, slot: int) -> None:
         self._awaited.pop(slot, None)
@@ -266,7 +193,7 @@ class Exchange:
             selector.register(self._wake, selectors.EVENT_READ)
             now_s = beat_s = time.monotonic()
             for fellow in self._fellows.values():
-                fellow.heard_s = now_s
+                fellow.heard_s = fellow.moved_s = now_s
                 selector.register(fellow.sock, selectors.EVENT_READ, fellow)
             while not self._closed and self._fellows:
                 for key, _ in selector.select(BEAT_S):
@@ -279,8 +206,11 @@ class Exchange:
                 if now_s - beat_s >= BEAT_S:
                     beat_s = now_s
                     self._beat()
+                    for fellow in self._stuck(now_s):
+                        self._leave(selector, fellow, "it makes no progress")
                 for fellow in list(self._fellows.values()):
-                    if now_s - fellow.heard_s > self._silent_s and not self._hears(fellow):
+                    silent = now_s - fellow.heard_s > self._silent_s
+                    if fellow.lost or (silent and not self._hears(fellow)):
                         self._leave(selector, fellow, "it does not answer")
 
     def _hears(self, fellow: Fellow) -> bool:
@@ -288,14 +218,27 @@ class Exchange:
         before_s = fellow.heard_s
         return self._hear(fellow) and fellow.heard_s > before_s
 
+    def _stuck(self, now_s: float) -> list[Fellow]:
+        """Return the ranks that others wait for in vain: a callback of its caller may wait for
+        another rank, and so hold up the threads that read."""
+        until_s = now_s - _PATIENCE * self._silent_s
+        return [
+            fellow
+            for fellow in self._fellows.values()
+            if fellow.moved_s < until_s and self._pull.expects(fellow.rank)
+        ]
+
     def _beat(self) -> None:
+        message = _MESSAGE.pack(_ALIVE, 0, 0, 0, 0, self._pull.landed_nbytes())
         with self._changed:
             for fellow in self._fellows.values():
-                self._tell(fellow, _MESSAGE.pack(_ALIVE, 0, 0, 0, 0, 0))
+                self._tell(fellow, message)
 
     def _hear(self, fellow: Fellow) -> bool:
-        """Act on all messages that have come. Returns False if no more will."""
-        while not self._closed:
+        """Act on some of the messages that have come. Returns False if no more will come."""
+        for _ in range(_TURN):
+            if self._closed:
+                break
             try:
                 message = fellow.sock.recv(_MESSAGE.size + 1)
             except BlockingIOError:
@@ -325,6 +268,8 @@ class Exchange:
                     awaited.discard(fellow.rank)
                     if not awaited:
                         self._release(slot)
+        elif kind == _ALIVE and count != fellow.landed_nbytes:
+            fellow.landed_nbytes, fellow.moved_s = count, fellow.heard_s
         elif kind == _HANDED:
             self._take(fellow, Part(chunk, begin, end), slot, count, message)
 
@@ -367,15 +312,17 @@ class Exchange:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            if self._thread is not None:
+                self._rouse()
         if self._thread is not None:
-            self._rouse()
             self._thread.join()
             self._thread = None
-        for fellow in self._fellows.values():
-            fellow.close()
-        self._fellows.clear()
-        self._ring.close()
-        for fd in (self._wake, self._woken):
-            if fd >= 0:
-                os.close(fd)
-        self._wake = self._woken = -1
+        with self._changed:  # a transport's thread may still be handing something out
+            for fellow in self._fellows.values():
+                fellow.close()
+            self._fellows.clear()
+            self._ring.close()
+            for fd in (self._wake, self._woken):
+                if fd >= 0:
+                    os.close(fd)
+            self._wake = self._woken = -1

@@ -498,10 +498,16 @@ class Job:
             return None
         ref, grid = manifest.ref, manifest.grid
         self._log.phase = "waiting for ranks"
-        exchange = await uncut(in_thread(meet, ranks, ref, grid, wanted, lambda: self._closed))
+
+        async def met() -> Exchange | None:
+            found = await in_thread(meet, ranks, ref, grid, wanted, lambda: self._closed)
+            if found is not None:
+                closing.push_async_callback(in_thread, found.close)
+            return found
+
+        exchange = await uncut(met())  # it is closed also if this is cancelled meanwhile
         if exchange is None:
             return None
-        closing.push_async_callback(in_thread, exchange.close)
         return exchange, await in_thread(exchange.shares, ranks.rank, wanted)
 
     async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:

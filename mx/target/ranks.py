@@ -5,6 +5,7 @@ others, and a socket to each. From then on all are equal."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -20,7 +21,8 @@ from mx.core.local_ranks import MOST_RANKS, LocalRanks, index_nbytes, index_of
 from mx.core.types import ManifestRef
 from mx.core.wanted import Wanted
 from mx.errors import CapacityError, ClosedError, ConfigError, PeerProtocolError
-from mx.target.exchange import Exchange, Fellow, Ring
+from mx.target.exchange import Exchange, Fellow
+from mx.target.ring import Ring
 
 log = logging.getLogger(__name__)
 
@@ -60,34 +62,48 @@ def meet(
         ConfigError: Another pull of this host is the same rank.
         ClosedError: `cancelled`.
     """
-    try:
-        ring = Ring.create(index_of(grid, wanted), wanted.nbytes)
-    except CapacityError as error:
-        log.warning("%s: this rank shares with no other", error.message)
+    if ranks.size == 1:
         return None
-    fellows: list[Fellow] = []
+    why: object
     try:
-        met = _Meeting(ranks, _address(ranks, ref), ring, cancelled).fellows()
-        with contextlib.ExitStack() as closing:  # what no fellow owns yet
-            for _, sock, fd in met:
-                closing.enter_context(sock)
-                closing.callback(os.close, fd)
-            for rank, sock, fd in met:
-                # Copies: the originals are closed in any case.
-                its = Ring(os.dup(fd), index_nbytes(grid), writable=False)
-                fellows.append(Fellow(rank, sock.dup(), its))
+        with contextlib.ExitStack() as failing:  # closes what no exchange owns
+            ring = Ring.create(index_of(grid, wanted), wanted.nbytes)
+            failing.callback(ring.close)
+            meeting = _Meeting(ranks, _address(ranks, ref), ring, cancelled)
+            fellows = _fellows(meeting.others(), index_nbytes(grid), failing)
+            exchange = Exchange(grid, ring, fellows)
+            failing.pop_all()
     except _Alone as alone:
-        log.warning("rank %d shares with no other on this host: %s", ranks.rank, alone)
-        ring.close()
-        return None
-    except BaseException:
-        ring.close()
-        for fellow in fellows:
-            fellow.close()
-        raise
-    if len(fellows) < ranks.size - 1:
-        log.warning("%d of %d ranks on this host have met", len(fellows) + 1, ranks.size)
-    return Exchange(grid, ring, fellows)
+        why = alone
+    except CapacityError as error:
+        why = error.message
+    except OSError as error:  # such as too many open files
+        why = error.strerror or error
+    else:
+        if len(fellows) < ranks.size - 1:
+            log.warning("%d of %d ranks on this host have met", len(fellows) + 1, ranks.size)
+        return exchange
+    log.warning("rank %d shares with no other on this host: %s", ranks.rank, why)
+    return None
+
+
+def _fellows(
+    others: Sequence[tuple[int, socket.socket, int]],
+    index_nbytes: int,
+    failing: contextlib.ExitStack,
+) -> list[Fellow]:
+    found = []
+    with contextlib.ExitStack() as closing:
+        for _, sock, fd in others:
+            closing.enter_context(sock)
+            closing.callback(os.close, fd)
+        for rank, sock, fd in others:
+            # Copies: the originals are closed in any case.
+            its = Ring(os.dup(fd), index_nbytes, writable=False)
+            failing.callback(its.close)
+            found.append(Fellow(rank, sock.dup(), its))
+            failing.callback(found[-1].close)
+    return found
 
 
 def _address(ranks: LocalRanks, ref: ManifestRef) -> str:
@@ -99,6 +115,17 @@ def _address(ranks: LocalRanks, ref: ManifestRef) -> str:
 def _is_own_user(sock: socket.socket) -> bool:
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Return True if the other side of a socket, which has nothing more to say, is closed."""
+    sock.setblocking(False)
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 class _Meeting:
@@ -114,10 +141,9 @@ class _Meeting:
         self._cancelled = cancelled
         self._until_s = time.monotonic() + ranks.wait_s
 
-    def fellows(self) -> list[tuple[int, socket.socket, int]]:
-        """Return (rank, socket, ring) of the others. Raises _Alone and what `meet` does."""
-        if self._ranks.size == 1:
-            raise _Alone("it is the only one")
+    def others(self) -> list[tuple[int, socket.socket, int]]:
+        """Return (rank, socket, ring) of the others. Raises _Alone, OSError and what `meet`
+        does."""
         with contextlib.ExitStack() as closing:
             return self._lead(closing) if self._ranks.rank == 0 else self._follow(closing)
 
@@ -132,14 +158,18 @@ class _Meeting:
         listener = closing.enter_context(_socket())
         self._listen(listener)
         came: dict[int, tuple[socket.socket, int]] = {}
-        while len(came) < self._ranks.size - 1 and self._waits(self._until_s):
+        while self._waits(self._until_s):
+            if len(came) == self._ranks.size - 1:
+                came = {rank: each for rank, each in came.items() if not _has_ended(each[0])}
+                if len(came) == self._ranks.size - 1:
+                    break
             try:
                 sock, _ = listener.accept()
             except TimeoutError:
                 continue
             closing.enter_context(sock)
             rank, fd = self._greeted(sock, closing)
-            if rank in came:
+            if rank in came and not _has_ended(came[rank][0]):
                 with contextlib.suppress(OSError):
                     sock.send(_TAKEN)
             elif rank:
@@ -199,7 +229,10 @@ class _Meeting:
                 )
                 closing.enter_context(ends[other][one])
                 (closing if one else own).enter_context(ends[one][other])
-            found = [(rank, end, os.dup(rings[rank])) for rank, end in ends[0].items()]
+            found = []
+            for rank, end in ends[0].items():
+                found.append((rank, end, os.dup(rings[rank])))
+                own.callback(os.close, found[-1][2])
             own.pop_all()
         for rank, (sock, _) in came.items():
             others = ends[rank]
@@ -244,7 +277,7 @@ class _Meeting:
 
     def _introduced(self, sock: socket.socket) -> list[tuple[int, socket.socket, int]]:
         """Return what rank 0 sends. Raises TimeoutError while nothing has come."""
-        data, fds, _, _ = socket.recv_fds(
+        data, fds, flags, _ = socket.recv_fds(
             sock, 4 + 2 * MOST_RANKS, 2 * MOST_RANKS, socket.MSG_CMSG_CLOEXEC
         )
         try:
@@ -252,6 +285,8 @@ class _Meeting:
                 raise self._taken()
             if not data:
                 raise _Alone("rank 0 has gone on without it")
+            if flags & socket.MSG_CTRUNC:
+                raise _Alone(os.strerror(errno.EMFILE))
             count = len(fds) // 2
             if len(data) != 4 + 2 * count or data[:4] != _MAGIC or len(fds) != 2 * count:
                 raise PeerProtocolError("rank 0 on this host sent a malformed answer")

@@ -525,6 +525,15 @@ class Transfer:
             self._prefilled[path] = PathReport(*path, earlier.bytes + nbytes, seconds)
         self._run(commands)
 
+    def landed_nbytes(self) -> int:
+        """Return how many bytes have landed."""
+        return self.progress()[0]
+
+    def expects(self, rank: int) -> bool:
+        """Return True if this rank has yet to hand over something."""
+        with self._lock:
+            return self._machine.expects(rank)
+
     def take_up(self, rank: int) -> bool:
         """Read what was expected from another rank. Returns True if anything was."""
         with self._lock:
@@ -542,6 +551,9 @@ class Transfer:
             places = self._grid.blocks(part.chunk)[part.begin : part.end]
             views = [contiguous(block) for block in cut(self._arena, places, base)]
         self._exchange.hand_out(part, [host_view(view) for view in views])
+        with self._lock:
+            commands = self._machine.handed_out(part)
+        self._run(commands)
 
     def _run(self, commands: Sequence[Command], sink: _PartSink | None = None) -> None:
         """Carry out commands; `sink` has what has landed just now."""

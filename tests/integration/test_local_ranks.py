@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ from safetensors.torch import load_file
 import mx
 from mx import api, config
 from mx.errors import ConfigError
+from mx.target import job, ring
+from mx.target.exchange import Exchange
+from mx.target.ranks import meet
 from tests.integration.conftest import Run, error_of, serve
 from tests.integration.scripts import script
 from tests.integration.test_bounds import until
@@ -25,6 +29,8 @@ from tests.integration.test_bounds import until
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 RANKS = 2
+#: Other runs of these tests on this host pull the same weights.
+GROUP = str(os.getpid())
 #: Long, since nothing here depends on it unless a test says so, and machines may be busy.
 PATIENT = {"MX_PEER_STALL_TIMEOUT_S": "60"}
 
@@ -65,7 +71,7 @@ def pulling(coordinator: str, ranks: int = RANKS, **options: Any) -> Iterator[li
                     "m",
                     coordinator=coordinator,
                     slices=slices_of(rank, ranks),
-                    local_ranks=mx.LocalRanks(rank, ranks, wait_s=60),
+                    local_ranks=mx.LocalRanks(rank, ranks, GROUP, wait_s=60),
                     settings=settings,
                     **options,
                 )
@@ -96,6 +102,59 @@ def test_each_block_is_moved_once(
         assert sum(pull.report.moved_bytes or 0 for pull in pulls if pull.report) == payload
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_what_the_caller_changes_in_a_ready_layer_reaches_no_other_rank(
+    run: Run,
+    coordinator: str,
+    checkpoint: Path,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ring, "SLOTS", 1)  # so that threads wait to hand out what is in place
+
+    def clear(event: api.LayerEvent) -> None:
+        for tensor in event.tensors().values():
+            tensor.zero_()
+
+    for _ in range(2):  # a thread for each
+        serve(run, checkpoint, "m", coordinator)
+    with pulling(coordinator, transport=transport) as (first, second):
+        first.on_layer(clear)
+        first.wait(60)
+        second.wait(60)
+        check(second.state_dict(), right_of(checkpoint, 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pull_that_is_closed_as_ranks_meet_leaves_nothing_open(
+    run: Run,
+    coordinator: str,
+    checkpoint: Path,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fixtures look for descriptors and threads that are left."""
+    serve(run, checkpoint, "m", coordinator)
+    met, closing = threading.Event(), threading.Event()
+
+    def slow(ranks: mx.LocalRanks, *arguments: Any) -> Exchange | None:
+        found = meet(ranks, *arguments)
+        if ranks.rank == rank:
+            met.set()
+            assert closing.wait(60)
+        return found
+
+    monkeypatch.setattr(job, "meet", slow)
+    with pulling(coordinator) as pulls:
+        assert met.wait(60)
+        ending = threading.Thread(target=pulls[rank].close)
+        ending.start()
+        until(lambda: bool(getattr(pulls[rank]._job, "_closed", False)), "it is being closed", 30)
+        closing.set()
+        ending.join(60)
+        pulls[1 - rank].wait(60)
+
+
 RANK = """
 import json, mx
 from mx import config
@@ -103,7 +162,8 @@ from pathlib import Path
 from tests.integration.test_local_ranks import check, patient, right_of, slices_of
 rank, size, checkpoint = int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 pull = api.pull("m", coordinator=coordinator, transport="tcp", slices=slices_of(rank, size),
-                local_ranks=mx.LocalRanks(rank, size, wait_s=60), settings=patient(), wait_s=60)
+                local_ranks=mx.LocalRanks(rank, size, sys.argv[5], wait_s=60), settings=patient(),
+                wait_s=60)
 with pull:
     next(pull.layers())
     print("began", flush=True)
@@ -117,7 +177,7 @@ def test_ranks_in_processes_of_their_own(run: Run, coordinator: str, checkpoint:
     serve(run, checkpoint, "m", coordinator)
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(script(RANK, coordinator, str(rank), "2", str(checkpoint)))
+            stack.enter_context(script(RANK, coordinator, str(rank), "2", str(checkpoint), GROUP))
             for rank in range(2)
         ]
         moved = 0
@@ -136,8 +196,8 @@ def test_the_share_of_a_rank_that_is_gone_is_read_by_the_other(
     serve(run, checkpoint, "m", coordinator, "--max-bandwidth", "8MB")
     waits = "60" if how is signal.SIGKILL else "3"
     settings = patient(MX_PEER_STALL_TIMEOUT_S=waits)
-    with script(RANK, coordinator, "1", "2", str(checkpoint)) as other:
-        ranks = mx.LocalRanks(0, 2, wait_s=60)
+    with script(RANK, coordinator, "1", "2", str(checkpoint), GROUP) as other:
+        ranks = mx.LocalRanks(0, 2, GROUP, wait_s=60)
         with api.pull(
             "m", coordinator=coordinator, transport="tcp", slices=slices_of(0), local_ranks=ranks,
             settings=settings,
@@ -176,7 +236,7 @@ def test_ranks_that_do_not_come_are_not_waited_for(
             "m",
             coordinator=coordinator,
             slices=slices_of(rank),
-            local_ranks=mx.LocalRanks(rank, 2, wait_s=0.2),
+            local_ranks=mx.LocalRanks(rank, 2, GROUP, wait_s=0.2),
         ) as pull:
             report = pull.wait(60)
             check(pull.state_dict(), right_of(checkpoint, rank))
@@ -199,7 +259,7 @@ def test_two_of_three_share(
                     "m",
                     coordinator=coordinator,
                     only="*.down_proj*",
-                    local_ranks=mx.LocalRanks(rank, 3, wait_s=6.0),
+                    local_ranks=mx.LocalRanks(rank, 3, GROUP, wait_s=6.0),
                     settings=patient(),
                 )
             )
@@ -216,10 +276,10 @@ def test_a_rank_that_is_there_twice_is_refused(
     serve(run, checkpoint, "m", coordinator)
     options: dict[str, Any] = {"coordinator": coordinator, "only": "*.down_proj*"}
     for rank in (0, 1):
-        twice = mx.LocalRanks(rank, 3, wait_s=20.0)
+        twice = mx.LocalRanks(rank, 3, GROUP, wait_s=20.0)
         with ExitStack() as stack:
             if rank:  # else nobody says so
-                leading = mx.LocalRanks(0, 3, wait_s=20.0)
+                leading = mx.LocalRanks(0, 3, GROUP, wait_s=20.0)
                 stack.enter_context(api.pull("m", local_ranks=leading, **options))
             pulls = [
                 stack.enter_context(api.pull("m", local_ranks=twice, **options)) for _ in range(2)
@@ -240,7 +300,9 @@ def test_groups_do_not_meet(run: Run, coordinator: str, checkpoint: Path) -> Non
                     "m",
                     coordinator=coordinator,
                     only="*.down_proj*",
-                    local_ranks=mx.LocalRanks(rank, 2, group=f"replica {rank}", wait_s=0.5),
+                    local_ranks=mx.LocalRanks(
+                        rank, 2, group=f"{GROUP}, replica {rank}", wait_s=0.5
+                    ),
                 )
             )
             for rank in range(2)
@@ -254,7 +316,7 @@ def test_what_else_connects_is_no_rank(run: Run, coordinator: str, checkpoint: P
     options: dict[str, Any] = {
         "coordinator": coordinator, "only": "*.down_proj*", "settings": patient(),
     }  # fmt: skip
-    with api.pull("m", local_ranks=mx.LocalRanks(0, 2, wait_s=60), **options) as first:
+    with api.pull("m", local_ranks=mx.LocalRanks(0, 2, GROUP, wait_s=60), **options) as first:
         prefix = f"@mx-ranks-{os.geteuid()}-"
 
         def names() -> list[str]:
@@ -269,7 +331,9 @@ def test_what_else_connects_is_no_rank(run: Run, coordinator: str, checkpoint: P
                 stranger.connect(address)
                 if said:
                     stranger.send(said)
-            with api.pull("m", local_ranks=mx.LocalRanks(1, 2, wait_s=60), **options) as second:
+            with api.pull(
+                "m", local_ranks=mx.LocalRanks(1, 2, GROUP, wait_s=60), **options
+            ) as second:
                 reports = [each.wait(60) for each in (first, second)]
     assert sum(report.moved_bytes or 0 for report in reports) == reports[0].bytes
 
@@ -277,7 +341,7 @@ def test_what_else_connects_is_no_rank(run: Run, coordinator: str, checkpoint: P
 def test_a_closed_pull_waits_for_no_rank(run: Run, coordinator: str, checkpoint: Path) -> None:
     serve(run, checkpoint, "m", coordinator)
     for rank in range(2):
-        ranks = mx.LocalRanks(rank, 2, wait_s=3600)
+        ranks = mx.LocalRanks(rank, 2, GROUP, wait_s=3600)
         with api.pull("m", coordinator=coordinator, only="*.down_proj*", local_ranks=ranks) as pull:
             until(lambda: pull.progress().phase == "waiting for ranks", "it waits", 30)
 

@@ -119,17 +119,19 @@ def test_every_rank_gets_all_that_it_wants_whoever_dies(
 
     def hand_out(rank: int) -> None:
         driver, shares = drivers[rank]
-        for part in driver.handed_out:
-            read.extend(numbers(part) & set(blocks_of([p for p, _ in shares.pieces(part)])))
-            for piece, others in shares.pieces(part):
-                queue.extend((rank, other, piece) for other in others if other in alive)
-        driver.handed_out.clear()
+        part = rng.choice(driver.handing_out)
+        read.extend(numbers(part) & set(blocks_of([p for p, _ in shares.pieces(part)])))
+        for piece, others in shares.pieces(part):
+            queue.extend((rank, other, piece) for other in others if other in alive)
+        driver.handed_out(part)
 
     def step(rank: int) -> bool:
         driver, _ = drivers[rank]
         known, machine = driver.known, driver.machine
         unknown = [layer for layer in range(len(layers)) if layer not in known.layers]
-        if driver.copying:
+        if driver.handing_out and (rng.random() < 0.5 or not driver.in_flight):
+            hand_out(rank)
+        elif driver.copying:
             driver.copied(rng.choice(driver.copying))
         elif driver.in_flight:
             part = rng.choice(sorted(driver.in_flight, key=lambda part: (part.chunk, part.begin)))
@@ -145,7 +147,6 @@ def test_every_rank_gets_all_that_it_wants_whoever_dies(
             driver.take(machine.page_known(layer, 0.0))
         else:
             return False
-        hand_out(rank)
         return True
 
     moved = True
@@ -171,7 +172,6 @@ def test_every_rank_gets_all_that_it_wants_whoever_dies(
         elif queue and (rng.random() < 0.5 or not moved):
             _, to, piece = queue.pop(rng.randrange(len(queue)))
             give(drivers[to][0], piece)
-            hand_out(to)
             moved = True
     for rank in alive:
         driver, _ = drivers[rank]
@@ -202,6 +202,8 @@ def test_a_rank_that_is_gone_is_read_for_only_while_sources_are_left() -> None:
     driver.take(machine.add_connection(0, 1, 0.0))
     while driver.in_flight:
         driver.landed(next(iter(driver.in_flight)))
+        while driver.handing_out:
+            driver.handed_out(driver.handing_out[0])
         while driver.copying:
             driver.copied(driver.copying[0])
     driver.take(machine.connection_lost(0, PeerLostError("gone"), 0.0))

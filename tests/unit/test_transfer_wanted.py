@@ -42,7 +42,7 @@ class Driver:
         self.machine, self.wanted, self.known = machine, wanted, known
         self.in_flight: dict[Part, int] = {}
         self.copying: list[Part] = []
-        self.handed_out: list[Part] = []
+        self.handing_out: list[Part] = []
         self.right: set[tuple[int, int]] = set()  # (chunk, block): verified, and in their place
         self.ready: list[int] = []
         self.lost: set[int] = set()
@@ -70,11 +70,13 @@ class Driver:
                     assert self.wanted.is_aside(part)
                     self.copying.append(part)
                 case HandOut(part):
-                    self.handed_out.append(part)
+                    self.handing_out.append(part)
                 case LayerReady(layer):
                     chunks = [c for c in self.wanted.chunks if grid.layer_of[c] == layer]
                     needed = [part for chunk in chunks for part in self.wanted.parts(chunk)]
                     assert set().union(*map(numbers, needed)) <= self.right, "ready too early"
+                    pending = [p for p in self.handing_out if not self.wanted.is_aside(p)]
+                    assert layer not in [grid.layer_of[p.chunk] for p in pending], "as above"
                     assert layer not in self.ready
                     self.ready.append(layer)
                 case DropConnection(connection, _):
@@ -93,6 +95,11 @@ class Driver:
         self.right |= numbers(part)
         self.take(self.machine.copied_out(part))
         assert self.machine.copied_out(part) == []
+
+    def handed_out(self, part: Part) -> None:
+        self.handing_out.remove(part)
+        self.take(self.machine.handed_out(part))
+        assert self.machine.handed_out(part) == []
 
 
 def blocks(part: Part) -> list[Part]:
