@@ -389,7 +389,8 @@ class Job:
             transfer.start()
             if options.reuse:  # which chunks are held is known by their blocks
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(fetcher.run(), options.stall_timeout_s)
+                    async with asyncio.timeout(options.stall_timeout_s):
+                        await fetcher.run()
             await uncut(in_thread(fill, transfer, pages, lambda: self._closed))
 
         self.node = node = self._join_swarm(found, arena, transfer, outcome)
@@ -439,7 +440,8 @@ class Job:
         """Wait for the pages that verifying did not need. Raises the last cause why one is not to
         be had."""
         try:
-            await asyncio.wait_for(fetcher.run(), self.options.wait_s + REST_S)
+            async with asyncio.timeout(self.options.wait_s + REST_S):
+                await fetcher.run()
         except TimeoutError:
             raise (
                 self._causes[-1]

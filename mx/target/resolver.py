@@ -254,7 +254,8 @@ class Resolver:
     async def _hurried(self, seconds: float) -> bool:
         """Pause, at most until a wait begins. Returns True if one has begun."""
         try:
-            await asyncio.wait_for(self._hurry.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
         except TimeoutError:
             return False
         self._hurry.clear()

@@ -176,6 +176,20 @@ async def test_a_named_peer_is_not_looked_up_while_it_is_read_from() -> None:
     await stage.close()
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_it_ends_when_it_is_cancelled_as_a_wait_begins(turns: int) -> None:
+    """Whichever turn of the loop both fall in. (Python 3.11's `wait_for` may lose the second.)"""
+    stage = Stage(60)
+    await asyncio.sleep(0)
+    assert stage.resolver.waits()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    stage.running.cancel()
+    done, _ = await asyncio.wait({stage.running}, timeout=20)
+    assert done
+    await stage.close()
+
+
 async def test_a_wait_lasts_so_long_and_anew_after_progress() -> None:
     stage = Stage(0.5)
     stage.connections.idle = True
