@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mx import api, config
+from mx import api, config, runtime
 from mx.core.topology import Place
 from mx.core.types import SourceRecord
 from mx.errors import (
@@ -361,4 +360,9 @@ def _open(record: SourceRecord) -> BaseException | None:
             await channel.close(None)
         return None
 
-    return asyncio.run(ask())
+    # On the source's own loop: one that ended at once would miss what gRPC still reports.
+    loop = runtime.acquire()
+    try:
+        return loop.run(ask())
+    finally:
+        runtime.release(loop)
