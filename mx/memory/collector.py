@@ -35,7 +35,9 @@ def paused() -> Iterator[None]:
         with _lock:
             _pauses -= 1
             if not _pauses and _resumes:
-                if not gc.get_freeze_count():  # else these two would undo the caller's own `freeze`
+                # Else these two would undo the caller's own `freeze`, or Python 3.12's of what it
+                # has made at its start.
+                if not gc.get_freeze_count():
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()
