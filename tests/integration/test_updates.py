@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -234,15 +235,28 @@ def test_a_reader_that_dies_or_stops_is_waited_out(
         assert "error" in found or found["versions"] == [1], found
 
 
+def settled() -> Holdings:
+    """What is held once nothing is being opened or closed in the background any more."""
+    found, deadline_s = Holdings.now(), time.monotonic() + 15
+    while time.monotonic() < deadline_s:
+        time.sleep(0.5)
+        last, found = found, Holdings.now()
+        if len(found.descriptors) == len(last.descriptors):
+            break
+    return found
+
+
 def test_updates_leak_nothing(coordinator: str) -> None:
     with api.serve(weights(1), model="m", coordinator=coordinator) as source:
         source.update(weights(2))
-        before = Holdings.now()
+        with api.pull("m", coordinator=coordinator, attach=False) as pull:
+            pull.wait(30)
+        before = settled()
         for version in range(3, 8):
             with api.pull("m", coordinator=coordinator, attach=False) as pull:
                 assert versions_of(pull.state_dict()) == {version - 1}
             source.update(weights(version))
-        after = Holdings.now()
+        after = settled()
         assert len(after.mappings) == len(before.mappings)
         assert memfds(after) == memfds(before)
         assert len(after.descriptors) < len(before.descriptors) + 5  # not one for each update
