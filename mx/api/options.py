@@ -152,7 +152,7 @@ def _check_ranks(ranks: object, selection: Selection | None, *, strong: bool) ->
         )
     if strong:
         raise ConfigError(
-            "`local_ranks` take each other's word, and `verify=strong` nobody's",
+            "`local_ranks` take each other's word, and `verify=strong` takes none",
             hint="leave out one of them",
         )
 

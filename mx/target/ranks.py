@@ -75,7 +75,7 @@ def meet(
             failing.pop_all()
     except _Alone as alone:
         why = alone
-    except CapacityError as error:
+    except (CapacityError, PeerProtocolError) as error:  # such as a rank of another version
         why = error.message
     except OSError as error:  # such as too many open files
         why = error.strerror or error

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from mx import api, config
 from mx.errors import ConfigError
 from mx.target import job, ring
 from mx.target.exchange import Exchange
-from mx.target.ranks import meet
+from mx.target.ranks import _address, meet
 from tests.integration.conftest import Run, error_of, serve
 from tests.integration.scripts import script
 from tests.integration.test_bounds import until
@@ -278,7 +279,7 @@ def test_a_rank_that_is_there_twice_is_refused(
     for rank in (0, 1):
         twice = mx.LocalRanks(rank, 3, GROUP, wait_s=20.0)
         with ExitStack() as stack:
-            if rank:  # else nobody says so
+            if rank:  # else there is no rank 0 to say so
                 leading = mx.LocalRanks(0, 3, GROUP, wait_s=20.0)
                 stack.enter_context(api.pull("m", local_ranks=leading, **options))
             pulls = [
@@ -336,6 +337,29 @@ def test_what_else_connects_is_no_rank(run: Run, coordinator: str, checkpoint: P
             ) as second:
                 reports = [each.wait(60) for each in (first, second)]
     assert sum(report.moved_bytes or 0 for report in reports) == reports[0].bytes
+
+
+def test_a_rank_whose_memory_is_another_s_shape_is_done_without(
+    run: Run, coordinator: str, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one of another version."""
+    serve(run, checkpoint, "m", coordinator)
+    group = f"shape {os.getpid()}"
+    ranks = mx.LocalRanks(0, 2, group=group, wait_s=60)
+    with api.pull(
+        "m", coordinator=coordinator, only="*.down_proj*", local_ranks=ranks, settings=patient()
+    ) as pull:
+        until(lambda: pull.progress().phase == "waiting for ranks", "it waits", 30)
+        assert pull.manifest is not None
+        address = _address(ranks, pull.manifest.ref)
+        memfd = os.memfd_create("mx-testing")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            until(lambda: other.connect_ex(address) == 0, "rank 0's socket", 30)
+            socket.send_fds(other, [struct.pack("<4sHH", b"mxr1", 1, 2)], [memfd])
+            report = pull.wait(60)
+        os.close(memfd)
+    assert report.moved_bytes == report.bytes
+    assert "shares memory of a wrong size" in caplog.text
 
 
 def test_a_closed_pull_waits_for_no_rank(run: Run, coordinator: str, checkpoint: Path) -> None:
