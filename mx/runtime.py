@@ -32,7 +32,8 @@ from mx.errors import ClosedError, ConfigError, ForkError, LocalError, MxError
 T = TypeVar("T")
 
 LINGER_S = 0.5
-_STOP_TIMEOUT_S = 2.0
+#: How long an exit waits for the loop's thread, which is quick unless the machine is full.
+_STOP_TIMEOUT_S = 10.0
 #: How long the first fork after everything of mx was closed waits for gRPC's threads to end.
 _GRPC_ENDS_WITHIN_S = 3.0
 #: Threads of gRPC's core, as the kernel names them.
@@ -142,6 +143,7 @@ def _work(future: Future[T], context: contextvars.Context, work: Callable[[], T]
 
 _lock = threading.RLock()
 _current: LoopThread | None = None
+_stopping: LoopThread | None = None  # the last that stopped by itself, whose thread may still run
 _used = False  # since the last fork
 _forked = False  # from a process in which mx was running
 
@@ -223,11 +225,11 @@ class LoopThread:
 
     def stop_if_idle(self) -> None:
         """Stop the loop if it has no user. Call this on the loop."""
-        global _current
+        global _current, _stopping
         with _lock:
             if self.users or _current is not self:
                 return
-            _current = None
+            _current, _stopping = None, self
         self.loop.stop()
 
 
@@ -291,6 +293,8 @@ def _stop_at_exit() -> None:
     with _lock:
         loop_thread, _current = _current, None
     if loop_thread is None:
+        if _stopping is not None:
+            _stopping.stop(_STOP_TIMEOUT_S)
         return
     for server in list(_servers):
         with contextlib.suppress(TimeoutError, RuntimeError, asyncio.CancelledError):
@@ -335,12 +339,12 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _lock, _current, _forked
+    global _lock, _current, _stopping, _forked
     _lock = threading.RLock()
     if not _running:
         return
     _forked = True
-    inherited, _current = _current, None
+    inherited, _current, _stopping = _current, None, None
     users = list(_open)
     _open.clear()
     for user in users:

@@ -104,3 +104,31 @@ with api.pull('n', path=sys.argv[2], out=folder + '/of-disk') as pull:
 runtime.release(loop)
 """
     assert ran(code, served, str(checkpoint), str(tmp_path)) == (0, "", "")
+
+
+def test_an_exit_waits_for_a_loop_that_is_stopping() -> None:
+    """A daemon thread that still runs when the interpreter ends is cut off in gRPC's code."""
+    script = """
+import asyncio, threading
+from mx import runtime
+
+def ended():
+    print([each.name for each in threading.enumerate() if each.name == "mx-loop"])
+
+atexit.unregister(runtime._stop_at_exit)
+atexit.register(ended)
+atexit.register(runtime._stop_at_exit)
+
+async def lingering():
+    try:
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(1)
+
+loop = runtime.acquire()
+loop.submit(lingering())
+runtime.release(loop)
+while runtime._current is not None:
+    time.sleep(0.01)
+"""
+    assert ran(script, "no coordinator") == (0, "[]\n", "")
