@@ -221,6 +221,10 @@ class LoopThread:
         """Stop the loop and wait for its end. Do not call this on its own thread."""
         with contextlib.suppress(RuntimeError):  # it has just stopped by itself
             self.loop.call_soon_threadsafe(self.loop.stop)
+        self.join(timeout_s)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of a loop that is stopping. Do not call this on its own thread."""
         self._thread.join(timeout_s)
 
     def stop_if_idle(self) -> None:
@@ -294,7 +298,7 @@ def _stop_at_exit() -> None:
         loop_thread, _current = _current, None
     if loop_thread is None:
         if _stopping is not None:
-            _stopping.stop(_STOP_TIMEOUT_S)
+            _stopping.join(_STOP_TIMEOUT_S)
         return
     for server in list(_servers):
         with contextlib.suppress(TimeoutError, RuntimeError, asyncio.CancelledError):
