@@ -59,6 +59,7 @@ class Embedded(Protocol):
 
 _servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _open: weakref.WeakSet[Embedded] = weakref.WeakSet()
+_workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> T:
@@ -123,12 +124,15 @@ def _started(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
     arguments = (future, contextvars.copy_context(), work)
+    worker = threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True)
     try:
-        threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True).start()
+        worker.start()
     except RuntimeError:
         if threading.main_thread().is_alive():
             raise  # there are too many threads
         _work(*arguments)
+    else:
+        _workers.add(worker)
     return future
 
 
@@ -296,14 +300,18 @@ def _stop_at_exit() -> None:
             user.close()
     with _lock:
         loop_thread, _current = _current, None
-    if loop_thread is None:
-        if _stopping is not None:
-            _stopping.join(_STOP_TIMEOUT_S)
-        return
-    for server in list(_servers):
-        with contextlib.suppress(TimeoutError, RuntimeError, asyncio.CancelledError):
-            loop_thread.submit(server.stop(0)).result(_STOP_TIMEOUT_S)
-    loop_thread.stop(_STOP_TIMEOUT_S)
+    if loop_thread is not None:
+        for server in list(_servers):
+            with contextlib.suppress(TimeoutError, RuntimeError, asyncio.CancelledError):
+                loop_thread.submit(server.stop(0)).result(_STOP_TIMEOUT_S)
+        loop_thread.stop(_STOP_TIMEOUT_S)
+    elif _stopping is not None:
+        _stopping.join(_STOP_TIMEOUT_S)
+    # Some work is no longer awaited, but not over. Where the interpreter ends beneath a thread that
+    # is in C++ code, such as torch's as it frees tensors, the process aborts.
+    until_s = time.monotonic() + _STOP_TIMEOUT_S
+    for worker in list(_workers):
+        worker.join(max(0.0, until_s - time.monotonic()))
 
 
 # -- in a forked child -------------------------------------------------------------------------

@@ -81,7 +81,8 @@ class Lending:
         """
         if self.state is Lent.LENT:
             held = self.held
-            moved = await in_thread(self._memory.changed)
+            # To its end, also if the source is closed: it holds the tensors meanwhile.
+            moved = await uncut(in_thread(self._memory.changed))
             if moved and self._is_lent(held):
                 await self._withdraw(moved)
         if self.state is not Lent.LENT:

@@ -132,3 +132,25 @@ while runtime._current is not None:
     time.sleep(0.01)
 """
     assert ran(script, "no coordinator") == (0, "[]\n", "")
+
+
+def test_an_exit_waits_for_work_that_nothing_awaits_any_more() -> None:
+    """A thread in torch's code, where the interpreter ends beneath it, aborts the process."""
+    script = """
+import asyncio, threading
+from mx import runtime
+
+began = threading.Event()
+
+def work():
+    began.set()
+    time.sleep(1)
+    print("over")
+
+loop = runtime.acquire()
+waiting = loop.submit(runtime.in_thread(work))
+began.wait()
+waiting.cancel()
+runtime.release(loop)
+"""
+    assert ran(script, "no coordinator") == (0, "over\n", "")
