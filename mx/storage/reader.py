@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import ClosedError
+from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.landing import Filled, Landing
 from mx.storage.safetensors import Checkpoint
-from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, ArenaWriter, SpanReader
+from mx.storage.spans import ArenaWriter, SpanReader
 from mx.units import MIB
 from mx.views import HostView, View, as_bytes, host_view
 

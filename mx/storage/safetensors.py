@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from mx.core.canonical import read_json
-from mx.core.layout import TensorSpec, contiguous_strides
+from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
-from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_set, bad_tensor_name
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_set
 from mx.core.types import Alias, PackagedFile, Packaging
-from mx.errors import CheckpointError, ConfigError, ManifestError
-from mx.storage.header import MAX_HEADER_BYTES, TensorFile, read_tensor_file
-from mx.storage.hints import LFS_MAGIC, lfs_pointer, no_checkpoint_file, no_checkpoint_folder
+from mx.errors import CheckpointError, ConfigError
+from mx.storage.disk_file import read_tensor_file
+from mx.storage.header import MAX_HEADER_BYTES, StoredFile
+from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
 from mx.storage.osfile import open_regular, read_error
+from mx.storage.shards import check_index, owners_of, ties, weight_map
 from mx.storage.side_files import read_side_files
-from mx.text import shown
 
 # The files that transformers and diffusers look for, in their order; other files beside these (a
 # second precision, an adapter) are not part of the checkpoint.
@@ -39,7 +38,7 @@ class Checkpoint:
     """
 
     root: Path
-    files: tuple[TensorFile, ...]
+    files: tuple[StoredFile, ...]
     aliases: tuple[Alias, ...]
     packaging: Packaging
     side_documents: dict[bytes, bytes] = field(repr=False)
@@ -89,9 +88,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         hint = "rename the file"
         raise CheckpointError(f"{root}: a safetensors file's name {reason}", hint=hint)
     files = tuple(read_tensor_file(root / shard, shard) for shard in shards)
-    owners = _owners(files)
+    owners = owners_of(files)
     if index_path is not None:
-        _check_index(root / index_path, files, _read_index(root / index_path))
+        check_index(root / index_path, files, _read_index(root / index_path))
     if path.is_dir():
         try:
             side_files, documents, left_out = read_side_files(root, index_path, shards)
@@ -104,7 +103,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for file in files
     )
     packaging = Packaging(packaged, side_files)
-    return Checkpoint(root, files, _ties(files, owners), packaging, documents, left_out)
+    return Checkpoint(root, files, ties(files, owners), packaging, documents, left_out)
 
 
 def _find_shards(root: Path) -> tuple[list[str], str | None]:
@@ -138,83 +137,3 @@ def _read_index(location: Path) -> dict[str, str]:
     except OSError as error:
         raise read_error(error, location) from error
     return weight_map(data, str(location))
-
-
-def weight_map(data: bytes, location: str) -> dict[str, str]:
-    """Return the weight map of an index, with its paths checked.
-
-    Args:
-        data: The bytes of the index.
-        location: Names the index in errors.
-
-    Raises:
-        CheckpointError: The index is malformed, names a path that is not allowed, or is a git-LFS
-            pointer.
-    """
-    if data.startswith(LFS_MAGIC):
-        raise lfs_pointer(location)
-    try:
-        found = read_json(data, "index").get("weight_map")
-    except ManifestError as error:
-        raise CheckpointError(f"{location}: {error.message}") from error
-    if not isinstance(found, dict) or not found:
-        raise CheckpointError(f"{location} has no weight_map")
-    for name, shard in found.items():
-        reason = bad_path(shard) if isinstance(shard, str) else "is not a string"
-        if reason is None and not shard.endswith(TENSOR_SUFFIX):
-            reason = f"does not end in {TENSOR_SUFFIX}"
-        if reason is not None:
-            raise CheckpointError(
-                f"{location}: the shard of {shown(name)}, {shown(str(shard))}, {reason}"
-            )
-    return found
-
-
-def _check_index(location: Path, files: Iterable[TensorFile], shard_of: dict[str, str]) -> None:
-    """Raise CheckpointError unless index and files name the same tensors in the same shards."""
-    hint = "index and shards are from different checkpoints: download both again"
-    there = {tensor.spec.name: file.path for file in files for tensor in file.tensors}
-    tied = {(file.path, key) for file in files for key in (file.metadata or {})}
-    for name, shard in shard_of.items():
-        if there.get(name) != shard and not (name not in there and (shard, name) in tied):
-            raise CheckpointError(f"{location}: {shown(name)} is not in {shard}", hint=hint)
-    for name, shard in there.items():
-        if name not in shard_of:
-            raise CheckpointError(f"{location} does not name {shown(name)} of {shard}", hint=hint)
-
-
-def _owners(files: Iterable[TensorFile]) -> dict[str, TensorFile]:
-    owners: dict[str, TensorFile] = {}
-    for file in files:
-        for tensor in file.tensors:
-            other = owners.setdefault(tensor.spec.name, file)
-            if other is not file:
-                raise ConfigError(
-                    f"tensor {shown(tensor.spec.name)} is in {other.path} and in {file.path}",
-                    hint="two models share the folder: name one file, or move one model elsewhere",
-                )
-    return owners
-
-
-def _ties(files: Iterable[TensorFile], owners: dict[str, TensorFile]) -> tuple[Alias, ...]:
-    """Return the aliases that the files' metadata names.
-
-    safetensors.torch.save_model keeps one of several tensors that share memory, and names it in the
-    metadata for each tensor that it drops.
-    """
-    found: dict[str, Alias] = {}
-    for file in files:
-        if not file.metadata:
-            continue
-        specs = {tensor.spec.name: tensor.spec for tensor in file.tensors}
-        for name, target in file.metadata.items():
-            spec = specs.get(target)
-            # Every writer adds an entry "format", which is no tie even if a tensor is named "pt".
-            if spec is None or name in owners or name == "format":
-                continue
-            reason = "comes from two files" if name in found else bad_tensor_name(name)
-            if reason is not None:
-                raise CheckpointError(f"{file.location}: the tied name {shown(name)} {reason}")
-            stride = contiguous_strides(spec.shape)
-            found[name] = Alias(name, target, spec.dtype, spec.shape, 0, stride)
-    return tuple(found.values())
