@@ -29,8 +29,6 @@ from mx.errors import (
     LocalError,
     MxError,
     NoSourceError,
-    NotAllowedError,
-    PeerUntrustedError,
     StaleGenerationError,
 )
 from mx.memory.arena import BorrowedArena
@@ -42,6 +40,7 @@ from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
 from mx.target import disk
+from mx.target.attaching import Attacher
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
@@ -61,6 +60,7 @@ from mx.target.report import (
     VerifiedBy,
     again,
     final_error,
+    none_opened,
 )
 from mx.target.resolver import Found, Resolver, find, retry_until_found
 from mx.target.transfer import Transfer
@@ -337,20 +337,12 @@ class Job:
 
         self._log.phase = "connecting"
         unmapped: tuple[Connection, Entry] | None = None  # its memory can still be copied
-        for entry in connections.attachable() if fill is None else ():
-            connection, view = await self._attach(connector, connections, entry, manifest)
-            if connection is not None and view is not None:
-                lie = await self._check_attached(connection, view, delivery)
-                if lie is None:
-                    return await self._deliver_attached(manifest, connection, view, delivery)
-                del view
-                connections.opened(entry)
-                connections.lost(entry, lie, time.monotonic(), lease_runs=True)
-                await connector.give_back(connection)
-                continue
-            if connection is not None:
-                unmapped = connection, entry
-                break
+        if fill is None:
+            attacher = Attacher(connector, connections, manifest, delivery, self._causes)
+            mapped, unmapped = await attacher.run()
+            self._left += attacher.left
+            if mapped is not None:
+                return await self._deliver_attached(manifest, *mapped, delivery)
 
         arena = await uncut(self._allocate(self.layout or manifest.layout))
         selected = exchanged = None
@@ -451,7 +443,7 @@ class Job:
 
     def _raise_failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> None:
         if not transfer.started:
-            raise _none_opened(str(self.key), self._causes)
+            raise none_opened(str(self.key), self._causes)
         if outcome.failure is not None:
             raise outcome.failure
         if outcome.causes is not None:
@@ -531,47 +523,6 @@ class Job:
         else:
             self.arena = self.options.new_arena(layout)
         return self.arena
-
-    # -- attaching --------------------------------------------------------------------------------
-
-    async def _attach(
-        self, connector: Connector, connections: Connections, entry: Entry, manifest: Manifest
-    ) -> tuple[Connection | None, Span | None]:
-        """Return a connection if one could be opened, and the source's memory if it could be
-        mapped. The causes say why not."""
-        nbytes = manifest.layout.arena_nbytes
-        connections.begin(entry)
-        connection: Connection | None = None
-        try:
-            connection = await connector.open(entry.path, manifest.layout)
-            return connection, await connector.attach(connection, nbytes)
-        except NotAllowedError as error:
-            failure: MxError = error
-        except (ConfigError, LocalError) as error:
-            if connection is not None or isinstance(error, ConfigError):
-                raise  # it would be no better elsewhere
-            failure = error
-        except MxError as error:
-            failure, connection = error, None
-        self._causes.append(failure)
-        if connection is None:
-            connections.failed(entry, failure, time.monotonic())
-        return connection, None
-
-    async def _check_attached(
-        self, connection: Connection, view: Span, delivery: Delivery
-    ) -> DigestError | None:
-        """With `strong`, hash all of a source's mapped memory before anything of it is delivered.
-        Returns the error if it is wrong."""
-        try:
-            await uncut(in_thread(delivery.check_attached, view))
-        except DigestError as error:
-            peer = connection.peer
-            lie = DigestError(f"{peer}: {error.message}", peer=peer, hint=error.hint)
-            self._causes.append(lie)
-            self._left.append(LeftSource(peer, lie.message))
-            return lie
-        return None
 
     async def _deliver_attached(
         self, manifest: Manifest, connection: Connection, view: Span, delivery: Delivery
@@ -706,19 +657,3 @@ async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
 def _selected(subset: Subset, arena: Memory, manifest: Manifest) -> tuple[SubsetMemory, Wanted]:
     """Return the memory of the tensors that are wanted, and the blocks that they need."""
     return SubsetMemory(subset, arena), subset.wanted(manifest.grid)
-
-
-def _none_opened(model: str, causes: list[MxError]) -> MxError:
-    """Return the error of a pull that could not open any path to a source."""
-    if causes and all(isinstance(cause, LocalError) for cause in causes):
-        return causes[-1]
-    lies = [cause for cause in causes if isinstance(cause, DigestError)]
-    if lies:
-        return lies[-1]
-    untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
-    kind = PeerUntrustedError if untrusted else NoSourceError
-    return kind(
-        f"no source of {model} could be opened: "
-        + "; ".join(dict.fromkeys(str(cause) for cause in causes)),
-        hint="mx sources shows who is registered",
-    )

@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from mx.core.types import Layout
-from mx.errors import ClosedError, DigestError, IncompleteError, MxError
+from mx.errors import (
+    ClosedError,
+    DigestError,
+    IncompleteError,
+    LocalError,
+    MxError,
+    NoSourceError,
+    PeerUntrustedError,
+)
 from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
@@ -197,3 +205,19 @@ def final_error(
     if causes and isinstance(causes[-1], DigestError):
         return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
     return IncompleteError(far, hint="start the pull again; mx sources shows who is left")
+
+
+def none_opened(model: str, causes: Sequence[MxError]) -> MxError:
+    """Return the error of a pull that could not open any path to a source."""
+    if causes and all(isinstance(cause, LocalError) for cause in causes):
+        return causes[-1]
+    lies = [cause for cause in causes if isinstance(cause, DigestError)]
+    if lies:
+        return lies[-1]
+    untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
+    kind = PeerUntrustedError if untrusted else NoSourceError
+    return kind(
+        f"no source of {model} could be opened: "
+        + "; ".join(dict.fromkeys(str(cause) for cause in causes)),
+        hint="mx sources shows who is registered",
+    )
