@@ -334,7 +334,7 @@ class Pull(Described, Closable):
         """
         if self._options.device == "cpu":
             raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
-        if self._options.fall_back_to_disk:
+        if self._options.stores and self._options.from_sources:
             raise ConfigError("a pull that may begin again from disk has no signals")
         layers = self._state.keep_memory()
         with self._lock:
@@ -506,6 +506,7 @@ class Pull(Described, Closable):
 def pull(
     model: str,
     *,
+    source: str = "peers",
     peer: str | None = None,
     path: str | Path | None = None,
     fallback: str | Path | None = None,
@@ -537,9 +538,14 @@ def pull(
     Args:
         model: NAME, NAME:REVISION, or NAME@PIN to pin the weights. NAME alone is its newest
             revision; a pin accepts its weights in any revision.
+        source: "auto" goes on with the settings' stores where sources do not give everything: a
+            disk (`checkpoint_root`, or `fallback`), the Hugging Face hub (`hub_id`), an object
+            store (`object_url`). What a source, the coordinator or a pin says of the weights holds
+            for them. The report has `steps`.
         peer: HOST:PORT of the one source to read from, without a coordinator.
         path: A checkpoint on disk to read, instead of sources.
-        fallback: A checkpoint on disk to read if no source can be used.
+        fallback: A checkpoint on disk to read what sources do not give. Without `source="auto"` it
+            is taken as it is, whatever the name means elsewhere, if no layer has been delivered.
         revision: The revision, where `model` names none.
         variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint", or
             the only one that is listed.
@@ -609,6 +615,7 @@ def pull(
     options = pull_options(
         model,
         settings,
+        source=source,
         peer=peer,
         path=path,
         fallback=fallback,

@@ -117,6 +117,28 @@ def load_checkpoint(
     """
     checkpoint = open_checkpoint(path)
     opened(checkpoint)
+    return load_opened(
+        checkpoint,
+        arena_of,
+        chunk_nbytes=chunk_nbytes,
+        shortcuts=shortcuts,
+        threads=threads,
+        progress=progress,
+        cancelled=cancelled,
+    )
+
+
+def load_opened(
+    checkpoint: Checkpoint,
+    arena_of: Callable[[Layout], A],
+    *,
+    chunk_nbytes: int | None = None,
+    shortcuts: bool = False,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Loaded[A]:
+    """Read a checkpoint whose headers were read, as `load_checkpoint` does."""
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
     total = layout.payload_nbytes
     arena = arena_of(layout)

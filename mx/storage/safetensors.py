@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
-from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_set
+from mx.core.packaging import TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
-from mx.errors import CheckpointError, ConfigError
+from mx.errors import ConfigError
 from mx.storage.disk_file import read_tensor_file
 from mx.storage.header import MAX_HEADER_BYTES, StoredFile
 from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
 from mx.storage.osfile import open_regular, read_error
-from mx.storage.shards import check_index, owners_of, ties, weight_map
-from mx.storage.side_files import read_side_files
-
-# The files that transformers and diffusers look for, in their order; other files beside these (a
-# second precision, an adapter) are not part of the checkpoint.
-_USUAL = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
+from mx.storage.shards import (
+    check_index,
+    check_paths,
+    chosen_files,
+    owners_of,
+    shards_of,
+    ties,
+    weight_map,
 )
+from mx.storage.side_files import SideFiles, read_side_files
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Checkpoint:
     are not transferred, with the reason.
     """
 
-    root: Path
+    root: Path | str
     files: tuple[StoredFile, ...]
     aliases: tuple[Alias, ...]
     packaging: Packaging
@@ -83,47 +83,55 @@ def open_checkpoint(path: Path) -> Checkpoint:
     else:
         raise ConfigError(f"{path} is not there", hint="name the folder or file of a checkpoint")
     root = path if path.is_dir() else path.parent
-    reason = next(filter(None, map(bad_path, shards)), None) or bad_path_set(shards)
-    if reason is not None:
-        hint = "rename the file"
-        raise CheckpointError(f"{root}: a safetensors file's name {reason}", hint=hint)
+    check_paths(shards, str(root))
     files = tuple(read_tensor_file(root / shard, shard) for shard in shards)
-    owners = owners_of(files)
-    if index_path is not None:
-        check_index(root / index_path, files, _read_index(root / index_path))
+    shard_of = None if index_path is None else _read_index(root / index_path)
+    side: SideFiles = ((), {}, {})
     if path.is_dir():
         try:
-            side_files, documents, left_out = read_side_files(root, index_path, shards)
+            side = read_side_files(root, index_path, shards)
         except OSError as error:
             raise read_error(error, root) from error
-    else:
-        side_files, documents, left_out = (), {}, {}
+    return assembled(root, files, index_path, shard_of, side)
+
+
+def assembled(
+    root: Path | str,
+    files: Sequence[StoredFile],
+    index_path: str | None,
+    shard_of: dict[str, str] | None,
+    side: SideFiles,
+) -> Checkpoint:
+    """Return the checkpoint that these files make up.
+
+    Args:
+        root: Where they are.
+        files: The files, whose headers were checked.
+        index_path: The index that names them, if any.
+        shard_of: Its content.
+        side: The side files.
+
+    Raises:
+        CheckpointError, ConfigError: They contradict each other.
+    """
+    owners = owners_of(files)
+    if shard_of is not None:
+        check_index(f"{root}/{index_path}", files, shard_of)
     packaged = tuple(
         PackagedFile(file.path, file.metadata, tuple(t.spec.name for t in file.tensors))
         for file in files
     )
+    side_files, documents, left_out = side
     packaging = Packaging(packaged, side_files)
-    return Checkpoint(root, files, ties(files, owners), packaging, documents, left_out)
+    return Checkpoint(root, tuple(files), ties(files, owners), packaging, documents, left_out)
 
 
 def _find_shards(root: Path) -> tuple[list[str], str | None]:
     """Return the tensor files' paths below `root`, in order, and the index that names them."""
     names = sorted((e.name for e in os.scandir(root) if e.name[0] != "."), key=natural_key)
-    chosen = next((name for name in _USUAL if name in names), None)
-    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if chosen is None and len(indices) > 1:
-        raise ConfigError(
-            f"{root} has several indices: {', '.join(indices)}",
-            hint="keep one, or put each model into a folder of its own",
-        )
-    if chosen is None and indices:
-        chosen = indices[0]
-    if chosen is not None and not chosen.endswith(INDEX_SUFFIX):
-        return [chosen], None
-    if chosen is not None:
-        shards = sorted(set(_read_index(root / chosen).values()), key=natural_key)
-        return shards, chosen
-    shards = [name for name in names if name.endswith(TENSOR_SUFFIX)]
+    shards, index = chosen_files(names, str(root))
+    if index is not None:
+        return shards_of(_read_index(root / index)), index
     if not shards:
         raise no_checkpoint_folder(root)
     return shards, None

@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mx.core.canonical import read_json
 from mx.core.layout import contiguous_strides
-from mx.core.packaging import TENSOR_SUFFIX, bad_path, bad_tensor_name
+from mx.core.naming import natural_key
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_set, bad_tensor_name
 from mx.core.types import Alias
 from mx.errors import CheckpointError, ConfigError, ManifestError
 from mx.storage.header import StoredFile
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.text import shown
+
+# The files that transformers and diffusers look for, in their order; other files beside these (a
+# second precision, an adapter) are not part of the checkpoint.
+_USUAL = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+)
+
+
+def chosen_files(names: Sequence[str], where: str) -> tuple[list[str], str | None]:
+    """Return which of a folder's files are its checkpoint, as transformers and diffusers choose.
+
+    Args:
+        names: The folder's entries, in natural order.
+        where: Names the folder in errors.
+
+    Returns:
+        The tensor files, and None; or none, and the index that names them.
+
+    Raises:
+        ConfigError: There are several indices.
+    """
+    chosen = next((name for name in _USUAL if name in names), None)
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if chosen is None and len(indices) > 1:
+        raise ConfigError(
+            f"{where} has several indices: {', '.join(indices)}",
+            hint="keep one, or put each model into a folder of its own",
+        )
+    if chosen is None and indices:
+        chosen = indices[0]
+    if chosen is not None:
+        return ([], chosen) if chosen.endswith(INDEX_SUFFIX) else ([chosen], None)
+    return [name for name in names if name.endswith(TENSOR_SUFFIX)], None
+
+
+def shards_of(shard_of: dict[str, str]) -> list[str]:
+    """Return the tensor files that an index names, in order."""
+    return sorted(set(shard_of.values()), key=natural_key)
+
+
+def check_paths(shards: Sequence[str], where: str) -> None:
+    """Raise CheckpointError if files of these names can't be created in one folder."""
+    reason = next(filter(None, map(bad_path, shards)), None) or bad_path_set(shards)
+    if reason is not None:
+        raise CheckpointError(
+            f"{where}: a safetensors file's name {reason}", hint="rename the file"
+        )
 
 
 def weight_map(data: bytes, location: str) -> dict[str, str]:

@@ -22,6 +22,8 @@ from mx.core.selection import Subset
 from mx.core.types import Layout, Manifest, ManifestRef, SourceRecord
 from mx.core.wanted import Wanted
 from mx.errors import (
+    CapacityError,
+    ClosedError,
     ConfigError,
     CoordinatorError,
     DigestError,
@@ -29,6 +31,7 @@ from mx.errors import (
     LocalError,
     MxError,
     NoSourceError,
+    OutputError,
     StaleGenerationError,
 )
 from mx.memory.arena import BorrowedArena
@@ -36,17 +39,20 @@ from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.runtime import beside, in_thread, uncut, unexpected
+from mx.storage.stores import Opening, Store
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
-from mx.target import disk
+from mx.target import whole
 from mx.target.attaching import Attacher
+from mx.target.chain import Chain
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.events import EventLog, Outcome
 from mx.target.exchange import Exchange
-from mx.target.files import SideFiles
+from mx.target.files import SideFiles, write_documents
+from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from mx.target.pages import PageFetcher
 from mx.target.paths import plan_paths, target_place
@@ -114,6 +120,8 @@ class Job:
         self._tried: list[ManifestRef] = []  # whose sources have lied
         self._left: list[LeftSource] = []  # whose memory was attached, and is wrong
         self._disk_done = (0, 0)
+        self._chain = Chain(options)
+        self._named: ManifestRef | None = None  # what the name means to the coordinator
         #: Whether tensors of `into` may hold a part of the new weights, also of an attempt before.
         self._written = False
         self._closed = False
@@ -150,10 +158,8 @@ class Job:
     async def run(self) -> None:
         """Run to the end; the log gets the report or the error. Raises only if cancelled."""
         try:
-            if self.options.disk is not None and not self.options.fall_back_to_disk:
-                report = await self._from_disk()
-            else:
-                report = await self._from_peers_or_disk()
+            report = await self._from_chain()
+            report.steps = self._chain.report() if self.options.bound else []
             self._log.phase = "complete"
             self._log.finished(report)
         except BaseException as error:  # callers that wait on the log need any error
@@ -166,20 +172,56 @@ class Job:
             if not isinstance(error, Exception):
                 raise
 
-    async def _from_peers_or_disk(self) -> PullReport:
+    async def _from_chain(self) -> PullReport:
+        """Pull from the sources, and complete it from the stores; if no source has described the
+        model, or nothing was delivered, from the first store that holds it."""
+        if not self.options.from_sources:
+            return await self._from_stores(None)
         try:
-            return await self._from_newest_peers()
+            report = await self._from_newest_peers()
         except MxError as error:
-            if not self.options.fall_back_to_disk or self.options.disk is None:
+            if not self._may_go_on(error):
                 raise
-            if isinstance(error, LocalError) or (isinstance(error, ConfigError) and self.manifest):
-                raise  # reading from disk would fail too
-            if not self._log.begin_again():
+            failure = error
+        else:
+            if not self._chain.steps:
+                self._chain.peers(report.paths, None)
+            report.fallback = self._chain.completed or None
+            return report
+        if not self._chain.steps:
+            self._chain.peers((), failure)
+        return await self._from_stores(failure)
+
+    def _may_go_on(self, error: MxError) -> bool:
+        """Return True if the model may be read from a store as a whole."""
+        options = self.options
+        if not options.stores or isinstance(error, LocalError):
+            return False  # reading from disk would fail too
+        if (isinstance(error, ConfigError) and self.manifest) or not self._log.begin_again():
+            return False
+        # What the sources' manifest describes was looked for there.
+        return not (options.bound and self._chain.causes)
+
+    async def _from_stores(self, failure: MxError | None) -> PullReport:
+        """Read all of the model from the first store that has it; `failure` is the sources'."""
+        for store in self.options.stores:
+            await self._forget()
+            try:
+                report = await self._from_store(store)
+            except (CapacityError, OutputError, ClosedError):
                 raise
-        await self._forget()
-        report = await self._from_disk()
-        report.fallback = "disk"
-        return report
+            except MxError as error:
+                self._chain.stored(store.step, error)
+                if failure is None or not self._log.begin_again():
+                    raise
+                continue
+            self._chain.stored(store.step, None, report.bytes)
+            known = self._named if self.options.bound else None
+            report.defined_by = "" if self.options.pin or known else store.step
+            report.fallback = None if failure is None else store.step
+            return report
+        assert failure is not None
+        raise self._chain.error(failure)
 
     async def _from_newest_peers(self) -> PullReport:
         """Pull; with `follow`, when the sources are gone or hold other weights by now, go over to
@@ -264,7 +306,7 @@ class Job:
         options = self.options
 
         def begin(located: Located, paths: Plan) -> None:
-            self.key = located.key
+            self.key, self._named = located.key, located.ref
             connector.begin(paths.chosen)
 
         found = await retry_until_found(
@@ -275,6 +317,7 @@ class Job:
                 relays_do=bool(self.reader_id),
                 side_files=options.hold,
                 tried=self._tried,
+                stores_do=options.bound and bool(options.stores),
             ),
             0.0 if self._tried else self._wait_s,
             self._log.waiting,
@@ -292,7 +335,9 @@ class Job:
         return max(self.options.wait_s, FOLLOW_S) if self.options.follow else self.options.wait_s
 
     def _plan(self, sources: Sequence[SourceRecord]) -> Plan:
-        return plan_paths(self.options, self._place, self._transports, sources)
+        found = plan_paths(self.options, self._place, self._transports, sources)
+        self._chain.met(found, sources, self._place.boot_id)
+        return found
 
     def _deliver(self, manifest: Manifest, outcome: Outcome, *, strong: bool) -> Delivery:
         self._delivery = Delivery(
@@ -316,7 +361,17 @@ class Job:
             known = await locator.again(found.located) if known is None else known
             await locator.write_side_files(found.manifest, known, delivery.side_page)
 
-        await retry_until_found(attempt, self.options.wait_s, self._log.waiting)
+        try:
+            await retry_until_found(attempt, self.options.wait_s, self._log.waiting)
+        except MxError as error:
+            if isinstance(error, LocalError):
+                raise
+            stored = await stored_files(self.options, found.manifest.packaging)
+            if stored is None:
+                raise
+            await uncut(
+                in_thread(write_documents, found.manifest.packaging, stored[1], delivery.side_page)
+            )
 
     async def _read(
         self,
@@ -400,6 +455,7 @@ class Job:
             # What the name means by now is looked for anew.
             wait_s=0.0 if options.follow else options.wait_s,
         )
+        stores_follow = bool(options.stores) and options.device == "cpu"
         pool = ConnectionPool(
             connections,
             connector,
@@ -410,12 +466,20 @@ class Job:
             outcome,
             self._log,
             self._causes,
+            stores_follow=stores_follow,
         )
         closing.push_async_callback(pool.close)
         if unmapped is not None:
             pool.take(*unmapped)
         await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
-        self._raise_failure(manifest, transfer, outcome)
+        if stores_follow and not outcome.ended:
+            failure = self._failure(manifest, transfer, outcome)
+            self._chain.peers(transfer.paths(), failure)
+            await self._chain.complete(manifest, pages, transfer, outcome, self._log)
+            if outcome.failure is None and outcome.causes is not None:
+                raise self._chain.error(failure)
+        if not transfer.started or outcome.failure is not None or outcome.causes is not None:
+            raise self._failure(manifest, transfer, outcome)
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
             raise LocalError(f"`into` changed while it was filled: {moved}")
         if options.hold and pages.missing:  # others will ask for them here
@@ -441,17 +505,17 @@ class Job:
                 else IncompleteError(f"no source gives all block digests of {self.key}")
             ) from None
 
-    def _raise_failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> None:
+    def _failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> MxError:
+        """Return why the sources did not give everything."""
         if not transfer.started:
-            raise none_opened(str(self.key), self._causes)
+            return none_opened(str(self.key), self._causes)
         if outcome.failure is not None:
-            raise outcome.failure
-        if outcome.causes is not None:
-            self._causes += outcome.causes
-            causes, came = self._causes, transfer.progress()[0]
-            ready, wanted = self._log.layers_ready, self._wanted
-            total = None if wanted is None else wanted.nbytes
-            raise final_error(str(self.key), manifest.layout, ready, came, causes, total)
+            return outcome.failure
+        self._causes += transfer.causes if outcome.causes is None else outcome.causes
+        causes, came = self._causes, transfer.progress()[0]
+        ready, wanted = self._log.layers_ready, self._wanted
+        total = None if wanted is None else wanted.nbytes
+        return final_error(str(self.key), manifest.layout, ready, came, causes, total)
 
     def _join_swarm(
         self, found: Found, arena: Memory, transfer: Transfer, outcome: Outcome
@@ -543,10 +607,10 @@ class Job:
         )
         return self._report(manifest, [path], by, left=self._left)
 
-    # -- from disk --------------------------------------------------------------------------------
+    # -- from a store -----------------------------------------------------------------------------
 
-    async def _from_disk(self) -> PullReport:
-        self._log.phase = "reading disk"
+    async def _from_store(self, store: Store) -> PullReport:
+        self._log.phase = f"reading {store.step}"
 
         def count(done: int, total: int) -> None:
             self._disk_done = (done, total)
@@ -555,12 +619,14 @@ class Job:
         loop = asyncio.get_running_loop()
         loaded = await uncut(
             in_thread(
-                disk.load,
+                whole.load,
+                store,
                 self.options,
+                Opening(lambda: self._closed, loop, self.options.store_timeout_s),
+                expected=self._named if self.options.bound else None,
                 opened=lambda found: loop.call_soon_threadsafe(self.files.opened, found),
                 began=self._begin_to_write,
                 progress=count,
-                cancelled=lambda: self._closed,
             )
         )
         manifest, arena = loaded.manifest, loaded.arena
@@ -575,7 +641,7 @@ class Job:
         for index in range(len(manifest.layout.layers)):
             delivery.announce(arena.view, index, VerifiedBy.DIGEST)
         nbytes, seconds = manifest.layout.payload_nbytes, self._log.last_layer_s()
-        path = PathReport("disk", str(self.options.disk), nbytes, seconds)
+        path = PathReport(store.step, store.place, nbytes, seconds)
         # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return await self._commit(delivery, outcome, self._report(manifest, [path], by))

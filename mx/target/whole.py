@@ -1,45 +1,49 @@
-"""Reads a model from this machine's disk, by request or as a fallback."""
+"""Reads a whole model from a store: by request, or because no source has described it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from mx.core.types import Layout
+from mx.core.types import Layout, ManifestRef
 from mx.errors import CheckpointError
 from mx.memory.live import Memory
 from mx.memory.subset import SubsetMemory
-from mx.storage.load import Loaded, load_checkpoint
+from mx.storage.load import Loaded, load_opened
 from mx.storage.safetensors import Checkpoint
 from mx.storage.staging import Staging
+from mx.storage.stores import Opening, Store
 from mx.target.options import PullOptions
 
 
 def load(
+    store: Store,
     options: PullOptions,
+    opening: Opening,
     *,
+    expected: ManifestRef | None = None,
     opened: Callable[[Checkpoint], None],
     began: Callable[[], None],
     progress: Callable[[int, int], None],
-    cancelled: Callable[[], bool],
 ) -> Loaded[Memory | SubsetMemory]:
-    """Read the checkpoint at `options.disk` into an arena, which the caller owns. Blocks.
+    """Read the checkpoint in a store into an arena, which the caller owns. Blocks.
 
     With a selection it is read and hashed whole all the same, through bounded buffers: its identity
     is that of all its bytes.
 
     Args:
+        store: The store.
         options: The pull's options. `out` is checked before anything is read.
+        opening: What the store needs; its `cancelled` stops the read.
+        expected: What the coordinator says that the name means; None: nothing.
         opened: Called with the checkpoint before its weights are read. Until they are, a pin proves
             nothing of it.
         began: Called once the memory is there, before anything is written to it.
         progress: Called with (bytes so far, bytes in total), from reader threads.
-        cancelled: Called while reading; returning True stops it.
 
     Raises:
-        CheckpointError: The checkpoint is malformed, or not the pinned one.
-        MxError: As `load_checkpoint`, and for `out` as `Staging`.
+        CheckpointError: The checkpoint is malformed, or not the pinned or expected one.
+        MxError: As `Store.open` and `load_opened`, and for `out` as `Staging`.
     """
-    assert options.disk is not None
     if options.out is not None:
         Staging(options.out).leave()
 
@@ -53,18 +57,26 @@ def load(
         began()
         return SubsetMemory(subset, arena)
 
-    loaded: Loaded[Memory | SubsetMemory] = load_checkpoint(
-        options.disk,
+    checkpoint = store.open(opening)
+    opened(checkpoint)
+    loaded: Loaded[Memory | SubsetMemory] = load_opened(
+        checkpoint,
         arena_of,
         chunk_nbytes=options.chunk_nbytes,
-        threads=2,
-        opened=opened,
+        threads=store.threads,
         progress=progress,
-        cancelled=cancelled,
+        cancelled=opening.cancelled,
     )
-    ref, pin = loaded.manifest.ref, options.name.partition("@")[2]
-    if not ref.pinned_by(pin):
+    ref = loaded.manifest.ref
+    held = f"{store.place} holds {ref.identity.hex()} ({ref.pin.hex()} with its files)"
+    if not ref.pinned_by(options.pin):
         loaded.arena.release()
-        held = f"{ref.identity.hex()} ({ref.pin.hex()} with its files)"
-        raise CheckpointError(f"{options.disk} holds {held}, not {pin} as requested")
+        raise CheckpointError(f"{held}, not {options.pin} as requested")
+    if expected is not None and expected.identity != ref.identity:
+        loaded.arena.release()
+        name = options.key
+        raise CheckpointError(
+            f"{held}, not {expected.identity.hex()} as the coordinator lists for {name}",
+            hint="NAME@PIN insists on the weights of one or the other",
+        )
     return loaded
