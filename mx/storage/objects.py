@@ -95,15 +95,14 @@ class Requests:
                 "object stores need obstore, which is not installed",
                 hint="pip install 'mx-peer[objects]'",
             ) from error
-        self.where = shown_url(url)
+        self.where = shown_url(url).rstrip("/")
         self._opening = opening
         self._errors: Any = exceptions
         limit = timedelta(seconds=opening.timeout_s)
         try:
+            # Client options given here would replace those in the environment (AWS_ALLOW_HTTP).
             self.client: Client = from_url(
-                url,
-                client_options={"timeout": limit, "connect_timeout": limit},
-                retry_config={"max_retries": _RETRIES, "retry_timeout": limit},
+                url, retry_config={"max_retries": _RETRIES, "retry_timeout": limit}
             )
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigError(f"{self.where} can't be used: {_line(error)}") from error

@@ -137,6 +137,11 @@ class SpanReader:
         if start < at:
             yield start, at
 
+    def place(self, position: int) -> int:
+        """Return the place in the arena of the byte at `position`, which is a tensor's."""
+        _, begin, _, place = self._tensors[bisect_right(self._begins, position) - 1]
+        return place + position - begin
+
     def read(self, span: tuple[int, int], buffer: memoryview, landed: BlockLanded) -> None:
         """Read a span, put its blocks in place, and announce each while it is in the cache.
 

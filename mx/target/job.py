@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from mx import trace
@@ -121,6 +121,9 @@ class Job:
         self._left: list[LeftSource] = []  # whose memory was attached, and is wrong
         self._disk_done = (0, 0)
         self._chain = Chain(options)
+        self._early_layout: Layout | None = (
+            None  # of what is delivered before the manifest is known
+        )
         self._named: ManifestRef | None = None  # what the name means to the coordinator
         #: Whether tensors of `into` may hold a part of the new weights, also of an attempt before.
         self._written = False
@@ -131,7 +134,7 @@ class Job:
         """The layout of `arena`; None until the manifest is known."""
         if self.subset is not None:
             return self.subset.layout
-        return None if self.manifest is None else self.manifest.layout
+        return self._early_layout if self.manifest is None else self.manifest.layout
 
     def progress(self) -> Progress:
         """Return a snapshot; from any thread."""
@@ -181,6 +184,9 @@ class Job:
             report = await self._from_newest_peers()
         except MxError as error:
             if not self._may_go_on(error):
+                if not self.options.stores and self.options.skipped and not self._log.told:
+                    self._chain.peers((), error)
+                    raise self._chain.error(error) from None
                 raise
             failure = error
         else:
@@ -207,7 +213,7 @@ class Job:
         for store in self.options.stores:
             await self._forget()
             try:
-                report = await self._from_store(store)
+                report = await self._from_store(store, last=store is self.options.stores[-1])
             except (CapacityError, OutputError, ClosedError):
                 raise
             except MxError as error:
@@ -278,7 +284,7 @@ class Job:
         """Undo what was begun, to begin again."""
         await uncut(self._discard())
         self.manifest = self.pages = self._transfer = None
-        self.subset = self._wanted = None
+        self.subset = self._wanted = self._early_layout = None
         self.files.unknown()
 
     async def _from_peers(self) -> PullReport:
@@ -609,8 +615,12 @@ class Job:
 
     # -- from a store -----------------------------------------------------------------------------
 
-    async def _from_store(self, store: Store) -> PullReport:
+    async def _from_store(self, store: Store, *, last: bool) -> PullReport:
         self._log.phase = f"reading {store.step}"
+        options, expected = self.options, self._named if self.options.bound else None
+        # What is delivered can't be taken back: a later step, a pin or `out` needs all of it first.
+        alone = not (options.pin or expected or options.out or options.selection)
+        early = last and alone and options.device == "cpu"
 
         def count(done: int, total: int) -> None:
             self._disk_done = (done, total)
@@ -621,14 +631,16 @@ class Job:
             in_thread(
                 whole.load,
                 store,
-                self.options,
-                Opening(lambda: self._closed, loop, self.options.store_timeout_s),
-                expected=self._named if self.options.bound else None,
+                options,
+                Opening(lambda: self._closed, loop, options.store_timeout_s),
+                expected=expected,
                 opened=lambda found: loop.call_soon_threadsafe(self.files.opened, found),
                 began=self._begin_to_write,
                 progress=count,
+                early=self._early if early else None,
             )
         )
+        self._early_layout = None
         manifest, arena = loaded.manifest, loaded.arena
         if isinstance(arena, SubsetMemory):
             self.subset, arena = arena.subset, arena.memory
@@ -645,6 +657,17 @@ class Job:
         # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return await self._commit(delivery, outcome, self._report(manifest, [path], by))
+
+    def _early(self, layout: Layout, arena: Memory) -> Callable[[int], None]:
+        """Deliver layers as they land, of weights that nothing but the store describes. On a
+        thread."""
+        self.arena, self._early_layout = arena, layout
+        self._log.planned(len(layout.layers))
+
+        def landed(layer: int) -> None:
+            self._log.layer_ready(self._log.event(layout.layers[layer], VerifiedBy.DIGEST))
+
+        return landed
 
     def _begin_to_write(self) -> None:
         self._written = self._written or isinstance(self.options.into, InPlace)

@@ -11,7 +11,7 @@ from mx.memory.subset import SubsetMemory
 from mx.storage.load import Loaded, load_opened
 from mx.storage.safetensors import Checkpoint
 from mx.storage.staging import Staging
-from mx.storage.stores import Opening, Store
+from mx.storage.stores import OBJECTS, Opening, Store
 from mx.target.options import PullOptions
 
 
@@ -24,6 +24,7 @@ def load(
     opened: Callable[[Checkpoint], None],
     began: Callable[[], None],
     progress: Callable[[int, int], None],
+    early: Callable[[Layout, Memory], Callable[[int], None]] | None = None,
 ) -> Loaded[Memory | SubsetMemory]:
     """Read the checkpoint in a store into an arena, which the caller owns. Blocks.
 
@@ -39,6 +40,9 @@ def load(
             nothing of it.
         began: Called once the memory is there, before anything is written to it.
         progress: Called with (bytes so far, bytes in total), from reader threads.
+        early: Called with the layout and the memory; returns what is called with each layer that
+            is complete, before anything says that the checkpoint is. None: nobody may see a layer
+            before, since a pin, `out` or another step has to wait for the whole.
 
     Raises:
         CheckpointError: The checkpoint is malformed, or not the pinned or expected one.
@@ -51,11 +55,19 @@ def load(
         if options.selection is None:
             arena = options.new_arena(layout)
             began()
+            if early is not None:
+                announce.append(early(layout, arena))
             return arena
         subset = options.selection.of(layout)
         arena = options.new_arena(subset.layout)
         began()
         return SubsetMemory(subset, arena)
+
+    announce: list[Callable[[int], None]] = []
+
+    def on_layer(layer: int) -> None:
+        for each in announce:
+            each(layer)
 
     checkpoint = store.open(opening)
     opened(checkpoint)
@@ -64,6 +76,8 @@ def load(
         arena_of,
         chunk_nbytes=options.chunk_nbytes,
         threads=store.threads,
+        in_layer_order=store.step == OBJECTS,
+        on_layer=on_layer,
         progress=progress,
         cancelled=opening.cancelled,
     )
