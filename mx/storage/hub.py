@@ -85,7 +85,8 @@ class HubStore:
         command = [sys.executable, "-P", str(_CHILD), self.repository, self.revision, *_PATTERNS]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said:
             try:
-                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=said)
+                # It ends when its standard input does, and so not after this process.
+                child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=said)
             except OSError as error:
                 raise LocalError(f"no process could be started: {error.strerror}") from error
             try:
@@ -93,6 +94,8 @@ class HubStore:
             finally:
                 child.kill()
                 child.wait()
+                assert child.stdin is not None
+                child.stdin.close()
             out.seek(0)
             try:
                 found = json.loads(out.read(64 * 1024).splitlines()[-1])

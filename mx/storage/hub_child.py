@@ -8,7 +8,9 @@ process that pulls imports none of it. Prints one JSON object: `path`, or `error
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 
 
 def main(repository: str, revision: str, patterns: list[str]) -> dict[str, str]:
@@ -36,10 +38,17 @@ def main(repository: str, revision: str, patterns: list[str]) -> dict[str, str]:
     return {"path": path}
 
 
+def _end_with_parent() -> None:
+    """End when the parent does: it holds the other end of standard input."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 def _line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if line), type(error).__name__)[:500]
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     print(json.dumps(main(sys.argv[1], sys.argv[2], sys.argv[3:])), flush=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from mx.buffers import copy_bytes
 from mx.core.naming import natural_key
@@ -32,6 +33,7 @@ T = TypeVar("T")
 _SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file")
 #: How many requests run at a time.
 THREADS = 8
+_FOLDER = "name the folder of a checkpoint"
 #: What is read of each file at first: most headers are shorter.
 _FIRST_BYTES = 256 * KIB
 #: How often a request that failed is repeated.
@@ -98,7 +100,9 @@ class Requests:
         self.where = shown_url(url).rstrip("/")
         self._opening = opening
         self._errors: Any = exceptions
-        limit = timedelta(seconds=opening.timeout_s)
+        parts, limit = urlsplit(url), timedelta(seconds=opening.timeout_s)
+        if parts.scheme == "file" and not os.path.isdir(unquote(parts.path)):
+            raise ConfigError(f"{self.where} is not there, or no folder", hint=_FOLDER)
         try:
             # Client options given here would replace those in the environment (AWS_ALLOW_HTTP).
             self.client: Client = from_url(
@@ -282,7 +286,7 @@ def _open(requests: Requests) -> Checkpoint:
         shards = shards_of(shard_of)
     if not shards:
         what = "holds no .safetensors file" if listed else "is not there, or is empty"
-        raise ConfigError(f"{where} {what}", hint="name the folder of a checkpoint")
+        raise ConfigError(f"{where} {what}", hint=_FOLDER)
     check_paths(shards, where)
     missing = next((shard for shard in shards if shard not in listed), None)
     if missing is not None:

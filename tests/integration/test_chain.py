@@ -35,7 +35,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
 
 def digests(path: Path) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in load_file(path).items()
     }
 
