@@ -481,6 +481,7 @@ class Job:
         if stores_follow and not outcome.ended:
             failure = self._failure(manifest, transfer, outcome)
             self._chain.peers(transfer.paths(), failure)
+            node.reading_ended()  # peers have no say in what is read from a store
             await self._chain.complete(manifest, pages, transfer, outcome, self._log)
             if outcome.failure is None and outcome.causes is not None:
                 raise self._chain.error(failure)

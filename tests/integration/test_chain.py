@@ -113,6 +113,25 @@ def test_a_disk_with_another_model(
     assert "another model" in said["message"]
 
 
+@pytest.mark.usefixtures("coordinated")
+def test_pulls_that_trade_go_on_from_the_disk(run: Run, coordinator: str, kept: Path) -> None:
+    source = serve(run, kept / "m", "m", coordinator, *SLOW)
+    settings = QUICK | {"checkpoint_root": str(kept)}
+    with (
+        pulling(coordinator, environment(), settings) as one,
+        pulling(coordinator, environment(), settings) as two,
+    ):
+        one.going()
+        two.going()
+        source.signal(signal.SIGKILL)
+        said = [one.ended(), two.ended()]
+    for each in said:
+        assert "report" in each, each
+        assert each["tensors"] == digests(kept / "m" / "model.safetensors")
+        assert each["report"]["paths"][-1]["bytes"] > 0
+    assert any(bytes_from(each["report"]).get("disk") for each in said)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with another model."""
