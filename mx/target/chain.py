@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mx.core.pages import Pages
@@ -12,10 +12,14 @@ from mx.core.paths import Medium, Rail
 from mx.core.planner import Plan
 from mx.core.types import Manifest, SourceRecord
 from mx.errors import (
+    CapacityError,
     ClosedError,
+    ConfigError,
     DigestError,
     IntegrityError,
+    LocalError,
     MxError,
+    OutputError,
     another,
 )
 from mx.runtime import in_thread, uncut
@@ -24,7 +28,16 @@ from mx.target.events import EventLog, Outcome
 from mx.target.opening import open_store, stoppable
 from mx.target.options import PullOptions
 from mx.target.reads import Connection
-from mx.target.report import FAILED, PARTLY, SKIPPED, UNUSED, USED, PathReport, StepReport
+from mx.target.report import (
+    FAILED,
+    PARTLY,
+    SKIPPED,
+    UNUSED,
+    USED,
+    PathReport,
+    PullReport,
+    StepReport,
+)
 from mx.target.stored import StoredModel, StoreSession, find_pages
 from mx.target.transfer import Transfer
 from mx.units import format_bytes
@@ -84,13 +97,15 @@ class Chain:
         for each in sources:
             self._near[each.endpoint] = each.place.boot_id == boot_id != ""
 
-    def peers(self, paths: Sequence[PathReport], error: MxError | None) -> None:
-        """Record what sources gave.
+    def sources_gave(self, paths: Sequence[PathReport], error: MxError | None) -> None:
+        """Record what sources gave, once.
 
         Args:
             paths: What came over each path.
             error: Why they did not give everything; None: they did.
         """
+        if self.steps:
+            return
         given = dict.fromkeys((ATTACH, HOST, PEERS), 0)
         for path in paths:
             on_host = path.given or self._near.get(path.source, path.transport == "resume")
@@ -140,6 +155,59 @@ class Chain:
         found |= {each.step: each for each in self.steps}
         order = (ATTACH, HOST, PEERS, "disk", "hub", "objects")
         return [found[step] for step in order if step in found]
+
+    def goes_on(self, error: MxError, *, described: bool) -> bool:
+        """Return True if the model may be read from a store as a whole.
+
+        Args:
+            error: Why the sources did not give it.
+            described: True if they described it.
+        """
+        if not self.options.stores or isinstance(error, LocalError):
+            return False  # reading from disk would fail too
+        if isinstance(error, ConfigError) and described:
+            return False
+        # What the sources' manifest describes was looked for there.
+        return not (self.options.bound and self.causes)
+
+    def failure(self, error: MxError) -> MxError:
+        """Return the error of a pull that ends with its sources' `error`."""
+        nothing_set = not self.options.stores and bool(self.options.skipped)
+        if nothing_set and not isinstance(error, LocalError | ConfigError):
+            return self.error(error)
+        return error
+
+    async def whole(
+        self,
+        failure: MxError | None,
+        attempt: Callable[[Store, bool], Awaitable[PullReport]],
+        begin_again: Callable[[], bool],
+    ) -> PullReport:
+        """Read all of the model from the first store that has it.
+
+        Args:
+            failure: Why the sources did not give it; None: there are none.
+            attempt: Reads it from a store; the second argument is True for the last one.
+            begin_again: Returns True if nothing of an attempt that failed was delivered.
+
+        Raises:
+            MxError: No store has it.
+        """
+        for store in self.options.stores:
+            try:
+                report = await attempt(store, store is self.options.stores[-1])
+            except (CapacityError, OutputError, ClosedError):
+                raise  # another store would be no better
+            except MxError as error:
+                self.stored(store.step, error)
+                if failure is None or not begin_again():
+                    raise
+                continue
+            self.stored(store.step, None, report.bytes)
+            report.fallback = None if failure is None else store.step
+            return report
+        assert failure is not None
+        raise self.error(failure)
 
     def error(self, failure: MxError) -> MxError:
         """Return the error of a pull that no step has completed; `failure` is the sources'."""

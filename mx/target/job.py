@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack
 
 from mx import trace
 from mx.core.connections import Connections, Entry
-from mx.core.local_ranks import Shares
 from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
@@ -22,8 +21,6 @@ from mx.core.selection import Subset
 from mx.core.types import Layout, Manifest, ManifestRef, SourceRecord
 from mx.core.wanted import Wanted
 from mx.errors import (
-    CapacityError,
-    ClosedError,
     ConfigError,
     CoordinatorError,
     DigestError,
@@ -31,7 +28,6 @@ from mx.errors import (
     LocalError,
     MxError,
     NoSourceError,
-    OutputError,
     StaleGenerationError,
 )
 from mx.memory.arena import BorrowedArena
@@ -57,7 +53,7 @@ from mx.target.options import PullOptions
 from mx.target.pages import PageFetcher
 from mx.target.paths import plan_paths, target_place
 from mx.target.prefill import prefilling
-from mx.target.ranks import meet
+from mx.target.ranks import meet_ranks
 from mx.target.reads import Connection
 from mx.target.report import (
     LeftSource,
@@ -178,56 +174,23 @@ class Job:
     async def _from_chain(self) -> PullReport:
         """Pull from the sources, and complete it from the stores; if no source has described the
         model, or nothing was delivered, from the first store that holds it."""
+        chain, begin_again = self._chain, self._log.begin_again
         if not self.options.from_sources:
-            return await self._from_stores(None)
+            return await chain.whole(None, self._from_store, begin_again)
         try:
             report = await self._from_newest_peers()
         except MxError as error:
-            if not self._may_go_on(error):
-                if not self.options.stores and self.options.skipped and not self._log.told:
-                    self._chain.peers((), error)
-                    raise self._chain.error(error) from None
+            chain.sources_gave((), error)
+            if not chain.goes_on(error, described=self.manifest is not None) or not begin_again():
+                if (failure := chain.failure(error)) is not error:
+                    raise failure from error
                 raise
             failure = error
         else:
-            if not self._chain.steps:
-                self._chain.peers(report.paths, None)
-            report.fallback = self._chain.completed or None
+            chain.sources_gave(report.paths, None)
+            report.fallback = chain.completed or None
             return report
-        if not self._chain.steps:
-            self._chain.peers((), failure)
-        return await self._from_stores(failure)
-
-    def _may_go_on(self, error: MxError) -> bool:
-        """Return True if the model may be read from a store as a whole."""
-        options = self.options
-        if not options.stores or isinstance(error, LocalError):
-            return False  # reading from disk would fail too
-        if (isinstance(error, ConfigError) and self.manifest) or not self._log.begin_again():
-            return False
-        # What the sources' manifest describes was looked for there.
-        return not (options.bound and self._chain.causes)
-
-    async def _from_stores(self, failure: MxError | None) -> PullReport:
-        """Read all of the model from the first store that has it; `failure` is the sources'."""
-        for store in self.options.stores:
-            await self._forget()
-            try:
-                report = await self._from_store(store, last=store is self.options.stores[-1])
-            except (CapacityError, OutputError, ClosedError):
-                raise
-            except MxError as error:
-                self._chain.stored(store.step, error)
-                if failure is None or not self._log.begin_again():
-                    raise
-                continue
-            self._chain.stored(store.step, None, report.bytes)
-            known = self._named if self.options.bound else None
-            report.defined_by = "" if self.options.pin or known else store.step
-            report.fallback = None if failure is None else store.step
-            return report
-        assert failure is not None
-        raise self._chain.error(failure)
+        return await chain.whole(failure, self._from_store, begin_again)
 
     async def _from_newest_peers(self) -> PullReport:
         """Pull; with `follow`, when the sources are gone or hold other weights by now, go over to
@@ -409,7 +372,12 @@ class Job:
         selected = exchanged = None
         if self.subset is not None:
             selected = await uncut(in_thread(_selected, self.subset, arena, manifest))
-            exchanged = await self._meet_ranks(manifest, selected[1], closing)
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:  # once
+                self._log.phase = "waiting for ranks"
+                exchanged = await meet_ranks(
+                    ranks, manifest, selected[1], closing, lambda: self._closed
+                )
         self._wanted = wanted = None if selected is None else selected[1]
         self.pages = pages = Pages(manifest, None if wanted is None else wanted.layers)
         self._transfer = transfer = Transfer(
@@ -480,7 +448,7 @@ class Job:
         await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
         if stores_follow and not outcome.ended:
             failure = self._failure(manifest, transfer, outcome)
-            self._chain.peers(transfer.paths(), failure)
+            self._chain.sources_gave(transfer.paths(), failure)
             node.reading_ended()  # peers have no say in what is read from a store
             await self._chain.complete(manifest, pages, transfer, outcome, self._log)
             if outcome.failure is None and outcome.causes is not None:
@@ -554,27 +522,6 @@ class Job:
         if not node.sharing.begun:
             await self.leave()
 
-    async def _meet_ranks(
-        self, manifest: Manifest, wanted: Wanted, closing: AsyncExitStack
-    ) -> tuple[Exchange, Shares] | None:
-        """Meet the ranks on this host that want blocks of the same weights, once."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is None:
-            return None
-        ref, grid = manifest.ref, manifest.grid
-        self._log.phase = "waiting for ranks"
-
-        async def met() -> Exchange | None:
-            found = await in_thread(meet, ranks, ref, grid, wanted, lambda: self._closed)
-            if found is not None:
-                closing.push_async_callback(in_thread, found.close)
-            return found
-
-        exchange = await uncut(met())  # it is closed also if this is cancelled meanwhile
-        if exchange is None:
-            return None
-        return exchange, await in_thread(exchange.shares, ranks.rank, wanted)
-
     async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
         transfer.close()
         if exchange is not None:
@@ -616,8 +563,10 @@ class Job:
 
     # -- from a store -----------------------------------------------------------------------------
 
-    async def _from_store(self, store: Store, *, last: bool) -> PullReport:
+    async def _from_store(self, store: Store, last: bool) -> PullReport:
+        """Read all of the model from a store; `last`: no other one follows."""
         self._log.phase = f"reading {store.step}"
+        await self._forget()
         options, expected = self.options, self._named if self.options.bound else None
         # What is delivered can't be taken back: a later step, a pin or `out` needs all of it first.
         alone = not (options.pin or expected or options.out or options.selection)
@@ -657,7 +606,9 @@ class Job:
         path = PathReport(store.step, store.place, nbytes, seconds)
         # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
-        return await self._commit(delivery, outcome, self._report(manifest, [path], by))
+        report = self._report(manifest, [path], by)
+        report.defined_by = "" if options.pin or expected else store.step
+        return await self._commit(delivery, outcome, report)
 
     def _early(self, layout: Layout, arena: Memory) -> Callable[[int], None]:
         """Deliver layers as they land, of weights that nothing but the store describes. On a

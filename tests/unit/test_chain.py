@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mx import config
@@ -134,13 +135,13 @@ def outcomes(chain: Chain) -> list[tuple[str, str, int]]:
 
 def test_sources_that_give_everything() -> None:
     chain = met(attach=True)
-    chain.peers([PathReport("shm", HERE, 5, 1.0, attached=True)], None)
+    chain.sources_gave([PathReport("shm", HERE, 5, 1.0, attached=True)], None)
     assert outcomes(chain) == [
         ("attach", "used", 5), ("host", "not needed", 0), ("peers", "not needed", 0),
         ("hub", "skipped", 0),
     ]  # fmt: skip
     chain = met()
-    chain.peers([PathReport("tcp", THERE, 4, 1.0), PathReport("tcp", HERE, 3, 1.0)], None)
+    chain.sources_gave([PathReport("tcp", THERE, 4, 1.0), PathReport("tcp", HERE, 3, 1.0)], None)
     assert outcomes(chain)[:3] == [
         ("attach", "skipped", 0),
         ("host", "partly", 3),
@@ -150,7 +151,7 @@ def test_sources_that_give_everything() -> None:
 
 def test_sources_that_do_not() -> None:
     chain = met()
-    chain.peers([PathReport("tcp", THERE, 4, 1.0)], NoSourceError("gone"))
+    chain.sources_gave([PathReport("tcp", THERE, 4, 1.0)], NoSourceError("gone"))
     assert outcomes(chain)[:3] == [
         ("attach", "skipped", 0), ("host", "failed", 0), ("peers", "partly", 4),
     ]  # fmt: skip
@@ -158,7 +159,7 @@ def test_sources_that_do_not() -> None:
 
 def test_the_error_of_the_chain() -> None:
     chain = met()
-    chain.peers((), NoSourceError("gone"))
+    chain.sources_gave((), NoSourceError("gone"))
     chain.stored("disk", ConfigError("no folder"))
     error = chain.error(NoSourceError("gone", hint="start one"))
     assert isinstance(error, NoSourceError) and error.hint == "start one"
@@ -210,6 +211,7 @@ def content(stored: Path) -> tuple[Layout, bytes]:
     return loaded.manifest.layout, data
 
 
+@hypothesis_settings(max_examples=20)
 @given(cuts=st.lists(st.integers(0, 1000), max_size=6))
 def test_any_pieces_are_read(stored: Path, content: tuple[Layout, bytes], cuts: list[int]) -> None:
     checkpoint = open_checkpoint(stored)
