@@ -140,5 +140,5 @@ def _written_nbytes(pid: int) -> int:
 def _no_extra() -> ConfigError:
     return ConfigError(
         "the Hugging Face hub needs huggingface_hub, which is not installed",
-        hint="pip install 'mx-peer[hub]' (it comes with transformers too)",
+        hint="pip install huggingface_hub, or from a clone of mx: pip install '.[hub]'",
     )

@@ -95,7 +95,7 @@ class Requests:
                 raise
             raise ConfigError(
                 "object stores need obstore, which is not installed",
-                hint="pip install 'mx-peer[objects]'",
+                hint="pip install obstore, or from a clone of mx: pip install '.[objects]'",
             ) from error
         self.where = shown_url(url).rstrip("/")
         self._opening = opening

@@ -266,6 +266,21 @@ def test_another_model_is_refused(stored: Path, tmp_path: Path) -> None:
         StoredModel(open_checkpoint(tmp_path), loaded.manifest.layout, "there")
 
 
+# -- extras ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.new_event_loop()
+    opening = Opening(lambda: False, loop, 1.0)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"obstore.*\[objects\]"):
+        ObjectStore("s3://bucket/m").open(opening)
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"huggingface_hub.*\[hub\]"):
+        HubStore("org/model", "main").open(opening)
+    loop.close()
+
+
 # -- the hub's process ----------------------------------------------------------------------------
 
 
