@@ -156,6 +156,20 @@ class Settings:
     wait_s: float = _setting(
         0.0, "how long a pull waits for a source when there is none", _seconds(0, 7 * 86400)
     )
+    checkpoint_root: str = _setting(
+        "", "folder with a checkpoint for each model's name, read if peers don't give it", _text
+    )
+    hub_id: str = _setting(
+        "",
+        "the model's id on the Hugging Face hub, ORG/MODEL[@REVISION]; {name} is its name",
+        _text,
+    )
+    object_url: str = _setting(
+        "", "its folder in an object store, like s3://BUCKET/{name} (also gs, az, file)", _text
+    )
+    store_timeout_s: float = _setting(
+        30.0, "how long one request to an object store or the hub may take", _seconds(0.1, 3600)
+    )
     max_readers: int = _setting(
         0, "how many pulls may read from a source at a time (0: any number)", _count(0, 100_000)
     )

@@ -201,6 +201,10 @@ class StaleGenerationError(SourceError):
     """The source's memory has changed since the read was planned."""
 
 
+class StoreError(SourceError):
+    """A hub or an object store does not answer, refuses, or breaks off. `peer` names it."""
+
+
 class RevisionChangedError(SourceError):
     """A pull that follows its model went over to a newer revision: layers that were ready are not
     any more, and become ready again."""

@@ -11,10 +11,11 @@ from mx.api.listing import list_models, list_sources
 from mx.api.load_tensors import load
 from mx.api.observe import Observer, Overview
 from mx.api.planning import PlannedPull, plan
+from mx.api.pulling import pull
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
 from mx.api.tables import PlacedTensor, SourceTable, list_tables
-from mx.api.target import Pull, pull
+from mx.api.target import Pull
 from mx.core.local_ranks import LocalRanks
 from mx.core.progress import Progress
 from mx.core.selection import Shard, Subset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mx.api.common import check_type
-from mx.api.target import pull
+from mx.api.pulling import pull
 from mx.errors import ConfigError
 
 if TYPE_CHECKING:

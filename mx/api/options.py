@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mx import config
+from mx.api.chain import chain_of
 from mx.api.common import check_type, tls_of, transports, variant_text
 from mx.api.source import source_options
 from mx.api.tensors import in_place, is_module
@@ -30,6 +31,7 @@ def pull_options(
     model: str,
     settings: config.Settings,
     *,
+    source: str = "peers",
     peer: str | None = None,
     path: str | Path | None = None,
     fallback: str | Path | None = None,
@@ -47,6 +49,7 @@ def pull_options(
     Args:
         model: NAME, NAME:REVISION or NAME@PIN.
         settings: What is not given as an argument.
+        source: "auto" for all steps of the chain, "peers" for those that are named.
         peer, path, fallback: Where to pull from; at most one of them.
         out: The folder to write a checkpoint to.
         revision: The revision's label, "" for the one that `model` means.
@@ -77,14 +80,17 @@ def pull_options(
     if sum(where is not None for where in (peer, path, fallback)) > 1:
         raise ConfigError("give only one of `peer`, `path` and `fallback`")
     if rest.get("follow"):
-        _check_follow(reference, path=path, fallback=fallback, out=out, device=rest.get("device"))
+        auto = None if source == "peers" else source
+        _check_follow(
+            reference, path=path, fallback=fallback, source=auto, out=out,
+            device=rest.get("device"),
+        )  # fmt: skip
     selection = _selection(only, slices)
     if selection is not None:
         _check_subset(out=out, **rest)
     _check_ranks(rest.get("local_ranks"), selection, strong=rest.get("strong", False))
     if rest.get("files_only"):
         _check_files_only(model, path, rest)
-    disk = path if path is not None else fallback
     tls = tls_of(settings)
     in_place = isinstance(rest.get("into"), InPlace)
     host, alone_because = _host(settings, peer, rest.get("coordinator"), live=in_place)
@@ -95,8 +101,8 @@ def pull_options(
         revision=reference.revision,
         variant=reference.variant,
         peer=peer,
-        disk=None if disk is None else Path(disk),
-        fall_back_to_disk=fallback is not None,
+        from_sources=path is None,
+        **chain_of(source, settings, reference, path, fallback),
         out=None if out is None else Path(out),
         tls=tls,
         data_tls=None if settings.data_plaintext else tls,

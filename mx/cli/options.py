@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import typer
@@ -122,6 +121,40 @@ MaxBandwidth = Annotated[
         help="What is given at most, to all readers together: 500MB/s, 2Gbit/s, or bytes per "
         "second. (default: no limit)",
         metavar="RATE",
+    ),
+]
+
+_STORES = "What peers don't give (--from auto)"
+CheckpointRoot = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder with a checkpoint for each model, in a folder of the model's name.",
+        metavar="DIR",
+        rich_help_panel=_STORES,
+    ),
+]
+HubId = Annotated[
+    str | None,
+    typer.Option(
+        help="The model on the Hugging Face hub, or in its cache; {name} stands for its name.",
+        metavar="ORG/MODEL[@REVISION]",
+        rich_help_panel=_STORES,
+    ),
+]
+ObjectUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="Its folder in an object store: s3://BUCKET/{name}, gs://, az:// or file://.",
+        metavar="URL",
+        rich_help_panel=_STORES,
+    ),
+]
+StoreTimeout = Annotated[
+    str | None,
+    typer.Option(
+        help="How long one request to the hub or an object store may take. (default: 30)",
+        metavar="TIME",
+        rich_help_panel=_STORES,
     ),
 ]
 
@@ -310,24 +343,25 @@ def slices_of(texts: list[str] | None) -> dict[str, Slice] | None:
 class Where(TypedDict, total=False):
     """The arguments of `pull` that say where to pull from."""
 
+    source: str
     peer: str
     path: str
     fallback: str
 
 
-def where_from(text: str, model: str) -> Where:
+def where_from(text: str) -> Where:
     """Return what `--from` says, as the arguments of `pull`. Raises ConfigError."""
     if text == "peer":
         return {}
     if text == "auto":
-        return {"fallback": model} if Path(model).exists() else {}
+        return {"source": "auto"}
     how, _, where = text.partition("=")
     if how == "peer" and where:
         return {"peer": where}
     if how == "disk" and where:
         return {"path": where}
     if how == "auto" and where:
-        return {"fallback": where}
+        return {"source": "auto", "fallback": where}
     raise ConfigError(
         f"--from {text} is not understood",
         hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",

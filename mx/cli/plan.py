@@ -75,7 +75,7 @@ def plan(
 
     planned = api.plan(
         model,
-        peer=options.where_from(source, model).get("peer"),
+        peer=options.where_from(source).get("peer"),
         revision=revision,
         variant=variant,
         coordinator=options.coordinator_of(settings),

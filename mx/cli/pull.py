@@ -32,7 +32,8 @@ def pull(
         typer.Option(
             "--from",
             help="peer: sources that the coordinator lists. peer=HOST:PORT: that one, no "
-            "coordinator. disk=PATH. auto=PATH: peers, and the disk if there is none.",
+            "coordinator. disk=PATH. auto: peers, then what the settings name: disk, Hugging Face, "
+            "object store; auto=PATH: that disk.",
             metavar="WHERE",
         ),
     ] = "peer",
@@ -101,6 +102,10 @@ def pull(
             metavar="TIME",
         ),
     ] = None,
+    checkpoint_root: options.CheckpointRoot = None,
+    hub_id: options.HubId = None,
+    object_url: options.ObjectUrl = None,
+    store_timeout_s: options.StoreTimeout = None,
     max_readers: options.MaxReaders = None,
     max_bandwidth: options.MaxBandwidth = None,
     coordinator: options.Coordinator = None,
@@ -131,7 +136,7 @@ def pull(
 
     - `mx pull llama-8b --files-only --out /models/llama-8b-files`
 
-    - `mx pull llama-8b --from auto=/mnt/models/llama-8b --json`
+    - `mx pull llama-8b --from auto --checkpoint-root /mnt/models --object-url s3://models/llama-8b`
     """
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
     from mx import api
@@ -142,7 +147,7 @@ def pull(
         _closing(
             api.pull(
                 model,
-                **options.where_from(source, model),
+                **options.where_from(source),
                 revision=revision,
                 variant=variant,
                 coordinator=options.coordinator_of(settings),
@@ -165,15 +170,15 @@ def pull(
         if as_json:
             outcome.emit(report.to_json())
         else:
-            compared = "@" in model or all(path.transport != "disk" for path in report.paths)
-            outcome.write(
-                _summary(report, out=out, kept=hold or out is not None, compared=compared)
-            )
+            outcome.write(_summary(report, out=out, kept=hold or out is not None))
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
+
+
+_STORES = ("disk", "hub", "objects")
 
 
 @contextmanager
@@ -194,7 +199,7 @@ def _closing(pull: Pull) -> Iterator[Pull]:
         raise
 
 
-def _summary(report: PullReport, *, out: str | None, kept: bool, compared: bool) -> str:
+def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
     from mx.core.reference import with_pin
 
     if report.files is not None:
@@ -203,7 +208,9 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, compared: bool)
     attached = all(path.attached for path in report.paths)
     moved = sum(path.bytes for path in report.paths if path.transport != "resume")
     rate = "" if attached or not report.seconds else f" ({format_rate(moved / report.seconds)})"
-    verified = f"verified by {report.verified}" if compared else "compared with nothing (no pin)"
+    verified = f"verified by {report.verified}"
+    if report.defined_by:
+        verified = "compared with nothing (no pin)"
     lines = [
         f"{report.model}: {format_bytes(report.bytes)} in {format_seconds(report.seconds)}{rate}, "
         f"{count(report.layers, 'layer')}, the first after {format_seconds(report.first_layer_s)}, "
@@ -223,7 +230,14 @@ def _summary(report: PullReport, *, out: str | None, kept: bool, compared: bool)
         lines.append(f"  {report.retries} {again} fetched again")
     lines += [f"  left {each.source}: {in_flags(each.reason)}" for each in report.left]
     if report.fallback:
-        lines.append(f"  no source could be used; taken from {report.fallback}")
+        came = any(path.transport not in _STORES for path in report.paths)
+        why = "no source could be used;"
+        if came:
+            why = "sources did not give everything: the rest was"
+        lines.append(f"  {why} taken from {report.fallback}")
+    for each in report.steps:
+        because = f", {in_flags(each.reason)}" if each.reason else ""
+        lines.append(f"  step {each.step}: {each.outcome}{because}")
     if out is not None:
         lines.append(f"  written to {out}")
     name = with_pin(report.model, report.pin)

@@ -20,6 +20,7 @@ _FLAGS = {
     "peer": "--from peer",
     "resume": "--no-resume",
     "slices": "--slice",
+    "source": "--from",
     "wait_s": "--wait",
 }
 _ARGUMENTS = (

@@ -121,6 +121,11 @@ class TransferMachine:
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def causes(self) -> tuple[MxError, ...]:
+        """Why reads and connections failed so far."""
+        return tuple(self._causes)
+
     def landed_nbytes(self) -> list[int]:
         """Return the payload bytes of each layer that have landed, in completed parts."""
         return list(self._landed_in_layer)
@@ -545,18 +550,20 @@ class TransferMachine:
     # -- ends -----------------------------------------------------------------------------------
 
     def _check_hopeless(self) -> list[Command]:
-        if self._ended or self._expecting:
+        if self._ended or self._expecting or not self.hopeless:
             return []
-        if any(load.in_flight for load in self._connections.values()):
-            return []
+        self._ended = True
+        return [Fail(tuple(self._causes))]
+
+    @property
+    def hopeless(self) -> bool:
+        """True if nothing is in flight, and no open connection can read what is missing."""
+        if self._ended or any(load.in_flight for load in self._connections.values()):
+            return False
         # Nothing is in flight, so all that could be assigned has been. Chunks are left over.
         if self._missing:
-            hopeless = not any(
-                self._may_read(load, self._missing.first) for load in self._open.values()
-            )
-        elif self._expected:
-            hopeless = False
-        else:  # a source that gives bytes gives pages too
-            hopeless = bool(self._waiting) and not self._open
-        self._ended = hopeless
-        return [Fail(tuple(self._causes))] if hopeless else []
+            first = self._missing.first
+            return not any(self._may_read(load, first) for load in self._open.values())
+        if self._expected:
+            return False
+        return bool(self._waiting) and not self._open  # a source that gives bytes gives pages too

@@ -8,20 +8,17 @@ A tensor may start anywhere: a misaligned start is common in older files.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from mx.core.json_bounds import check_json
 from mx.core.layout import MAX_TENSORS, TensorSpec, kind_nbytes
 from mx.core.packaging import bad_tensor_name
 from mx.core.types import DTYPE_BITS
 from mx.errors import CheckpointError, ManifestError
-from mx.storage.hints import LFS_MAGIC, lfs_pointer
-from mx.storage.osfile import open_regular, read_error
 from mx.text import shown
 from mx.units import align_up
 
@@ -38,70 +35,60 @@ class FileTensor:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
-    """Properties of a file that differ after it was changed."""
+class StoredBytes(Protocol):
+    """The bytes of one open file of a checkpoint. Methods are thread-safe."""
 
-    device: int
-    inode: int
-    nbytes: int
-    mtime_ns: int
+    @property
+    def direct(self) -> bool:
+        """True if `read_exactly` moves aligned pieces without a copy."""
 
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileStamp:
-        """Return the stamp of the file with this status."""
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    def read_exactly(self, view: memoryview, position: int, nbytes: int) -> None:
+        """Fill the first `nbytes` of `view` with what begins at `position`. What follows in `view`
+        may be written to.
+
+        Raises:
+            CheckpointError: The file has become too short, or has changed.
+            LocalError: The disk fails.
+        """
+
+    def window(self, begin: int, end: int, buffer: memoryview) -> memoryview:
+        """Return the bytes [begin, end). They may be in `buffer`, which is page-aligned, and longer
+        by two times `DIRECT_ALIGNMENT_BYTES`. Raises as `read_exactly`."""
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file changed since its header was read."""
+
+    def close(self) -> None:
+        """Close the file, when no read is running. Idempotent."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFile:
-    """One safetensors file. `path` is relative to the checkpoint, `location` is where it is read.
+class StoredFile(Protocol):
+    """One safetensors file of a checkpoint, wherever it is kept. `path` is relative to the
+    checkpoint, `location` says where it is read.
 
     `tensors` are in file order and cover every byte from the end of the header to that of the file.
     """
 
-    path: str
-    location: Path
-    stamp: FileStamp
-    metadata: dict[str, str] | None
-    tensors: tuple[FileTensor, ...]
+    @property
+    def path(self) -> str: ...
+    @property
+    def location(self) -> Path | str: ...
+    @property
+    def metadata(self) -> dict[str, str] | None: ...
+    @property
+    def tensors(self) -> tuple[FileTensor, ...]: ...
+    def open(self) -> StoredBytes:
+        """Open the file.
 
-
-def read_tensor_file(location: Path, path: str) -> TensorFile:
-    """Read and check one file's header.
-
-    Args:
-        location: Where to read the file.
-        path: Its path relative to the checkpoint.
-
-    Raises:
-        CheckpointError: The header is malformed; the message names the file and the place.
-        ConfigError: This user may not read the file.
-        LocalError: The disk fails.
-    """
-    try:
-        with open(open_regular(location), "rb") as file:
-            status = os.fstat(file.fileno())
-            prefix = file.read(8)
-            nbytes = int.from_bytes(prefix, "little")
-            if len(prefix) < 8:
-                _fail(location, f"it has {len(prefix)} bytes, too few for a header's length")
-            if prefix + file.read(len(LFS_MAGIC) - 8) == LFS_MAGIC:
-                raise lfs_pointer(location)
-            file.seek(8)
-            if nbytes > MAX_HEADER_BYTES:
-                _fail(location, f"its header would have {nbytes} bytes; 100 MB is the most")
-            header = file.read(nbytes)
-    except OSError as error:
-        raise read_error(error, location) from error
-    if len(header) < nbytes:
-        _fail(location, f"it ends at byte {8 + len(header)}, inside its header of {nbytes} bytes")
-    metadata, tensors = parse_header(header, location, status.st_size)
-    return TensorFile(path, location, FileStamp.of(status), metadata, tensors)
+        Raises:
+            CheckpointError: It is gone, or changed since its header was read.
+            ConfigError: This user may not read it.
+            LocalError: The disk fails.
+        """
 
 
 def parse_header(
-    header: bytes, location: Path, file_nbytes: int
+    header: bytes, location: Path | str, file_nbytes: int
 ) -> tuple[dict[str, str] | None, tuple[FileTensor, ...]]:
     """Return the metadata and the tensors of a file, in file order.
 
@@ -116,9 +103,9 @@ def parse_header(
     entries = _load(header, location)
     metadata = _metadata(entries.pop("__metadata__", None), location)
     if not entries:
-        _fail(location, "it holds no tensors", hint="nothing to serve: name the right file")
+        fail(location, "it holds no tensors", hint="nothing to serve: name the right file")
     if len(entries) > MAX_TENSORS:
-        _fail(location, f"it holds {len(entries)} tensors; {MAX_TENSORS} is the most")
+        fail(location, f"it holds {len(entries)} tensors; {MAX_TENSORS} is the most")
     start = 8 + len(header)
     tensors = [_tensor(name, entry, start, location) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
@@ -126,11 +113,11 @@ def parse_header(
     for tensor in tensors:
         if tensor.begin != expected:
             what = "overlaps the one before it" if tensor.begin < expected else "follows a hole"
-            _fail(location, f"tensor {shown(tensor.spec.name)} at byte {tensor.begin} {what}")
+            fail(location, f"tensor {shown(tensor.spec.name)} at byte {tensor.begin} {what}")
         expected = tensor.end
     if expected != file_nbytes:
         what = "is truncated" if file_nbytes < expected else "has bytes that no tensor owns"
-        _fail(location, f"it {what}: its tensors end at byte {expected}, the file at {file_nbytes}")
+        fail(location, f"it {what}: its tensors end at byte {expected}, the file at {file_nbytes}")
     return metadata, tuple(tensors)
 
 
@@ -155,7 +142,7 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -
     return len(header).to_bytes(8, "little") + header
 
 
-def _load(header: bytes, location: Path) -> dict[str, object]:
+def _load(header: bytes, location: Path | str) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -184,47 +171,47 @@ def _load(header: bytes, location: Path) -> dict[str, object]:
             parse_constant=refuse,
         )
     except (ValueError, RecursionError) as error:
-        _fail(location, f"its header is not valid JSON: {error}")
+        fail(location, f"its header is not valid JSON: {error}")
     if not isinstance(value, dict):
-        _fail(location, "its header is not a JSON object")
+        fail(location, "its header is not a JSON object")
     return value
 
 
-def _metadata(value: object, location: Path) -> dict[str, str] | None:
+def _metadata(value: object, location: Path | str) -> dict[str, str] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        _fail(location, "its __metadata__ is not an object of strings")
+        fail(location, "its __metadata__ is not an object of strings")
     for key, text in value.items():
         if not isinstance(text, str) or not _is_text(key + text):
-            _fail(location, f"its __metadata__ entry {shown(key)} is not a string")
+            fail(location, f"its __metadata__ entry {shown(key)} is not a string")
     return value
 
 
-def _tensor(name: str, entry: object, start: int, location: Path) -> FileTensor:
+def _tensor(name: str, entry: object, start: int, location: Path | str) -> FileTensor:
     where = f"tensor {shown(name)}"
     reason = bad_tensor_name(name) if _is_text(name) else "is half a surrogate pair"
     if reason is not None:
-        _fail(location, f"the name of {where} {reason}")
+        fail(location, f"the name of {where} {reason}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        _fail(location, f"{where} is not described by dtype, shape and data_offsets alone")
+        fail(location, f"{where} is not described by dtype, shape and data_offsets alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        _fail(
+        fail(
             location,
             f"{where} has the unknown dtype {shown(str(dtype))}",
             hint="mx may be too old for it",
         )
     if not _are_ints(shape) or not _are_ints(offsets) or len(offsets) != 2:
-        _fail(location, f"{where} has a shape or offsets that are not lists of integers")
+        fail(location, f"{where} has a shape or offsets that are not lists of integers")
     spec = TensorSpec(name, dtype, tuple(shape))
     try:
         nbytes = kind_nbytes((dtype, spec.shape, ()))
     except ManifestError as error:
-        _fail(location, f"{where}: {error.message}")
+        fail(location, f"{where}: {error.message}")
     begin, end = offsets
     if end - begin != nbytes:
-        _fail(location, f"{where} takes {nbytes} bytes by dtype and shape, not {begin}..{end}")
+        fail(location, f"{where} takes {nbytes} bytes by dtype and shape, not {begin}..{end}")
     return FileTensor(spec, start + begin, start + end)
 
 
@@ -240,5 +227,6 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _fail(location: Path, what: str, *, hint: str = _HINT) -> NoReturn:
+def fail(location: Path | str, what: str, *, hint: str = _HINT) -> NoReturn:
+    """Raise the CheckpointError of a malformed file."""
     raise CheckpointError(f"{location}: {what}", hint=hint)

@@ -117,6 +117,34 @@ def load_checkpoint(
     """
     checkpoint = open_checkpoint(path)
     opened(checkpoint)
+    return load_opened(
+        checkpoint,
+        arena_of,
+        chunk_nbytes=chunk_nbytes,
+        shortcuts=shortcuts,
+        threads=threads,
+        progress=progress,
+        cancelled=cancelled,
+    )
+
+
+def load_opened(
+    checkpoint: Checkpoint,
+    arena_of: Callable[[Layout], A],
+    *,
+    chunk_nbytes: int | None = None,
+    shortcuts: bool = False,
+    threads: int,
+    in_layer_order: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+    on_layer: Callable[[int], None] | None = None,
+) -> Loaded[A]:
+    """Read a checkpoint whose headers were read, as `load_checkpoint` does.
+
+    `in_layer_order` is as for `fill`. `on_layer` is called on reader threads with each layer that
+    is complete, where the arena is host memory.
+    """
     layout = manifests.plan_layout(checkpoint.specs, checkpoint.aliases)
     total = layout.payload_nbytes
     arena = arena_of(layout)
@@ -130,9 +158,10 @@ def load_checkpoint(
                 copy=there.copy,
                 shortcuts=shortcuts,
                 threads=threads,
+                in_layer_order=in_layer_order,
                 progress=None if progress is None else (lambda done: progress(done, total)),
                 cancelled=cancelled,
-                on_layer=there.on_layer,
+                on_layer=there.on_layer or on_layer,
             )
         manifest = manifests.encode(
             layout,

@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
 from mx.errors import ClosedError
+from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.landing import Filled, Landing
 from mx.storage.safetensors import Checkpoint
-from mx.storage.spans import DIRECT_ALIGNMENT_BYTES, ArenaWriter, SpanReader
+from mx.storage.spans import ArenaWriter, SpanReader
 from mx.units import MIB
 from mx.views import HostView, View, as_bytes, host_view
 
@@ -38,6 +39,7 @@ def fill(
     copy: Callable[[int, memoryview], None] | None = None,
     shortcuts: bool = False,
     threads: int = 2,
+    in_layer_order: bool = False,
     progress: Callable[[int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     on_layer: Callable[[int], None] | None = None,
@@ -58,6 +60,7 @@ def fill(
             `destination`; for a `SubsetMemory`, whose view that is.
         shortcuts: Whether to compute the shortcut digests too.
         threads: How many threads read.
+        in_layer_order: Read in the order of layers, whatever the order in the files.
         progress: Called with the bytes landed so far, from the reader threads, one call at a time.
         cancelled: Called while reading; returning True stops it soon.
         on_layer: Called with each complete layer, whose bytes in `destination` are not read again.
@@ -82,9 +85,10 @@ def fill(
         try:
             for file in checkpoint.files:
                 readers.append(SpanReader(file, layout, index_of, arena))
-            spans = deque(
-                (reader, span) for reader in readers for span in reader.spans(span_nbytes)
-            )
+            found = [(reader, span) for reader in readers for span in reader.spans(span_nbytes)]
+            if in_layer_order:
+                found.sort(key=lambda each: each[0].place(each[1][0]))
+            spans = deque(found)
 
             def work() -> None:
                 with mmap.mmap(-1, buffer_nbytes) as ring, memoryview(ring) as buffer:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from mx.core.canonical import read_json
-from mx.core.layout import TensorSpec, contiguous_strides
+from mx.core.layout import TensorSpec
 from mx.core.naming import natural_key
-from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX, bad_path, bad_path_set, bad_tensor_name
+from mx.core.packaging import TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
-from mx.errors import CheckpointError, ConfigError, ManifestError
-from mx.storage.header import MAX_HEADER_BYTES, TensorFile, read_tensor_file
-from mx.storage.hints import LFS_MAGIC, lfs_pointer, no_checkpoint_file, no_checkpoint_folder
+from mx.errors import ConfigError
+from mx.storage.disk_file import read_tensor_file
+from mx.storage.header import MAX_HEADER_BYTES, StoredFile
+from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
 from mx.storage.osfile import open_regular, read_error
-from mx.storage.side_files import read_side_files
-from mx.text import shown
-
-# The files that transformers and diffusers look for, in their order; other files beside these (a
-# second precision, an adapter) are not part of the checkpoint.
-_USUAL = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
+from mx.storage.shards import (
+    check_index,
+    check_paths,
+    chosen_files,
+    owners_of,
+    shards_of,
+    ties,
+    weight_map,
 )
+from mx.storage.side_files import SideFiles, read_side_files
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Checkpoint:
     are not transferred, with the reason.
     """
 
-    root: Path
-    files: tuple[TensorFile, ...]
+    root: Path | str
+    files: tuple[StoredFile, ...]
     aliases: tuple[Alias, ...]
     packaging: Packaging
     side_documents: dict[bytes, bytes] = field(repr=False)
@@ -84,47 +83,55 @@ def open_checkpoint(path: Path) -> Checkpoint:
     else:
         raise ConfigError(f"{path} is not there", hint="name the folder or file of a checkpoint")
     root = path if path.is_dir() else path.parent
-    reason = next(filter(None, map(bad_path, shards)), None) or bad_path_set(shards)
-    if reason is not None:
-        hint = "rename the file"
-        raise CheckpointError(f"{root}: a safetensors file's name {reason}", hint=hint)
+    check_paths(shards, str(root))
     files = tuple(read_tensor_file(root / shard, shard) for shard in shards)
-    owners = _owners(files)
-    if index_path is not None:
-        _check_index(root / index_path, files, _read_index(root / index_path))
+    shard_of = None if index_path is None else _read_index(root / index_path)
+    side: SideFiles = ((), {}, {})
     if path.is_dir():
         try:
-            side_files, documents, left_out = read_side_files(root, index_path, shards)
+            side = read_side_files(root, index_path, shards)
         except OSError as error:
             raise read_error(error, root) from error
-    else:
-        side_files, documents, left_out = (), {}, {}
+    return assembled(root, files, index_path, shard_of, side)
+
+
+def assembled(
+    root: Path | str,
+    files: Sequence[StoredFile],
+    index_path: str | None,
+    shard_of: dict[str, str] | None,
+    side: SideFiles,
+) -> Checkpoint:
+    """Return the checkpoint that these files make up.
+
+    Args:
+        root: Where they are.
+        files: The files, whose headers were checked.
+        index_path: The index that names them, if any.
+        shard_of: Its content.
+        side: The side files.
+
+    Raises:
+        CheckpointError, ConfigError: They contradict each other.
+    """
+    owners = owners_of(files)
+    if shard_of is not None:
+        check_index(f"{root}/{index_path}", files, shard_of)
     packaged = tuple(
         PackagedFile(file.path, file.metadata, tuple(t.spec.name for t in file.tensors))
         for file in files
     )
+    side_files, documents, left_out = side
     packaging = Packaging(packaged, side_files)
-    return Checkpoint(root, files, _ties(files, owners), packaging, documents, left_out)
+    return Checkpoint(root, tuple(files), ties(files, owners), packaging, documents, left_out)
 
 
 def _find_shards(root: Path) -> tuple[list[str], str | None]:
     """Return the tensor files' paths below `root`, in order, and the index that names them."""
     names = sorted((e.name for e in os.scandir(root) if e.name[0] != "."), key=natural_key)
-    chosen = next((name for name in _USUAL if name in names), None)
-    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    if chosen is None and len(indices) > 1:
-        raise ConfigError(
-            f"{root} has several indices: {', '.join(indices)}",
-            hint="keep one, or put each model into a folder of its own",
-        )
-    if chosen is None and indices:
-        chosen = indices[0]
-    if chosen is not None and not chosen.endswith(INDEX_SUFFIX):
-        return [chosen], None
-    if chosen is not None:
-        shards = sorted(set(_read_index(root / chosen).values()), key=natural_key)
-        return shards, chosen
-    shards = [name for name in names if name.endswith(TENSOR_SUFFIX)]
+    shards, index = chosen_files(names, str(root))
+    if index is not None:
+        return shards_of(_read_index(root / index)), index
     if not shards:
         raise no_checkpoint_folder(root)
     return shards, None
@@ -138,83 +145,3 @@ def _read_index(location: Path) -> dict[str, str]:
     except OSError as error:
         raise read_error(error, location) from error
     return weight_map(data, str(location))
-
-
-def weight_map(data: bytes, location: str) -> dict[str, str]:
-    """Return the weight map of an index, with its paths checked.
-
-    Args:
-        data: The bytes of the index.
-        location: Names the index in errors.
-
-    Raises:
-        CheckpointError: The index is malformed, names a path that is not allowed, or is a git-LFS
-            pointer.
-    """
-    if data.startswith(LFS_MAGIC):
-        raise lfs_pointer(location)
-    try:
-        found = read_json(data, "index").get("weight_map")
-    except ManifestError as error:
-        raise CheckpointError(f"{location}: {error.message}") from error
-    if not isinstance(found, dict) or not found:
-        raise CheckpointError(f"{location} has no weight_map")
-    for name, shard in found.items():
-        reason = bad_path(shard) if isinstance(shard, str) else "is not a string"
-        if reason is None and not shard.endswith(TENSOR_SUFFIX):
-            reason = f"does not end in {TENSOR_SUFFIX}"
-        if reason is not None:
-            raise CheckpointError(
-                f"{location}: the shard of {shown(name)}, {shown(str(shard))}, {reason}"
-            )
-    return found
-
-
-def _check_index(location: Path, files: Iterable[TensorFile], shard_of: dict[str, str]) -> None:
-    """Raise CheckpointError unless index and files name the same tensors in the same shards."""
-    hint = "index and shards are from different checkpoints: download both again"
-    there = {tensor.spec.name: file.path for file in files for tensor in file.tensors}
-    tied = {(file.path, key) for file in files for key in (file.metadata or {})}
-    for name, shard in shard_of.items():
-        if there.get(name) != shard and not (name not in there and (shard, name) in tied):
-            raise CheckpointError(f"{location}: {shown(name)} is not in {shard}", hint=hint)
-    for name, shard in there.items():
-        if name not in shard_of:
-            raise CheckpointError(f"{location} does not name {shown(name)} of {shard}", hint=hint)
-
-
-def _owners(files: Iterable[TensorFile]) -> dict[str, TensorFile]:
-    owners: dict[str, TensorFile] = {}
-    for file in files:
-        for tensor in file.tensors:
-            other = owners.setdefault(tensor.spec.name, file)
-            if other is not file:
-                raise ConfigError(
-                    f"tensor {shown(tensor.spec.name)} is in {other.path} and in {file.path}",
-                    hint="two models share the folder: name one file, or move one model elsewhere",
-                )
-    return owners
-
-
-def _ties(files: Iterable[TensorFile], owners: dict[str, TensorFile]) -> tuple[Alias, ...]:
-    """Return the aliases that the files' metadata names.
-
-    safetensors.torch.save_model keeps one of several tensors that share memory, and names it in the
-    metadata for each tensor that it drops.
-    """
-    found: dict[str, Alias] = {}
-    for file in files:
-        if not file.metadata:
-            continue
-        specs = {tensor.spec.name: tensor.spec for tensor in file.tensors}
-        for name, target in file.metadata.items():
-            spec = specs.get(target)
-            # Every writer adds an entry "format", which is no tie even if a tensor is named "pt".
-            if spec is None or name in owners or name == "format":
-                continue
-            reason = "comes from two files" if name in found else bad_tensor_name(name)
-            if reason is not None:
-                raise CheckpointError(f"{file.location}: the tied name {shown(name)} {reason}")
-            stride = contiguous_strides(spec.shape)
-            found[name] = Alias(name, target, spec.dtype, spec.shape, 0, stride)
-    return tuple(found.values())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from mx.core.digest import document_digest
 from mx.core.packaging import (
@@ -21,14 +22,18 @@ from mx.storage.hints import LFS_MAGIC, lfs_pointer
 from mx.storage.osfile import open_regular, read_error
 from mx.units import format_bytes
 
+L = TypeVar("L")
+
 #: How many levels of folders are searched (sentence-transformers have 1_Pooling/).
-_MAX_DEPTH = 3
-_MAX_ENTRIES = 10_000
+MAX_DEPTH = 3
+MAX_ENTRIES = 10_000
 
 
-def read_side_files(
-    root: Path, index_path: str | None, taken: Collection[str]
-) -> tuple[tuple[SideFile, ...], dict[bytes, bytes], dict[str, str]]:
+#: Files by path, their bytes by digest, and the reasons why others are left out.
+SideFiles = tuple[tuple[SideFile, ...], dict[bytes, bytes], dict[str, str]]
+
+
+def read_side_files(root: Path, index_path: str | None, taken: Collection[str]) -> SideFiles:
     """Read the files below `root` that may be transferred.
 
     Args:
@@ -36,18 +41,46 @@ def read_side_files(
         index_path: The shard index in use, the only index that is transferred.
         taken: The paths of the tensor files.
 
-    Returns:
-        The files by path, their bytes by digest, and the reasons why others are left out.
-
     Raises:
         LocalError, ConfigError, CheckpointError: A file that may be transferred can't be read.
         OSError: A folder can't be listed.
     """
+
+    def read(location: Path) -> bytes:
+        try:
+            with open(open_regular(location), "rb") as file:
+                return file.read(MAX_SIDE_FILE_BYTES + 1)
+        except OSError as error:
+            raise read_error(error, location) from error
+
+    left_out: dict[str, str] = {}
+    return take_side_files(_walk(root, left_out), read, index_path, taken, left_out)
+
+
+def take_side_files(
+    files: Iterable[tuple[str, L]],
+    read: Callable[[L], bytes],
+    index_path: str | None,
+    taken: Collection[str],
+    left_out: dict[str, str],
+) -> SideFiles:
+    """Read those of a checkpoint's files that may be transferred.
+
+    Args:
+        files: The files' paths, in the order of a folder's walk, and where to read them.
+        read: Returns a file's bytes, or at least one more than may be transferred.
+        index_path: The shard index in use, the only index that is transferred.
+        taken: The paths of the tensor files.
+        left_out: Files that are left out already, with the reasons; gets the others.
+
+    Raises:
+        CheckpointError: A file is a git-LFS pointer.
+        MxError: What `read` raises.
+    """
     found: list[SideFile] = []
     documents: dict[bytes, bytes] = {}
-    left_out: dict[str, str] = {}
     total = 0
-    for path, location in _walk(root, left_out):
+    for path, location in files:
         reason = bad_side_path(path)
         if reason is None and path.endswith(".index.json") and path != index_path:
             reason = "is an index of files that are not transferred"
@@ -55,16 +88,12 @@ def read_side_files(
             reason = f"comes after the first {MAX_SIDE_FILES}"
         data = b""
         if reason is None:
-            try:
-                with open(open_regular(location), "rb") as file:
-                    data = file.read(MAX_SIDE_FILE_BYTES + 1)
-            except OSError as error:
-                raise read_error(error, location) from error
+            data = read(location)
             if len(data) > MAX_SIDE_FILE_BYTES or total + len(data) > MAX_SIDE_FILES_BYTES:
                 reason = f"is larger than {format_bytes(MAX_SIDE_FILE_BYTES)}, or all are together"
             else:
                 if data.startswith(LFS_MAGIC):
-                    raise lfs_pointer(location)
+                    raise lfs_pointer(str(location))
                 reason = bad_side_content(path, data)
         if reason is None and bad_path_set([*taken, *(s.path for s in found), path]) is not None:
             reason = "has another file's name, except for upper and lower case"
@@ -83,7 +112,7 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
     """Yield each file below `root` as (relative path, where to read it), in a fixed order."""
     base = Path(os.path.realpath(root))
     folders = [("", 0)]
-    entries_left = _MAX_ENTRIES
+    entries_left = MAX_ENTRIES
     while folders:
         prefix, depth = folders.pop(0)
         with os.scandir(base / prefix) as listing:
@@ -91,7 +120,7 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
         for entry in entries:
             entries_left -= 1
             if entries_left < 0:
-                left_out[prefix or "."] = f"has more than {_MAX_ENTRIES} files below it"
+                left_out[prefix or "."] = f"has more than {MAX_ENTRIES} files below it"
                 return
             path = prefix + entry.name
             if entry.is_symlink():
@@ -104,9 +133,7 @@ def _walk(root: Path, left_out: dict[str, str]) -> Iterator[tuple[str, Path]]:
                     left_out[path] = "is a link that leaves the folder"
             elif entry.is_file(follow_symlinks=False):
                 yield path, Path(entry.path)
-            elif (
-                entry.is_dir(follow_symlinks=False) and depth < _MAX_DEPTH and entry.name[0] != "."
-            ):
+            elif entry.is_dir(follow_symlinks=False) and depth < MAX_DEPTH and entry.name[0] != ".":
                 folders.append((path + "/", depth + 1))
 
 

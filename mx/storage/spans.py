@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +10,10 @@ from dataclasses import dataclass
 from mx.buffers import address_of, copy_bytes
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
-from mx.errors import CapacityError, CheckpointError
-from mx.storage.header import FileStamp, TensorFile
-from mx.storage.osfile import open_regular, read_error
-from mx.units import align_up
+from mx.errors import CapacityError
+from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
+from mx.storage.header import StoredFile
 from mx.views import HostView, ScatteredView, host_view
-
-#: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
-DIRECT_ALIGNMENT_BYTES = 4096
 
 #: To give up the interpreter lock takes longer than to copy so few bytes.
 _SHORT_BYTES = 16 * 1024
@@ -98,9 +93,9 @@ class SpanReader:
     """
 
     def __init__(
-        self, file: TensorFile, layout: Layout, index_of: Mapping[str, int], arena: ArenaWriter
+        self, file: StoredFile, layout: Layout, index_of: Mapping[str, int], arena: ArenaWriter
     ) -> None:
-        self._file, self._arena = file, arena
+        self._arena = arena
         #: None where tensors lie in several places.
         self._address = None if isinstance(arena.view, ScatteredView) else address_of(arena.view)
         # (index in the layout, first byte in the file, bytes, place in the arena)
@@ -115,17 +110,7 @@ class SpanReader:
                 place = layout.layers[there.layer].arena_offset + there.offset
                 self._tensors.append((index, tensor.begin, there.nbytes, place))
         self._begins = [begin for _, begin, _, _ in self._tensors]
-        self._fd = self._direct_fd = -1
-        try:
-            self._fd = open_regular(file.location)
-            self._direct_fd = _open_direct(file)
-            self.check_unchanged()
-        except OSError as error:
-            self.close()
-            raise read_error(error, file.location) from error
-        except BaseException:
-            self.close()
-            raise
+        self._bytes = file.open()
 
     def spans(self, span_nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield the tensors' part of the file as [start, end) ranges of whole blocks.
@@ -152,6 +137,11 @@ class SpanReader:
         if start < at:
             yield start, at
 
+    def place(self, position: int) -> int:
+        """Return the place in the arena of the byte at `position`, which is a tensor's."""
+        _, begin, _, place = self._tensors[bisect_right(self._begins, position) - 1]
+        return place + position - begin
+
     def read(self, span: tuple[int, int], buffer: memoryview, landed: BlockLanded) -> None:
         """Read a span, put its blocks in place, and announce each while it is in the cache.
 
@@ -172,16 +162,14 @@ class SpanReader:
         if len(pieces) == 1 and self._fits(pieces[0]):
             (piece,) = pieces
             with host_view(self._arena.view[piece.place : piece.place + piece.nbytes]) as here:
-                self._read_exactly(here, start, piece.nbytes)
+                self._bytes.read_exactly(here, start, piece.nbytes)
                 for at in range(0, piece.nbytes, BLOCK_BYTES):
                     with here[at : at + BLOCK_BYTES] as block:
                         landed(piece.index, (piece.offset + at) // BLOCK_BYTES, block)
             return
-        base = start - start % DIRECT_ALIGNMENT_BYTES
-        with buffer[: align_up(end - base, DIRECT_ALIGNMENT_BYTES)] as window:
-            self._read_exactly(window, base, end - base)
+        with self._bytes.window(start, end, buffer) as window:
             for piece in pieces:
-                first = piece.position - base
+                first = piece.position - start
                 for at in range(0, piece.nbytes, BLOCK_BYTES):
                     nbytes = min(BLOCK_BYTES, piece.nbytes - at)
                     with window[first + at : first + at + nbytes] as block:
@@ -190,18 +178,11 @@ class SpanReader:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
-        if FileStamp.of(os.fstat(self._fd)) != self._file.stamp:
-            raise CheckpointError(
-                f"{self._file.location} changed while it was read",
-                hint="wait until it is completely written, then try again",
-            )
+        self._bytes.check_unchanged()
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct_fd = -1
+        self._bytes.close()
 
     def _pieces(self, start: int, end: int) -> Iterator[SpanPiece]:
         for i in range(bisect_right(self._begins, start) - 1, len(self._tensors)):
@@ -215,42 +196,7 @@ class SpanReader:
 
     def _fits(self, piece: SpanPiece) -> bool:
         """Return True if O_DIRECT can read this piece into place, as both are aligned."""
-        if self._direct_fd < 0 or self._arena.memfd is not None or self._address is None:
+        if not self._bytes.direct or self._arena.memfd is not None or self._address is None:
             return False
         address = self._address + piece.place
         return not (piece.position | piece.nbytes | address) % DIRECT_ALIGNMENT_BYTES
-
-    def _read_exactly(self, view: memoryview, position: int, needed: int) -> None:
-        """Fill at least the first `needed` bytes of `view`. Raises LocalError, CheckpointError."""
-        fd = self._fd if self._direct_fd < 0 else self._direct_fd
-        done = 0
-        while done < needed:
-            try:
-                with view[done:] as rest:
-                    got = os.preadv(fd, [rest], position + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and fd == self._direct_fd:
-                    # Some file systems allow O_DIRECT but require another alignment.
-                    fd = self._fd
-                    continue
-                raise read_error(error, self._file.location) from error
-            done += got
-            if got and done < needed and fd == self._direct_fd:
-                # Later reads have to be aligned, so read the last, partial page again.
-                got -= done % DIRECT_ALIGNMENT_BYTES
-                done -= done % DIRECT_ALIGNMENT_BYTES
-            if got <= 0:
-                raise CheckpointError(
-                    f"{self._file.location} ends at byte {position + done}, "
-                    f"and had {self._file.stamp.nbytes} when it was opened",
-                    hint="it was truncated while it was read: restore it and try again",
-                )
-
-
-def _open_direct(file: TensorFile) -> int:
-    try:
-        return open_regular(file.location, os.O_DIRECT)
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # the file system has no O_DIRECT
-            return -1
-        raise

@@ -16,7 +16,7 @@ from blake3 import blake3
 from mx.core.packaging import INDEX_SUFFIX, SideContent
 from mx.core.types import Packaging, SideFile
 from mx.errors import DigestError, IntegrityError, OutputError
-from mx.storage.safetensors import weight_map
+from mx.storage.shards import weight_map
 from mx.storage.staging import Staging
 from mx.units import MIB
 

@@ -71,6 +71,8 @@ class ConnectionPool:
         outcome: Outcome,
         log: EventLog,
         causes: list[MxError],
+        *,
+        stores_follow: bool = False,
     ) -> None:
         """
         Args:
@@ -83,7 +85,10 @@ class ConnectionPool:
             outcome: Says when the pull has ended, and which connections were lost.
             log: Records when reading begins.
             causes: Collects why paths failed.
+            stores_follow: True if the transfer goes on without sources: then it does not fail for
+                want of connections.
         """
+        self._stores_follow = stores_follow
         self._connections = connections
         self._connector = connector
         self._transfer = transfer
@@ -107,7 +112,8 @@ class ConnectionPool:
     # -- the pool's work --------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep connections open until the pull has ended, or none could be opened to begin with.
+        """Keep connections open until the pull has ended, or none could be opened to begin with,
+        or none is left and stores follow.
         Raises errors that any other path would have too."""
         outcome = self._outcome
         while not outcome.ended:
@@ -157,8 +163,9 @@ class ConnectionPool:
         return True
 
     def _give_up(self) -> bool:
-        """Expect no more connections. Returns False if no connection was ever open."""
-        if not self._transfer.started:
+        """Expect no more connections. Returns False if no connection was ever open, or if stores
+        follow."""
+        if self._stores_follow or not self._transfer.started:
             return False
         self._hopeless = True
         self._transfer.no_more_connections()

@@ -11,7 +11,7 @@ from mx.memory.device import HostReader
 from mx.memory.verify import check_layer
 from mx.storage.output import Output
 from mx.target.events import EventLog, Outcome
-from mx.target.report import LayerEvent, VerifiedBy
+from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import View
 
@@ -89,16 +89,7 @@ class Delivery:
         """Write a layer that is ready, and fire its event."""
         if self._output is not None:
             self._output.layer_ready(layer, self._place(arena, layer))
-        place, at_s = self._layers[layer], time.monotonic() - self._log.started_s
-        event = LayerEvent(
-            layer,
-            place.name,
-            place.nbytes,
-            by.value,
-            at_s,
-            self._revision,
-            self._log.tensors_of,
-        )
+        event = self._log.event(self._layers[layer], by, self._revision)
         with self._outcome.guard():  # callbacks may raise
             if self._log.layer_ready(event):
                 self._outcome.complete()

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mx.core.types import Manifest
+from mx.core.types import Layer, Manifest
 from mx.errors import ConfigError, IntegrityError, MxError, RevisionChangedError, another
 from mx.runtime import unexpected
 from mx.target.report import (
     LayerEvent,
     PullReport,
     TensorsOf,
+    VerifiedBy,
     no_tensors,
 )
 
@@ -148,6 +149,13 @@ class EventLog:
     def waiting(self) -> None:
         """Record that there is no source to read from, for now."""
         self.phase = "waiting for a source"
+
+    def event(self, layer: Layer, by: VerifiedBy, revision: str = "") -> LayerEvent:
+        """Return the event of a layer that is ready now."""
+        at_s = time.monotonic() - self.started_s
+        return LayerEvent(
+            layer.index, layer.name, layer.nbytes, by.value, at_s, revision, self.tensors_of
+        )
 
     def layer_ready(self, event: LayerEvent) -> bool:
         """Record the event, and call the subscribers. Returns True if it is the last layer's.

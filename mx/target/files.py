@@ -12,16 +12,14 @@ from mx import trace
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
 from mx.runtime import in_thread, uncut, unexpected
-from mx.storage.safetensors import Checkpoint, open_checkpoint
+from mx.storage.safetensors import Checkpoint
 from mx.target.events import EventLog
+from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from mx.target.report import LeftSource
 from mx.target.resolver import retry_until_found
 from mx.wire.documents import WritePage
 from mx.wire.locate import Located, Locator
-
-#: The name of the disk where a source's endpoint is expected.
-DISK = "disk"
 
 
 class Collector:
@@ -54,7 +52,7 @@ async def write_files(
     on_wait: Callable[[], None] = lambda: None,
 ) -> str:
     """Pass a model's side files to `write`, page by page: from a source that has the same ones,
-    known or listed by now, or that comes within `wait_s`; else from the fallback on disk.
+    known or listed by now, or that comes within `wait_s`; else from a store.
 
     Args:
         options: The pull's options.
@@ -65,7 +63,8 @@ async def write_files(
         on_wait: Called when a wait for a source begins.
 
     Returns:
-        The endpoint of the source that gave them; `DISK`; or "" if they were with the manifest.
+        The endpoint of the source that gave them; the store's place; or "" if they were with the
+        manifest.
 
     Raises:
         NoSourceError, DigestError, CoordinatorError: No source gave all of them.
@@ -100,24 +99,14 @@ async def write_files(
     except LocalError:
         raise
     except MxError:
-        same = await in_thread(_fallback, options, manifest.packaging)
+        same = await stored_files(options, manifest.packaging)
         if same is None:
             raise
-        await uncut(in_thread(write_documents, manifest.packaging, same, write))
-        return DISK
+        place, documents = same
+        await uncut(in_thread(write_documents, manifest.packaging, documents, write))
+        return place
     finally:
         await locator.close()
-
-
-def _fallback(options: PullOptions, packaging: Packaging) -> Mapping[bytes, bytes] | None:
-    """Return the side files of the fallback on disk by digest, if it has all of these. Blocks."""
-    if not options.fall_back_to_disk or options.disk is None:
-        return None
-    try:
-        documents = open_checkpoint(options.disk).side_documents
-    except MxError:  # the sources' error says more
-        return None
-    return documents if all(side.digest in documents for side in packaging.side_files) else None
 
 
 def write_documents(
@@ -151,7 +140,7 @@ class SideFiles:
             options: The pull's options.
             log: The pull's. When it has failed, `get` raises its error.
         """
-        self.source = ""  # that gave the files: its endpoint, or `DISK`
+        self.source = ""  # that gave the files: its endpoint, or a store's place
         self.left: list[LeftSource] = []
         self._options = options
         self._log = log

@@ -10,14 +10,15 @@ from mx.core.pages import Pages
 from mx.core.progress import Progress
 from mx.core.selection import Subset
 from mx.core.types import Layout, Manifest, Packaging
-from mx.errors import ConfigError, LocalError, MxError, NoSourceError
+from mx.errors import ConfigError, LocalError, MxError, NoSourceError, OutputError
 from mx.memory.arena import Arena
 from mx.runtime import in_thread, uncut, unexpected
-from mx.storage.safetensors import open_checkpoint
 from mx.storage.staged_writer import FilesWriter
+from mx.storage.stores import Store
 from mx.swarm.node import Node
 from mx.target.events import EventLog
-from mx.target.files import DISK, SideFiles, write_documents, write_files
+from mx.target.files import SideFiles, write_documents, write_files
+from mx.target.opening import open_store
 from mx.target.options import PullOptions
 from mx.target.report import FilesReport, PullReport, VerifiedBy
 from mx.target.resolver import describe, retry_until_found
@@ -63,20 +64,20 @@ class FilesJob:
                 raise
 
     async def _pull(self) -> PullReport:
-        if self.options.disk is not None and not self.options.fall_back_to_disk:
-            return await self._from_disk()
+        if not self.options.from_sources:
+            return await self._from_stores()
         try:
             return await self._from_sources()
         except (LocalError, ConfigError):
             raise
         except MxError:
-            # Which weights the disk's files belong to, only its weights could prove.
-            bound = "@" in self.options.name or self._log.told
-            if not self.options.fall_back_to_disk or bound or not self._log.begin_again():
+            # Which weights a store's files belong to, only its weights could prove.
+            bound = self.options.pin or self._log.told
+            if not self.options.stores or bound or not self._log.begin_again():
                 raise
         self.manifest = None
         self.files.unknown()
-        return await self._from_disk()
+        return await self._from_stores()
 
     async def _from_sources(self) -> PullReport:
         locator = Locator(self.options)
@@ -107,25 +108,35 @@ class FilesJob:
         report.left = list(dict.fromkeys(left))
         return report
 
-    async def _from_disk(self) -> PullReport:
+    async def _from_stores(self) -> PullReport:
         self._log.planned(0)
-        self._log.phase = "reading disk"
-        assert self.options.disk is not None
-        checkpoint = await in_thread(open_checkpoint, self.options.disk)
+        for number, store in enumerate(self.options.stores, 1):
+            try:
+                return await self._from_store(store)
+            except OutputError:
+                raise
+            except MxError:
+                if number == len(self.options.stores):
+                    raise
+        raise ConfigError("there is no store to read")
+
+    async def _from_store(self, store: Store) -> PullReport:
+        phase = self._log.phase = f"reading {store.step}"
+        checkpoint = await open_store(store, self.options)
         packaging = checkpoint.packaging
         self.files.opened(checkpoint)
         if not packaging.side_files:
             raise ConfigError(
-                f"{self.options.disk} has no files beside its weights",
+                f"{store.place} has no files beside its weights",
                 hint="name the folder that has config.json",
             )
 
         async def copy(write: WritePage) -> str:
             await uncut(in_thread(write_documents, packaging, checkpoint.side_documents, write))
-            return DISK
+            return store.place
 
-        await self._get("reading disk", packaging, copy)
-        return self._report(packaging, DISK)
+        await self._get(phase, packaging, copy)
+        return self._report(packaging, store.place)
 
     async def _get(
         self, phase: str, packaging: Packaging, write_to: Callable[[WritePage], Awaitable[str]]
@@ -156,7 +167,7 @@ class FilesJob:
         return source
 
     def _report(self, packaging: Packaging, source: str) -> PullReport:
-        where = str(self.options.disk) if source == DISK else source
+        stores = self.options.stores if self.options.from_sources else ()
         count = len(packaging.side_files)
         return PullReport(
             model=str(self.key),
@@ -167,8 +178,8 @@ class FilesJob:
             first_layer_s=0.0,
             layers=0,
             verified=VerifiedBy.DIGEST.value,
-            fallback=DISK if source == DISK and self.options.fall_back_to_disk else None,
-            files=FilesReport(count, self._total_nbytes, where),
+            fallback=next((each.step for each in stores if each.place == source), None),
+            files=FilesReport(count, self._total_nbytes, source),
         )
 
     async def leave(self) -> None:

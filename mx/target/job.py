@@ -8,12 +8,11 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from mx import trace
 from mx.core.connections import Connections, Entry
-from mx.core.local_ranks import Shares
 from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
@@ -29,8 +28,6 @@ from mx.errors import (
     LocalError,
     MxError,
     NoSourceError,
-    NotAllowedError,
-    PeerUntrustedError,
     StaleGenerationError,
 )
 from mx.memory.arena import BorrowedArena
@@ -38,21 +35,25 @@ from mx.memory.in_place import InPlace
 from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
 from mx.runtime import beside, in_thread, uncut, unexpected
+from mx.storage.stores import Opening, Store
 from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
-from mx.target import disk
+from mx.target import whole
+from mx.target.attaching import Attacher
+from mx.target.chain import Chain
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
 from mx.target.events import EventLog, Outcome
 from mx.target.exchange import Exchange
-from mx.target.files import SideFiles
+from mx.target.files import SideFiles, write_documents
+from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from mx.target.pages import PageFetcher
 from mx.target.paths import plan_paths, target_place
 from mx.target.prefill import prefilling
-from mx.target.ranks import meet
+from mx.target.ranks import meet_ranks
 from mx.target.reads import Connection
 from mx.target.report import (
     LeftSource,
@@ -61,6 +62,7 @@ from mx.target.report import (
     VerifiedBy,
     again,
     final_error,
+    none_opened,
 )
 from mx.target.resolver import Found, Resolver, find, retry_until_found
 from mx.target.transfer import Transfer
@@ -114,6 +116,11 @@ class Job:
         self._tried: list[ManifestRef] = []  # whose sources have lied
         self._left: list[LeftSource] = []  # whose memory was attached, and is wrong
         self._disk_done = (0, 0)
+        self._chain = Chain(options)
+        self._early_layout: Layout | None = (
+            None  # of what is delivered before the manifest is known
+        )
+        self._named: ManifestRef | None = None  # what the name means to the coordinator
         #: Whether tensors of `into` may hold a part of the new weights, also of an attempt before.
         self._written = False
         self._closed = False
@@ -123,7 +130,7 @@ class Job:
         """The layout of `arena`; None until the manifest is known."""
         if self.subset is not None:
             return self.subset.layout
-        return None if self.manifest is None else self.manifest.layout
+        return self._early_layout if self.manifest is None else self.manifest.layout
 
     def progress(self) -> Progress:
         """Return a snapshot; from any thread."""
@@ -150,10 +157,8 @@ class Job:
     async def run(self) -> None:
         """Run to the end; the log gets the report or the error. Raises only if cancelled."""
         try:
-            if self.options.disk is not None and not self.options.fall_back_to_disk:
-                report = await self._from_disk()
-            else:
-                report = await self._from_peers_or_disk()
+            report = await self._from_chain()
+            report.steps = self._chain.report() if self.options.bound else []
             self._log.phase = "complete"
             self._log.finished(report)
         except BaseException as error:  # callers that wait on the log need any error
@@ -166,20 +171,26 @@ class Job:
             if not isinstance(error, Exception):
                 raise
 
-    async def _from_peers_or_disk(self) -> PullReport:
+    async def _from_chain(self) -> PullReport:
+        """Pull from the sources, and complete it from the stores; if no source has described the
+        model, or nothing was delivered, from the first store that holds it."""
+        chain, begin_again = self._chain, self._log.begin_again
+        if not self.options.from_sources:
+            return await chain.whole(None, self._from_store, begin_again)
         try:
-            return await self._from_newest_peers()
+            report = await self._from_newest_peers()
         except MxError as error:
-            if not self.options.fall_back_to_disk or self.options.disk is None:
+            chain.sources_gave((), error)
+            if not chain.goes_on(error, described=self.manifest is not None) or not begin_again():
+                if (failure := chain.failure(error)) is not error:
+                    raise failure from error
                 raise
-            if isinstance(error, LocalError) or (isinstance(error, ConfigError) and self.manifest):
-                raise  # reading from disk would fail too
-            if not self._log.begin_again():
-                raise
-        await self._forget()
-        report = await self._from_disk()
-        report.fallback = "disk"
-        return report
+            failure = error
+        else:
+            chain.sources_gave(report.paths, None)
+            report.fallback = chain.completed or None
+            return report
+        return await chain.whole(failure, self._from_store, begin_again)
 
     async def _from_newest_peers(self) -> PullReport:
         """Pull; with `follow`, when the sources are gone or hold other weights by now, go over to
@@ -236,7 +247,7 @@ class Job:
         """Undo what was begun, to begin again."""
         await uncut(self._discard())
         self.manifest = self.pages = self._transfer = None
-        self.subset = self._wanted = None
+        self.subset = self._wanted = self._early_layout = None
         self.files.unknown()
 
     async def _from_peers(self) -> PullReport:
@@ -264,7 +275,7 @@ class Job:
         options = self.options
 
         def begin(located: Located, paths: Plan) -> None:
-            self.key = located.key
+            self.key, self._named = located.key, located.ref
             connector.begin(paths.chosen)
 
         found = await retry_until_found(
@@ -275,6 +286,7 @@ class Job:
                 relays_do=bool(self.reader_id),
                 side_files=options.hold,
                 tried=self._tried,
+                stores_do=options.bound and bool(options.stores),
             ),
             0.0 if self._tried else self._wait_s,
             self._log.waiting,
@@ -292,7 +304,9 @@ class Job:
         return max(self.options.wait_s, FOLLOW_S) if self.options.follow else self.options.wait_s
 
     def _plan(self, sources: Sequence[SourceRecord]) -> Plan:
-        return plan_paths(self.options, self._place, self._transports, sources)
+        found = plan_paths(self.options, self._place, self._transports, sources)
+        self._chain.met(found, sources, self._place.boot_id)
+        return found
 
     def _deliver(self, manifest: Manifest, outcome: Outcome, *, strong: bool) -> Delivery:
         self._delivery = Delivery(
@@ -316,7 +330,17 @@ class Job:
             known = await locator.again(found.located) if known is None else known
             await locator.write_side_files(found.manifest, known, delivery.side_page)
 
-        await retry_until_found(attempt, self.options.wait_s, self._log.waiting)
+        try:
+            await retry_until_found(attempt, self.options.wait_s, self._log.waiting)
+        except MxError as error:
+            if isinstance(error, LocalError):
+                raise
+            stored = await stored_files(self.options, found.manifest.packaging)
+            if stored is None:
+                raise
+            await uncut(
+                in_thread(write_documents, found.manifest.packaging, stored[1], delivery.side_page)
+            )
 
     async def _read(
         self,
@@ -337,26 +361,23 @@ class Job:
 
         self._log.phase = "connecting"
         unmapped: tuple[Connection, Entry] | None = None  # its memory can still be copied
-        for entry in connections.attachable() if fill is None else ():
-            connection, view = await self._attach(connector, connections, entry, manifest)
-            if connection is not None and view is not None:
-                lie = await self._check_attached(connection, view, delivery)
-                if lie is None:
-                    return await self._deliver_attached(manifest, connection, view, delivery)
-                del view
-                connections.opened(entry)
-                connections.lost(entry, lie, time.monotonic(), lease_runs=True)
-                await connector.give_back(connection)
-                continue
-            if connection is not None:
-                unmapped = connection, entry
-                break
+        if fill is None:
+            attacher = Attacher(connector, connections, manifest, delivery, self._causes)
+            mapped, unmapped = await attacher.run()
+            self._left += attacher.left
+            if mapped is not None:
+                return await self._deliver_attached(manifest, *mapped, delivery)
 
         arena = await uncut(self._allocate(self.layout or manifest.layout))
         selected = exchanged = None
         if self.subset is not None:
             selected = await uncut(in_thread(_selected, self.subset, arena, manifest))
-            exchanged = await self._meet_ranks(manifest, selected[1], closing)
+            ranks, self._ranks = self._ranks, None
+            if ranks is not None:  # once
+                self._log.phase = "waiting for ranks"
+                exchanged = await meet_ranks(
+                    ranks, manifest, selected[1], closing, lambda: self._closed
+                )
         self._wanted = wanted = None if selected is None else selected[1]
         self.pages = pages = Pages(manifest, None if wanted is None else wanted.layers)
         self._transfer = transfer = Transfer(
@@ -408,6 +429,7 @@ class Job:
             # What the name means by now is looked for anew.
             wait_s=0.0 if options.follow else options.wait_s,
         )
+        stores_follow = bool(options.stores) and options.device == "cpu"
         pool = ConnectionPool(
             connections,
             connector,
@@ -418,12 +440,21 @@ class Job:
             outcome,
             self._log,
             self._causes,
+            stores_follow=stores_follow,
         )
         closing.push_async_callback(pool.close)
         if unmapped is not None:
             pool.take(*unmapped)
         await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
-        self._raise_failure(manifest, transfer, outcome)
+        if stores_follow and not outcome.ended:
+            failure = self._failure(manifest, transfer, outcome)
+            self._chain.sources_gave(transfer.paths(), failure)
+            node.reading_ended()  # peers have no say in what is read from a store
+            await self._chain.complete(manifest, pages, transfer, outcome, self._log)
+            if outcome.failure is None and outcome.causes is not None:
+                raise self._chain.error(failure)
+        if not transfer.started or outcome.failure is not None or outcome.causes is not None:
+            raise self._failure(manifest, transfer, outcome)
         if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
             raise LocalError(f"`into` changed while it was filled: {moved}")
         if options.hold and pages.missing:  # others will ask for them here
@@ -449,17 +480,17 @@ class Job:
                 else IncompleteError(f"no source gives all block digests of {self.key}")
             ) from None
 
-    def _raise_failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> None:
+    def _failure(self, manifest: Manifest, transfer: Transfer, outcome: Outcome) -> MxError:
+        """Return why the sources did not give everything."""
         if not transfer.started:
-            raise _none_opened(str(self.key), self._causes)
+            return none_opened(str(self.key), self._causes)
         if outcome.failure is not None:
-            raise outcome.failure
-        if outcome.causes is not None:
-            self._causes += outcome.causes
-            causes, came = self._causes, transfer.progress()[0]
-            ready, wanted = self._log.layers_ready, self._wanted
-            total = None if wanted is None else wanted.nbytes
-            raise final_error(str(self.key), manifest.layout, ready, came, causes, total)
+            return outcome.failure
+        self._causes += transfer.causes if outcome.causes is None else outcome.causes
+        causes, came = self._causes, transfer.progress()[0]
+        ready, wanted = self._log.layers_ready, self._wanted
+        total = None if wanted is None else wanted.nbytes
+        return final_error(str(self.key), manifest.layout, ready, came, causes, total)
 
     def _join_swarm(
         self, found: Found, arena: Memory, transfer: Transfer, outcome: Outcome
@@ -491,27 +522,6 @@ class Job:
         if not node.sharing.begun:
             await self.leave()
 
-    async def _meet_ranks(
-        self, manifest: Manifest, wanted: Wanted, closing: AsyncExitStack
-    ) -> tuple[Exchange, Shares] | None:
-        """Meet the ranks on this host that want blocks of the same weights, once."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is None:
-            return None
-        ref, grid = manifest.ref, manifest.grid
-        self._log.phase = "waiting for ranks"
-
-        async def met() -> Exchange | None:
-            found = await in_thread(meet, ranks, ref, grid, wanted, lambda: self._closed)
-            if found is not None:
-                closing.push_async_callback(in_thread, found.close)
-            return found
-
-        exchange = await uncut(met())  # it is closed also if this is cancelled meanwhile
-        if exchange is None:
-            return None
-        return exchange, await in_thread(exchange.shares, ranks.rank, wanted)
-
     async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
         transfer.close()
         if exchange is not None:
@@ -532,47 +542,6 @@ class Job:
             self.arena = self.options.new_arena(layout)
         return self.arena
 
-    # -- attaching --------------------------------------------------------------------------------
-
-    async def _attach(
-        self, connector: Connector, connections: Connections, entry: Entry, manifest: Manifest
-    ) -> tuple[Connection | None, Span | None]:
-        """Return a connection if one could be opened, and the source's memory if it could be
-        mapped. The causes say why not."""
-        nbytes = manifest.layout.arena_nbytes
-        connections.begin(entry)
-        connection: Connection | None = None
-        try:
-            connection = await connector.open(entry.path, manifest.layout)
-            return connection, await connector.attach(connection, nbytes)
-        except NotAllowedError as error:
-            failure: MxError = error
-        except (ConfigError, LocalError) as error:
-            if connection is not None or isinstance(error, ConfigError):
-                raise  # it would be no better elsewhere
-            failure = error
-        except MxError as error:
-            failure, connection = error, None
-        self._causes.append(failure)
-        if connection is None:
-            connections.failed(entry, failure, time.monotonic())
-        return connection, None
-
-    async def _check_attached(
-        self, connection: Connection, view: Span, delivery: Delivery
-    ) -> DigestError | None:
-        """With `strong`, hash all of a source's mapped memory before anything of it is delivered.
-        Returns the error if it is wrong."""
-        try:
-            await uncut(in_thread(delivery.check_attached, view))
-        except DigestError as error:
-            peer = connection.peer
-            lie = DigestError(f"{peer}: {error.message}", peer=peer, hint=error.hint)
-            self._causes.append(lie)
-            self._left.append(LeftSource(peer, lie.message))
-            return lie
-        return None
-
     async def _deliver_attached(
         self, manifest: Manifest, connection: Connection, view: Span, delivery: Delivery
     ) -> PullReport:
@@ -592,10 +561,16 @@ class Job:
         )
         return self._report(manifest, [path], by, left=self._left)
 
-    # -- from disk --------------------------------------------------------------------------------
+    # -- from a store -----------------------------------------------------------------------------
 
-    async def _from_disk(self) -> PullReport:
-        self._log.phase = "reading disk"
+    async def _from_store(self, store: Store, last: bool) -> PullReport:
+        """Read all of the model from a store; `last`: no other one follows."""
+        self._log.phase = f"reading {store.step}"
+        await self._forget()
+        options, expected = self.options, self._named if self.options.bound else None
+        # What is delivered can't be taken back: a later step, a pin or `out` needs all of it first.
+        alone = not (options.pin or expected or options.out or options.selection)
+        early = last and alone and options.device == "cpu"
 
         def count(done: int, total: int) -> None:
             self._disk_done = (done, total)
@@ -604,14 +579,18 @@ class Job:
         loop = asyncio.get_running_loop()
         loaded = await uncut(
             in_thread(
-                disk.load,
-                self.options,
+                whole.load,
+                store,
+                options,
+                Opening(lambda: self._closed, loop, options.store_timeout_s),
+                expected=expected,
                 opened=lambda found: loop.call_soon_threadsafe(self.files.opened, found),
                 began=self._begin_to_write,
                 progress=count,
-                cancelled=lambda: self._closed,
+                early=self._early if early else None,
             )
         )
+        self._early_layout = None
         manifest, arena = loaded.manifest, loaded.arena
         if isinstance(arena, SubsetMemory):
             self.subset, arena = arena.subset, arena.memory
@@ -624,10 +603,23 @@ class Job:
         for index in range(len(manifest.layout.layers)):
             delivery.announce(arena.view, index, VerifiedBy.DIGEST)
         nbytes, seconds = manifest.layout.payload_nbytes, self._log.last_layer_s()
-        path = PathReport("disk", str(self.options.disk), nbytes, seconds)
+        path = PathReport(store.step, store.place, nbytes, seconds)
         # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
-        return await self._commit(delivery, outcome, self._report(manifest, [path], by))
+        report = self._report(manifest, [path], by)
+        report.defined_by = "" if options.pin or expected else store.step
+        return await self._commit(delivery, outcome, report)
+
+    def _early(self, layout: Layout, arena: Memory) -> Callable[[int], None]:
+        """Deliver layers as they land, of weights that nothing but the store describes. On a
+        thread."""
+        self.arena, self._early_layout = arena, layout
+        self._log.planned(len(layout.layers))
+
+        def landed(layer: int) -> None:
+            self._log.layer_ready(self._log.event(layout.layers[layer], VerifiedBy.DIGEST))
+
+        return landed
 
     def _begin_to_write(self) -> None:
         self._written = self._written or isinstance(self.options.into, InPlace)
@@ -706,19 +698,3 @@ async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
 def _selected(subset: Subset, arena: Memory, manifest: Manifest) -> tuple[SubsetMemory, Wanted]:
     """Return the memory of the tensors that are wanted, and the blocks that they need."""
     return SubsetMemory(subset, arena), subset.wanted(manifest.grid)
-
-
-def _none_opened(model: str, causes: list[MxError]) -> MxError:
-    """Return the error of a pull that could not open any path to a source."""
-    if causes and all(isinstance(cause, LocalError) for cause in causes):
-        return causes[-1]
-    lies = [cause for cause in causes if isinstance(cause, DigestError)]
-    if lies:
-        return lies[-1]
-    untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
-    kind = PeerUntrustedError if untrusted else NoSourceError
-    return kind(
-        f"no source of {model} could be opened: "
-        + "; ".join(dict.fromkeys(str(cause) for cause in causes)),
-        hint="mx sources shows who is registered",
-    )

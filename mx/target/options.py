@@ -15,7 +15,9 @@ from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
 from mx.memory.device import DeviceArena
 from mx.memory.in_place import WHOLE, InPlace
 from mx.memory.live import Memory
+from mx.storage.stores import Store
 from mx.swarm.sharing import MakeHost
+from mx.target.report import StepReport
 from mx.transport import TlsFiles
 
 
@@ -25,8 +27,11 @@ class PullOptions:
 
     `name` may be NAME@PIN; without a `revision` it means "main", or the newest update of it, and
     without a `variant` "checkpoint", or the only one that is listed.
-    One of `coordinator`, `peer` and `disk` says where to look; `disk` beside another one is the
-    fallback, if `fall_back_to_disk`. `files_only` pulls no weights. `device` is "cpu" or
+    `coordinator` or `peer` says where to look for sources, unless `from_sources` is False; `stores`
+    are read in their order for what sources do not give. With `bound` what a source or the
+    coordinator has said of the weights holds for the stores too; otherwise a store is taken as it
+    is where no layer was delivered before. `skipped` are the steps of the chain that this pull does
+    not have. `files_only` pulls no weights. `device` is "cpu" or
     "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
     empties the list). `follow` goes over to a newer revision when the weights change. `selection`
     says which tensors are wanted, None: all; `local_ranks` which pulls of this host share what they
@@ -41,8 +46,11 @@ class PullOptions:
     variant: str = ""
     coordinator: str | None = None
     peer: str | None = None
-    disk: Path | None = None
-    fall_back_to_disk: bool = False
+    from_sources: bool = True
+    stores: tuple[Store, ...] = ()
+    bound: bool = False
+    skipped: tuple[StepReport, ...] = ()
+    store_timeout_s: float = 30.0
     out: Path | None = None
     resume: bool = True
     files_only: bool = False
@@ -75,6 +83,11 @@ class PullOptions:
         """The requested model, as far as it is known before it is resolved."""
         variant = self.variant or CHECKPOINT
         return ModelKey(self.name.partition("@")[0], self.revision or MAIN, variant)
+
+    @property
+    def pin(self) -> str:
+        """The digits after the @ of `name`; "" without any."""
+        return self.name.partition("@")[2]
 
     @property
     def patience_s(self) -> float:

@@ -13,14 +13,16 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from itertools import combinations
 
 from mx import forks
 from mx.core.grid import ChunkGrid
-from mx.core.local_ranks import MOST_RANKS, LocalRanks, index_nbytes, index_of
-from mx.core.types import ManifestRef
+from mx.core.local_ranks import MOST_RANKS, LocalRanks, Shares, index_nbytes, index_of
+from mx.core.types import Manifest, ManifestRef
 from mx.core.wanted import Wanted
 from mx.errors import CapacityError, ClosedError, ConfigError, PeerProtocolError
+from mx.runtime import in_thread, uncut
 from mx.target.exchange import Exchange, Fellow
 from mx.target.ring import Ring
 
@@ -304,3 +306,35 @@ def _socket() -> socket.socket:
     sock.settimeout(_POLL_S)
     forks.own(sock)
     return sock
+
+
+async def meet_ranks(
+    ranks: LocalRanks,
+    manifest: Manifest,
+    wanted: Wanted,
+    closing: AsyncExitStack,
+    cancelled: Callable[[], bool],
+) -> tuple[Exchange, Shares] | None:
+    """Meet the ranks on this host that want blocks of the same weights; on the loop.
+
+    Args:
+        ranks: Which rank this is, and of how many.
+        manifest: The weights.
+        wanted: The blocks that this rank wants.
+        closing: Gets what closes the exchange.
+        cancelled: Returning True stops the wait.
+
+    Returns:
+        The exchange and who reads what; None if the ranks did not meet.
+    """
+
+    async def met() -> Exchange | None:
+        found = await in_thread(meet, ranks, manifest.ref, manifest.grid, wanted, cancelled)
+        if found is not None:
+            closing.push_async_callback(in_thread, found.close)
+        return found
+
+    exchange = await uncut(met())  # it is closed also if this is cancelled meanwhile
+    if exchange is None:
+        return None
+    return exchange, await in_thread(exchange.shares, ranks.rank, wanted)

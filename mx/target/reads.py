@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from mx.core.paths import Medium, Rail
 from mx.core.planner import SourcePath
 from mx.core.striping import ConnectionLoad
 from mx.errors import (
@@ -43,6 +44,30 @@ class ReadLease(Protocol):
         """Give the lease back; does not block. Idempotent."""
 
 
+class ReadSource(Protocol):
+    """What bytes are read from: `key` is what it is blamed by, `endpoint` what it is called."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def endpoint(self) -> str: ...
+
+
+class ReadPath(Protocol):
+    """A path to something that is no registered source, such as a store."""
+
+    @property
+    def source(self) -> ReadSource: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def gb_per_s(self) -> float: ...
+    @property
+    def rail(self) -> Rail | None: ...
+    @property
+    def medium(self) -> Medium: ...
+
+
 @dataclass(slots=True, eq=False)
 class Connection:
     """One open session over a path, the lease that it stands on, and what came through it.
@@ -50,7 +75,7 @@ class Connection:
     Session and lease belong to the `Connector` that opened them.
     """
 
-    path: SourcePath
+    path: SourcePath | ReadPath
     lease: ReadLease
     session: Session
     opened_at_s: float = 0.0  # monotonic: when it was first read through

@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from mx.core.types import Layout
-from mx.errors import ClosedError, DigestError, IncompleteError, MxError
+from mx.errors import (
+    ClosedError,
+    DigestError,
+    IncompleteError,
+    LocalError,
+    MxError,
+    NoSourceError,
+    PeerUntrustedError,
+)
 from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
@@ -98,6 +106,27 @@ class FilesReport:
     source: str
 
 
+#: Outcomes of a step, see `StepReport`.
+USED, PARTLY, FAILED = "used", "partly", "failed"
+SKIPPED, UNUSED = "skipped", "not needed"
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step of the chain came to: "attach" (memory of this host), "host" (peers on it),
+    "peers" (elsewhere), "disk", "hub" or "objects".
+
+    `outcome` is "used" (the pull was complete with it), "partly" (it gave bytes, and others the
+    rest), "failed", "skipped" (there was nothing to try, see `reason`) or "not needed". `bytes` are
+    those that it gave, attached ones included.
+    """
+
+    step: str
+    outcome: str
+    reason: str = ""
+    bytes: int = 0
+
+
 @dataclass
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
@@ -109,7 +138,10 @@ class PullReport:
     `manifest` is the identity of the weights. `pin` covers their files too, if there are any, else
     it is the identity; both in hexadecimal digits. Both are "" for files from a disk alone, whose
     weights are not read. `bytes`, `layers` and `paths` count weights: a pull of files only has
-    none, and has `files`.
+    none, and has `files`. `fallback` is the step ("disk", "hub", "objects") with which a pull was
+    complete that its peers did not complete. `defined_by` is that step if nothing but what it holds
+    says which weights these are: neither a pin nor any source. `steps` is empty but for a pull from
+    "auto".
     """
 
     model: str
@@ -127,6 +159,8 @@ class PullReport:
     control_s: float = 0.0
     files: FilesReport | None = None
     moved_bytes: int | None = None
+    defined_by: str = ""
+    steps: list[StepReport] = field(default_factory=list)
 
     @property
     def pin_covers_files(self) -> bool:
@@ -167,6 +201,10 @@ class PullReport:
 
     def _optional(self) -> dict[str, object]:
         found: dict[str, object] = {} if self.files is None else {"files": asdict(self.files)}
+        if self.defined_by:
+            found["defined_by"] = self.defined_by
+        if self.steps:
+            found["steps"] = [asdict(each) for each in self.steps]
         return found if self.moved_bytes is None else found | {"moved_bytes": self.moved_bytes}
 
 
@@ -197,3 +235,19 @@ def final_error(
     if causes and isinstance(causes[-1], DigestError):
         return DigestError(far, peer=causes[-1].peer, hint=causes[-1].hint)
     return IncompleteError(far, hint="start the pull again; mx sources shows who is left")
+
+
+def none_opened(model: str, causes: Sequence[MxError]) -> MxError:
+    """Return the error of a pull that could not open any path to a source."""
+    if causes and all(isinstance(cause, LocalError) for cause in causes):
+        return causes[-1]
+    lies = [cause for cause in causes if isinstance(cause, DigestError)]
+    if lies:
+        return lies[-1]
+    untrusted = causes and all(isinstance(cause, PeerUntrustedError) for cause in causes)
+    kind = PeerUntrustedError if untrusted else NoSourceError
+    return kind(
+        f"no source of {model} could be opened: "
+        + "; ".join(dict.fromkeys(str(cause) for cause in causes)),
+        hint="mx sources shows who is registered",
+    )

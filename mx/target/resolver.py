@@ -61,6 +61,7 @@ async def find(
     relays_do: bool,
     side_files: bool,
     tried: Sequence[ManifestRef] = (),
+    stores_do: bool = False,
 ) -> Found:
     """Look the model up once, and fetch its manifest.
 
@@ -74,10 +75,13 @@ async def find(
         relays_do: True if sources that hold only parts are enough.
         side_files: Fetch the side files too, into memory.
         tried: Manifests all of whose sources have lied: look for others.
+        stores_do: True if a manifest is enough, since a store may hold the weights.
 
     Raises:
         UnknownModelError, CoordinatorError, SourceError, ManifestError.
     """
+
+    out_of_reach: list[Found] = []
 
     async def attempt(located: Located) -> Found:
         paths = plan([source for source in located.sources if source.whole])
@@ -85,6 +89,7 @@ async def find(
         manifest = await _manifest(locator, located)
         in_parts = [source for source in located.sources if not source.whole]
         if not paths.paths and not (relays_do and plan(in_parts).paths):
+            out_of_reach.append(Found(located, manifest, paths))
             raise NoSourceError(
                 f"no source of {located.key} can be reached from here: "
                 + (paths.why_none() or "none is registered"),
@@ -92,7 +97,12 @@ async def find(
             )
         return Found(located, manifest, paths)
 
-    found = await _first(locator, attempt, tried)
+    try:
+        found = await _first(locator, attempt, tried)
+    except NoSourceError:
+        if not (stores_do and out_of_reach):
+            raise
+        found = out_of_reach[0]
     if side_files:  # later readers of this pull may write them
         sides = await locator.side_files(found.manifest, found.located)
         manifest = replace(found.manifest, documents=found.manifest.documents | sides)

@@ -329,6 +329,18 @@ class Transfer:
             commands = self._machine.no_more_connections()
         self._run(commands)
 
+    @property
+    def causes(self) -> tuple[MxError, ...]:
+        """Why reads and connections failed so far."""
+        with self._lock:
+            return self._machine.causes
+
+    @property
+    def hopeless(self) -> bool:
+        """True if nothing is in flight, and no open connection can read what is missing."""
+        with self._lock:
+            return self._machine.hopeless
+
     def expect_connections(self) -> None:
         """Do not fail for want of connections: another one may come."""
         with self._lock:

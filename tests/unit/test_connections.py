@@ -28,7 +28,7 @@ from mx.errors import (
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.events import EventLog, Outcome
-from mx.target.reads import Connection
+from mx.target.reads import Connection, ReadPath
 from mx.target.transfer import Transfer
 from mx.transport import Session
 from tests.unit.test_planner import source
@@ -84,8 +84,8 @@ class Stage:
         self, fails: dict[SourcePath, MxError] | None = None, *, patience_s: float = 0.0
     ) -> None:
         self.tried: list[SourcePath] = []
-        self.added: list[SourcePath] = []
-        self.given_back: list[SourcePath] = []
+        self.added: list[SourcePath | ReadPath] = []
+        self.given_back: list[SourcePath | ReadPath] = []
         self.causes: list[MxError] = []
         self.no_more = 0
         self.hoping = False

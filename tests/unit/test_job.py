@@ -16,6 +16,7 @@ from mx.core.planner import SourcePath
 from mx.core.topology import Place
 from mx.errors import ClosedError, LocalError, MxError, PeerProtocolError
 from mx.runtime import uncut
+from mx.storage.stores import DiskStore
 from mx.target.connector import Connector
 from mx.target.events import EventLog
 from mx.target.job import Job
@@ -74,7 +75,8 @@ def outcome(options: PullOptions) -> MxError:
 def test_whatever_is_raised_ends_the_pull(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(3)}, path)
-    error = outcome(PullOptions("m", disk=path, into=cast(memoryview, Surprising())))
+    into = cast(memoryview, Surprising())
+    error = outcome(PullOptions("m", from_sources=False, stores=(DiskStore(path),), into=into))
     assert isinstance(error, LocalError)
     assert isinstance(error.__cause__, KeyError)
 

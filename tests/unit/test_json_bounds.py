@@ -16,7 +16,7 @@ from mx.core.json_bounds import MAX_DEPTH, MAX_PARSED_BYTES, check_json
 from mx.core.topology import Place
 from mx.errors import CheckpointError, ManifestError, PeerProtocolError
 from mx.storage.header import parse_header
-from mx.storage.safetensors import weight_map
+from mx.storage.shards import weight_map
 from mx.units import MIB
 from mx_transports.toolkit.framing import decode_ticket
 from mx_transports.ucx.wire import decode_info

@@ -23,7 +23,7 @@ from mx.core.pages import check_page
 from mx.core.types import DTYPE_BITS, Layout
 from mx.errors import ClosedError
 from mx.memory.arena import HostArena, MemfdArena
-from mx.storage import spans
+from mx.storage import disk_file, spans
 from mx.storage.landing import Filled, Landing
 from mx.storage.load import load_checkpoint
 from mx.storage.reader import RING_BYTES, SPAN_BYTES, fill, fill_from_tensors
@@ -242,7 +242,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             patch.setattr(os, "preadv", short)
             if not direct:
-                patch.setattr(spans, "_open_direct", lambda file: -1)
+                patch.setattr(disk_file, "_open_direct", lambda file: -1)
             _, layout, arena, filled = loaded(tmp_path)
         assert content(arena, layout) == tensors
         check(layout, arena, filled)

@@ -15,7 +15,7 @@ from mx.core.layout import TensorSpec
 from mx.core.manifest import plan_layout
 from mx.errors import CapacityError, CheckpointError, ClosedError, LocalError
 from mx.memory.arena import MemfdArena
-from mx.storage import spans
+from mx.storage import disk_file
 from mx.storage.reader import SPAN_BYTES, fill
 from mx.storage.safetensors import open_checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
@@ -39,7 +39,7 @@ def test_a_file_that_shrinks_while_it_is_read(
     checkpoint = open_checkpoint(tmp_path)
     layout = plan_layout(checkpoint.specs)
     if not direct:
-        monkeypatch.setattr(spans, "_open_direct", lambda file: -1)
+        monkeypatch.setattr(disk_file, "_open_direct", lambda file: -1)
 
     def cut(done: int) -> None:
         os.truncate(tmp_path / "two.safetensors", 4096 + 100)

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from mx.core.types import Manifest
 from mx.errors import ClosedError, IntegrityError, PeerLostError
 from mx.storage.safetensors import Checkpoint, open_checkpoint
+from mx.storage.stores import DiskStore
 from mx.target.events import EventLog
-from mx.target.files import Collector, SideFiles, _fallback
+from mx.target.files import Collector, SideFiles
+from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from tests.support.checkpoints import manifest_of
 
@@ -149,14 +151,17 @@ async def test_files_that_a_pull_takes_back_are_not_given(tmp_path: Path) -> Non
     await files.close()
 
 
-def test_a_fallback_has_the_same_files_or_none(tmp_path: Path) -> None:
+async def test_a_fallback_has_the_same_files_or_none(tmp_path: Path) -> None:
     opened, manifest = checkpoint(tmp_path / "m")
-    options = PullOptions("m", disk=tmp_path / "m", fall_back_to_disk=True)
-    assert _fallback(options, manifest.packaging) == opened.side_documents
-    assert _fallback(PullOptions("m", disk=tmp_path / "m"), manifest.packaging) is None
+    packaging = manifest.packaging
+    stores = (DiskStore(tmp_path / "nowhere"), DiskStore(tmp_path / "m"))
+    options = PullOptions("m", stores=stores)
+    assert await stored_files(options, packaging) == (str(tmp_path / "m"), opened.side_documents)
+    asked_alone = PullOptions("m", stores=stores, from_sources=False)
+    assert await stored_files(asked_alone, packaging) is None
     (tmp_path / "m" / "config.json").write_bytes(b"[]")
-    assert _fallback(options, manifest.packaging) is not None  # same.json has those bytes, too
+    assert await stored_files(options, packaging) is not None  # same.json has those bytes, too
     (tmp_path / "m" / "same.json").write_bytes(b"[]")
-    assert _fallback(options, manifest.packaging) is None
+    assert await stored_files(options, packaging) is None
     (tmp_path / "m" / "model.safetensors").unlink()
-    assert _fallback(options, manifest.packaging) is None
+    assert await stored_files(options, packaging) is None

@@ -1,0 +1,105 @@
+"""Which stores a pull reads what its sources do not give, and which steps it does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypedDict
+from urllib.parse import quote
+
+from mx import config
+from mx.core.packaging import bad_path
+from mx.core.reference import ModelReference
+from mx.core.revisions import MAIN
+from mx.errors import ConfigError
+from mx.storage.hub import HubStore, is_hub_id
+from mx.storage.objects import ObjectStore, check_url
+from mx.storage.stores import DISK, HUB, OBJECTS, DiskStore, Store
+from mx.target.report import SKIPPED, StepReport
+
+#: What `source` may be.
+PEERS, AUTO = "peers", "auto"
+
+
+class ChainOptions(TypedDict):
+    """The fields of `PullOptions` that describe the chain."""
+
+    stores: tuple[Store, ...]
+    bound: bool
+    skipped: tuple[StepReport, ...]
+    store_timeout_s: float
+
+
+def chain_of(
+    source: str,
+    settings: config.Settings,
+    model: ModelReference,
+    path: str | Path | None,
+    fallback: str | Path | None,
+) -> ChainOptions:
+    """Return the stores that the arguments of `pull` and the settings name.
+
+    Args:
+        source: "auto" or "peers".
+        settings: They say where checkpoints are kept.
+        model: What is pulled.
+        path, fallback: A checkpoint on disk, from the arguments.
+
+    Raises:
+        ConfigError: `source` has another value, contradicts `path`, or a setting names no place.
+    """
+    if source not in (PEERS, AUTO):
+        raise ConfigError(f"`source={source}` is not understood", hint="it is peers or auto")
+    named = path if path is not None else fallback
+    stores: list[Store] = [] if named is None else [DiskStore(Path(named))]
+    skipped: list[StepReport] = []
+    if source == AUTO:
+        if path is not None:
+            raise ConfigError(
+                "`source=auto` reads sources first, and `path` none",
+                hint="give `fallback` in place of `path`, or leave out `source`",
+            )
+        for step, found in (
+            (DISK, DISK if stores else _disk(settings, model)),
+            (HUB, _hub(settings, model)),
+            (OBJECTS, _objects(settings, model)),
+        ):
+            if not isinstance(found, str):
+                stores.append(found)
+            elif found != step:
+                skipped.append(StepReport(step, SKIPPED, found))
+    return ChainOptions(
+        stores=tuple(stores),
+        bound=source == AUTO,
+        skipped=tuple(skipped),
+        store_timeout_s=settings.store_timeout_s,
+    )
+
+
+def _disk(settings: config.Settings, model: ModelReference) -> Store | str:
+    """Return the step, or why there is none."""
+    if not settings.checkpoint_root:
+        return "no `checkpoint_root` is set"
+    if reason := bad_path(model.name):
+        return f"the name of the model {reason}, so it names no folder"
+    return DiskStore(Path(settings.checkpoint_root) / model.name)
+
+
+def _hub(settings: config.Settings, model: ModelReference) -> Store | str:
+    named = settings.hub_id or (model.name if "/" in model.name else "")
+    if not named:
+        return "no `hub_id` is set, and the name of the model is none"
+    repository, _, revision = named.replace("{name}", model.name).partition("@")
+    if not is_hub_id(repository):
+        return f"{repository} is not the id of a model on the hub"
+    return HubStore(repository, revision or model.revision or MAIN)
+
+
+def _objects(settings: config.Settings, model: ModelReference) -> Store | str:
+    if not settings.object_url:
+        return "no `object_url` is set"
+    if "{name}" in settings.object_url and (reason := bad_path(model.name)):
+        return f"the name of the model {reason}, so it names no object"
+    url = settings.object_url.replace("{name}", quote(model.name))
+    url = url.replace("{revision}", quote(model.revision or MAIN, safe=""))
+    check_url(url)
+    return ObjectStore(url)

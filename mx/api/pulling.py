@@ -1,0 +1,161 @@
+"""`pull`: checks what it is asked for, and starts a `Pull`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mx import config, runtime
+from mx.api.common import resolve_device
+from mx.api.options import destination, pull_options
+from mx.api.reuse import Holder, held_by
+from mx.api.target import Pull
+from mx.core.local_ranks import LocalRanks
+from mx.core.selection import Slice
+from mx.core.variant import ProcessingKey
+from mx.errors import ConfigError
+
+
+def pull(
+    model: str,
+    *,
+    source: str = "peers",
+    peer: str | None = None,
+    path: str | Path | None = None,
+    fallback: str | Path | None = None,
+    revision: str = "",
+    variant: str | ProcessingKey = "",
+    coordinator: str | None = None,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    hold: bool = False,
+    transport: str | None = None,
+    verify: str = "chunks",
+    attach: bool = True,
+    into: Any = None,
+    reuse: Holder | Sequence[Holder] = (),
+    follow: bool = False,
+    only: str | Collection[str] | None = None,
+    slices: Mapping[str, Slice] | None = None,
+    local_ranks: LocalRanks | None = None,
+    wait_s: float | None = None,
+    resume: bool = True,
+    files_only: bool = False,
+    settings: config.Settings | None = None,
+) -> Pull:
+    """Start to pull `model`, and return at once.
+
+    The weights come from the sources that the coordinator lists, unless `peer`, `path` or
+    `fallback` (at most one of them) says otherwise.
+
+    Args:
+        model: NAME, NAME:REVISION, or NAME@PIN to pin the weights. NAME alone is its newest
+            revision; a pin accepts its weights in any revision.
+        source: "auto" goes on with the settings' stores where sources do not give everything: a
+            disk (`checkpoint_root`, or `fallback`), the Hugging Face hub (`hub_id`), an object
+            store (`object_url`). What a source, the coordinator or a pin says of the weights holds
+            for them. The report has `steps`.
+        peer: HOST:PORT of the one source to read from, without a coordinator.
+        path: A checkpoint on disk to read, instead of sources.
+        fallback: A checkpoint on disk to read what sources do not give. Without `source="auto"` it
+            is taken as it is, whatever the name means elsewhere, if no layer has been delivered.
+        revision: The revision, where `model` names none.
+        variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint", or
+            the only one that is listed.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        device: "cpu", or "cuda:N" for that GPU's memory, which `out` and `verify="strong"` copy
+            back to the host.
+        out: A folder to write a checkpoint to.
+        hold: Keep the memory in a form that others can read, and allow `Pull.hold`.
+        transport: The name of the only transport to use.
+        verify: "chunks", or "strong" to compare every tensor with the model's identity as well.
+        attach: False copies even where memory could be shared.
+        into: What to fill instead of new memory: a `torch.nn.Module` or a state dict, whose own
+            tensors are filled where they are; or a writable, contiguous buffer of at least
+            `manifest.layout.arena_nbytes` bytes. The caller owns it. Nothing is written to tensors
+            unless all names, shapes, dtypes and ties agree. They must not be used before the pull
+            has ended; after a failure they hold a part of the new weights. While the pull gives
+            them to others they must not be written to, which ends with `release` or `close`.
+        reuse: Pulls and sources of this process, for example of the previous revision or of the
+            model that this one was made from. Bytes that they hold are copied locally instead of
+            transferred.
+        follow: Where the weights change while they are pulled, go over to the new revision instead
+            of failing, and keep what is equal: layers that were ready are not any more, and are
+            reported again with their `revision`. Wait for the end, or use `on_layer`: `layers()`
+            raises RevisionChangedError. A pull that is complete follows no further.
+        only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
+            of them are ready at once, and empty. With `only` or `slices` the pull gives nothing to
+            others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a
+            GPU as its `device`; `into` has just these tensors, with their sliced shapes.
+        slices: By names or patterns of tensors the part that is wanted of them: (dim, begin, end),
+            or `mx.Shard(dim, rank, size)` for one rank's even share. Along the first dimension
+            little more than the slice is moved; along others every block that holds some of it, up
+            to the whole tensor: `plan` says how much. No byte is put in its place before its block
+            is verified. From disk the checkpoint is read and hashed whole.
+        local_ranks: Which of several pulls on this host, with `only` or `slices`, this one is, as
+            `mx.LocalRanks(rank, size)`. They wait for each other, divide what they want among
+            them, and hand each other what they have verified: each block is moved to the host
+            once. The share of one that ends, or does not answer for `stall_timeout_s`, is read by
+            the others. They are processes of one user, and trust each other: not with
+            `verify="strong"`.
+        wait_s: Seconds to wait for a source when there is none, at the start or later, keeping
+            what has arrived; None takes the time in the settings.
+        resume: False neither resumes from what a failed pull left beside `out` nor leaves
+            anything there. Otherwise a pull that fails keeps the layers that it has written, and
+            its error says so.
+        files_only: Pull only the model's side files (configuration, tokenizer), to `out`, or into
+            memory, where `Pull.files` has them. No weights are read, and nothing is said of them:
+            the report has `files`, and 0 bytes. Not together with `hold`, `into`, `reuse` or a
+            `device`, nor, from `path`, with a pin, which only the weights prove; other options of
+            the weights have no effect.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Returns:
+        The running pull.
+
+    Raises:
+        ConfigError: An argument is wrong. Every other error comes from the methods that wait:
+            CoordinatorError, UnknownModelError, NoSourceError, IncompleteError, IntegrityError,
+            CapacityError, OutputError.
+    """
+    started_s = time.monotonic()
+    where = resolve_device(device)
+    if into is not None and where != "cpu":
+        raise ConfigError("`into` is host memory", hint="leave out either `into` or `device`")
+    settings = settings or config.load()
+    if verify not in ("chunks", "strong"):
+        raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")
+    options = pull_options(
+        model,
+        settings,
+        source=source,
+        peer=peer,
+        path=path,
+        fallback=fallback,
+        out=out,
+        revision=revision,
+        variant=variant,
+        coordinator=coordinator or settings.coordinator,
+        device=where,
+        hold=hold,
+        transport=transport,
+        strong=verify == "strong",
+        attach=attach,
+        into=destination(into),
+        reuse=held_by(reuse, where),
+        wait_s=wait_s,
+        resume=resume,
+        follow=follow,
+        only=only,
+        slices=slices,
+        local_ranks=local_ranks,
+        files_only=files_only,
+    )
+    loop = runtime.acquire()
+    try:
+        return Pull(loop, options, settings, started_s)
+    except BaseException:
+        runtime.release(loop)
+        raise

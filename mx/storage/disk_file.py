@@ -1,0 +1,166 @@
+"""A checkpoint's file on disk: its header, and its bytes, read with O_DIRECT where that works."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx.errors import CheckpointError
+from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
+from mx.storage.hints import LFS_MAGIC, lfs_pointer
+from mx.storage.osfile import open_regular, read_error
+from mx.units import align_up
+
+#: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
+DIRECT_ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """Properties of a file that differ after it was changed."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        """Return the stamp of the file with this status."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFile:
+    """A `StoredFile` on a disk of this machine."""
+
+    path: str
+    location: Path
+    stamp: FileStamp
+    metadata: dict[str, str] | None
+    tensors: tuple[FileTensor, ...]
+
+    def open(self) -> DiskBytes:
+        """Open the file. Raises as `StoredFile.open`."""
+        return DiskBytes(self)
+
+
+def read_tensor_file(location: Path, path: str) -> DiskFile:
+    """Read and check one file's header.
+
+    Args:
+        location: Where to read the file.
+        path: Its path relative to the checkpoint.
+
+    Raises:
+        CheckpointError: The header is malformed; the message names the file and the place.
+        ConfigError: This user may not read the file.
+        LocalError: The disk fails.
+    """
+    try:
+        with open(open_regular(location), "rb") as file:
+            status = os.fstat(file.fileno())
+            prefix = file.read(8)
+            nbytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8:
+                fail(location, f"it has {len(prefix)} bytes, too few for a header's length")
+            if prefix + file.read(len(LFS_MAGIC) - 8) == LFS_MAGIC:
+                raise lfs_pointer(location)
+            file.seek(8)
+            if nbytes > MAX_HEADER_BYTES:
+                fail(location, f"its header would have {nbytes} bytes; 100 MB is the most")
+            header = file.read(nbytes)
+    except OSError as error:
+        raise read_error(error, location) from error
+    if len(header) < nbytes:
+        fail(location, f"it ends at byte {8 + len(header)}, inside its header of {nbytes} bytes")
+    metadata, tensors = parse_header(header, location, status.st_size)
+    return DiskFile(path, location, FileStamp.of(status), metadata, tensors)
+
+
+class DiskBytes:
+    """The `StoredBytes` of a `DiskFile`."""
+
+    def __init__(self, file: DiskFile) -> None:
+        """
+        Args:
+            file: The file, as its header was read.
+
+        Raises:
+            CheckpointError, ConfigError, LocalError: As `StoredFile.open`.
+        """
+        self._file = file
+        self._fd = self._direct_fd = -1
+        try:
+            self._fd = open_regular(file.location)
+            self._direct_fd = _open_direct(file)
+            self.check_unchanged()
+        except OSError as error:
+            self.close()
+            raise read_error(error, file.location) from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        return self._direct_fd >= 0
+
+    def read_exactly(self, view: memoryview, position: int, nbytes: int) -> None:
+        """Read as `StoredBytes.read_exactly` does."""
+        fd = self._fd if self._direct_fd < 0 else self._direct_fd
+        done = 0
+        while done < nbytes:
+            try:
+                with view[done:] as rest:
+                    got = os.preadv(fd, [rest], position + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and fd == self._direct_fd:
+                    # Some file systems allow O_DIRECT but require another alignment.
+                    fd = self._fd
+                    continue
+                raise read_error(error, self._file.location) from error
+            done += got
+            if got and done < nbytes and fd == self._direct_fd:
+                # Later reads have to be aligned, so read the last, partial page again.
+                got -= done % DIRECT_ALIGNMENT_BYTES
+                done -= done % DIRECT_ALIGNMENT_BYTES
+            if got <= 0:
+                raise CheckpointError(
+                    f"{self._file.location} ends at byte {position + done}, "
+                    f"and had {self._file.stamp.nbytes} when it was opened",
+                    hint="it was truncated while it was read: restore it and try again",
+                )
+
+    def window(self, begin: int, end: int, buffer: memoryview) -> memoryview:
+        """Read into the buffer, from and to a page's boundary."""
+        base = begin - begin % DIRECT_ALIGNMENT_BYTES
+        with buffer[: align_up(end - base, DIRECT_ALIGNMENT_BYTES)] as pages:
+            self.read_exactly(pages, base, end - base)
+        return buffer[begin - base : end - base]
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file changed since its header was read."""
+        if FileStamp.of(os.fstat(self._fd)) != self._file.stamp:
+            raise CheckpointError(
+                f"{self._file.location} changed while it was read",
+                hint="wait until it is completely written, then try again",
+            )
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
+
+
+def _open_direct(file: DiskFile) -> int:
+    try:
+        return open_regular(file.location, os.O_DIRECT)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # the file system has no O_DIRECT
+            return -1
+        raise
