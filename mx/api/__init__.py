@@ -11,12 +11,16 @@ from mx.api.listing import list_models, list_sources
 from mx.api.load_tensors import load
 from mx.api.observe import Observer, Overview
 from mx.api.planning import PlannedPull, plan
+from mx.api.router import Router
+from mx.api.router_watch import Watch
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
 from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull, pull
+from mx.core.estimates import Estimate
 from mx.core.local_ranks import LocalRanks
 from mx.core.progress import Progress
+from mx.core.replicas import EventKind, FleetEvent, Replica, ReplicaState
 from mx.core.selection import Shard, Subset
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
@@ -25,6 +29,9 @@ from mx.wire.listing import BundleStatus
 
 __all__ = [
     "BundleStatus",
+    "Estimate",
+    "EventKind",
+    "FleetEvent",
     "LayerEvent",
     "LocalRanks",
     "MxError",
@@ -36,11 +43,15 @@ __all__ = [
     "Progress",
     "Pull",
     "PullReport",
+    "Replica",
+    "ReplicaState",
+    "Router",
     "Shard",
     "Source",
     "SourceTable",
     "Subset",
     "TopologyReport",
+    "Watch",
     "list_bundles",
     "list_models",
     "list_sources",

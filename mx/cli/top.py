@@ -20,7 +20,7 @@ from mx.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Observer, Overview
-    from mx.core.progress import PullStatus
+    from mx.core.pull_status import PullStatus
 
 INTERVAL_S = 0.5
 #: Layers are shown one mark each up to this many, else in groups.
