@@ -53,6 +53,15 @@ class _Where:
 
 
 @dataclass(frozen=True)
+class _At:
+    """Where a pull would run: the host's name for messages, its place, whether it is this host."""
+
+    host: str
+    place: Place
+    here: bool
+
+
+@dataclass(frozen=True)
 class _Facts:
     """What is known of a model when a question is asked."""
 
@@ -172,7 +181,12 @@ class Router(Closable):
     # -- how long, and where --------------------------------------------------------------------
 
     def estimate(
-        self, model: str, at: str | Place = "", *, variant: str | ProcessingKey = ""
+        self,
+        model: str,
+        at: str | Place = "",
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
     ) -> Estimate:
         """Return how long a pull would take somewhere, by which paths, and at what cost.
 
@@ -186,6 +200,7 @@ class Router(Closable):
                 (`mx topo --json` there has it).
             variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint",
                 or the only one that is listed.
+            attach: False leaves out sharing memory, as for a replica that holds what it pulls.
 
         Raises:
             UnknownModelError: The coordinator knows no such model.
@@ -193,16 +208,26 @@ class Router(Closable):
             ConfigError: An argument is wrong, or nothing is known of that host.
             ClosedError: The router was closed.
         """
-        return self._ask(self._estimates(_named(model, variant), [at]))[0]
+        return self._ask(self._estimates(_named(model, variant), [at], attach))[0]
 
     async def estimate_async(
-        self, model: str, at: str | Place = "", *, variant: str | ProcessingKey = ""
+        self,
+        model: str,
+        at: str | Place = "",
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
     ) -> Estimate:
         """Return what `estimate` returns, without blocking the caller's event loop."""
-        return (await self._asking(self._estimates(_named(model, variant), [at])))[0]
+        return (await self._asking(self._estimates(_named(model, variant), [at], attach)))[0]
 
     def place(
-        self, model: str, hosts: Sequence[str | Place], *, variant: str | ProcessingKey = ""
+        self,
+        model: str,
+        hosts: Sequence[str | Place],
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
     ) -> list[Estimate]:
         """Return an estimate for each of several hosts, the one that would be ready first at first.
 
@@ -213,17 +238,25 @@ class Router(Closable):
             model: NAME, NAME:REVISION or NAME@PIN.
             hosts: As `at` of `estimate`; 4096 at most.
             variant: As there.
+            attach: As there.
 
         Raises:
             MxError: As `estimate`.
         """
-        return in_order_of_readiness(self._ask(self._estimates(_named(model, variant), hosts)))
+        return in_order_of_readiness(
+            self._ask(self._estimates(_named(model, variant), hosts, attach))
+        )
 
     async def place_async(
-        self, model: str, hosts: Sequence[str | Place], *, variant: str | ProcessingKey = ""
+        self,
+        model: str,
+        hosts: Sequence[str | Place],
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
     ) -> list[Estimate]:
         """Return what `place` returns, without blocking the caller's event loop."""
-        found = await self._asking(self._estimates(_named(model, variant), hosts))
+        found = await self._asking(self._estimates(_named(model, variant), hosts, attach))
         return in_order_of_readiness(found)
 
     # -- inside ---------------------------------------------------------------------------------
@@ -272,7 +305,7 @@ class Router(Closable):
         return question
 
     def _estimates(
-        self, wanted: ModelReference, hosts: Sequence[str | Place]
+        self, wanted: ModelReference, hosts: Sequence[str | Place], attach: bool
     ) -> Callable[[CoordinatorClient], Coroutine[Any, Any, list[Estimate]]]:
         if isinstance(hosts, str) or len(hosts) > MAX_PLACES:
             raise ConfigError("`hosts` is not usable", hint=f"give a list of 1 to {MAX_PLACES}")
@@ -281,7 +314,7 @@ class Router(Closable):
             facts = await self._facts(client, wanted)
             places = await self._places(client, hosts)
             # A thousand places take a while: off the loop, which has leases to renew.
-            return await in_thread(lambda: [self._estimate(facts, each) for each in places])
+            return await in_thread(lambda: [self._estimate(facts, each, attach) for each in places])
 
         return question
 
@@ -319,20 +352,16 @@ class Router(Closable):
             rates,
         )
 
-    async def _places(
-        self, client: CoordinatorClient, hosts: Sequence[str | Place]
-    ) -> list[tuple[str, Place]]:
-        """Return each host with its name in messages, and its place."""
+    async def _places(self, client: CoordinatorClient, hosts: Sequence[str | Place]) -> list[_At]:
         here = await in_thread(discovery.here, nics=self._settings.nics)
         listed: list[SourceRecord] = []
         if any(isinstance(host, str) and host for host in hosts):
             listed = [status.record for status in await client.list_sources()]
         return [_place(host, here, listed) for host in hosts]
 
-    def _estimate(self, facts: _Facts, at: tuple[str, Place]) -> Estimate:
-        host, place = at
+    def _estimate(self, facts: _Facts, at: _At, attach: bool) -> Estimate:
+        host, place, here = at.host, at.place, at.here
         known = transports()
-        here = place.same_host_key == discovery.here().same_host_key
 
         def reach(name: str, there: Place) -> Path | str:
             trusted = self._settings.trusted_fabric
@@ -344,7 +373,7 @@ class Router(Closable):
             return path
 
         sources = [with_verified_place(source, place) for source in facts.sources]
-        found = plan(place, sources, sorted(known), reach)
+        found = plan(place, sources, sorted(known), reach, attach=attach)
         chosen = {path.source.source_id for path in found.chosen}
         loads = {
             status.record.source_id: Load(status.readers, status.gb_per_s)
@@ -394,22 +423,28 @@ def _size(layout: Layout) -> Size:
     return Size(sum(sizes), next((nbytes for nbytes in sizes if nbytes), 0))
 
 
-def _place(host: str | Place, here: Place, listed: Sequence[SourceRecord]) -> tuple[str, Place]:
-    if isinstance(host, Place):
-        return host.hostname or "there", host
-    check_type("at", host, str, "it is a host's name, HOST:PORT of a source, or a Place")
-    if host in ("", here.hostname):
-        return here.hostname, here
-    if host.startswith("{"):
-        try:
-            place = Place.from_json(host)
-        except ValueError as error:
-            raise ConfigError(f"`at` is no place: {error}", hint="give a Place's JSON") from None
-        return place.hostname or "there", place
+def _place(host: str | Place, here: Place, listed: Sequence[SourceRecord]) -> _At:
+    if isinstance(host, str) and host in ("", here.hostname):
+        return _At(here.hostname, here, here=True)
+    place: Place | None = host if isinstance(host, Place) else None
+    if place is None:
+        check_type("at", host, str, "it is a host's name, HOST:PORT of a source, or a Place")
+        place = _read(str(host)) if str(host).startswith("{") else _listed(str(host), listed)
+    name = host if isinstance(host, str) and not host.startswith("{") else place.hostname
+    return _At(name or "there", place, here=place.same_host_key == here.same_host_key)
+
+
+def _read(text: str) -> Place:
+    try:
+        return Place.from_json(text)
+    except ValueError as error:
+        raise ConfigError(f"`at` is no place: {error}", hint="give a Place's JSON") from None
+
+
+def _listed(host: str, listed: Sequence[SourceRecord]) -> Place:
     for record in listed:
-        names = (record.endpoint, record.endpoint.rpartition(":")[0], record.place.hostname)
-        if host in names:
-            return host, record.place
+        if host in (record.endpoint, record.endpoint.rpartition(":")[0], record.place.hostname):
+            return record.place
     raise ConfigError(
         f"nothing is known of the host {host[:80]!r}: no source is listed there",
         hint="give its Place, which `mx topo --json` shows on that host",

@@ -256,7 +256,8 @@ def _steps(before: Replica, after: Replica, *, is_new: bool) -> Iterator[FleetEv
 
     if is_new:
         yield event(EventKind.REPLICA_UP)
-    if state in (ReplicaState.LOADED, ReplicaState.SERVING) and not loaded:
+    was_loaded = state in (ReplicaState.LOADED, ReplicaState.SERVING)
+    if before.ready & ~after.ready or (was_loaded and not loaded):
         yield event(EventKind.LOADS_AGAIN)
     if after.endpoint != before.endpoint:
         yield event(EventKind.SOURCE_UP if after.endpoint else EventKind.SOURCE_DOWN)

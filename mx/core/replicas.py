@@ -32,10 +32,10 @@ class EventKind(enum.Enum):
 
     REPLICA_UP is the first of a replica. SOURCE_UP: it can be read from, maybe in part;
     SOURCE_DOWN: it can't any more. LAYERS_READY names the layers that have become ready.
-    LOADS_AGAIN: layers that were there are replaced. DISCONNECTED: the coordinator does not answer,
-    and what was told stays true as far as is known. SYNCED: the coordinator has told everything
-    that it knows. MISSED: the watch was read too slowly, and tells everything again up to the next
-    SYNCED.
+    LOADS_AGAIN: layers that were there are not any more, since others replace them. DISCONNECTED:
+    the coordinator does not answer, and what was told stays true as far as is known. SYNCED: the
+    coordinator has told everything that it knows. MISSED: the watch was read too slowly, and tells
+    everything again up to the next SYNCED.
     """
 
     REPLICA_UP = "replica_up"
