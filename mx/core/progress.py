@@ -22,6 +22,8 @@ from mx.units import count, format_bytes
 EXPIRE_S = 5.0
 #: How long a pull is shown after its end.
 ENDED_S = 3.0
+#: What a pull reads is measured over so long: shorter, and single chunks would decide.
+WINDOW_S = 2.0
 MAX_PULLS = 4096
 _LEAST_INTERVAL_S = 0.2
 
@@ -100,11 +102,21 @@ def progress_of(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Since when, and from how many bytes on, a pull has read from sources of one host alone."""
+
+    from_s: float
+    from_bytes: int
+    host: str
+
+
 @dataclass(slots=True)
 class _Report:
     reporter: object
     status: PullStatus
     until_s: float
+    window: _Window | None
 
 
 class ProgressBoard:
@@ -140,20 +152,36 @@ class ProgressBoard:
         if known is None and len(self._reports) >= self._limit:
             raise CapacityError(f"the coordinator shows {self._limit} pulls, its limit")
         until_s = now + EXPIRE_S
-        before = None if known is None else known.status
-        self._reports[status.pull_id] = _Report(reporter, status, until_s)
+        before, window = (None, None) if known is None else (known.status, known.window)
+        window = self._measure(now, window, status)
+        self._reports[status.pull_id] = _Report(reporter, status, until_s, window)
         self.changes.push(before, status)
-        self._measure(now, before, status)
         self._reports_of[reporter] = status.pull_id
         self._due_s = min(self._due_s, until_s)
 
-    def _measure(self, now: float, before: PullStatus | None, status: PullStatus) -> None:
-        """Keep the rate of a pull that has read over the whole time since its last report, from
-        sources of one host."""
-        reads = before is not None and 0 < before.done_bytes < status.done_bytes < status.nbytes
+    def _measure(self, now: float, begun: _Window | None, status: PullStatus) -> _Window | None:
+        """Measure what a pull reads from the sources of one host, over a while.
+
+        Args:
+            now: The time.
+            begun: The window that runs, if any.
+            status: What the pull reports.
+
+        Returns:
+            The window that runs from now on.
+        """
         hosts = {source.rpartition(":")[0] for source in status.sources}
-        if reads and len(hosts) == 1 and status.phase is PullPhase.RUNNING:
-            self.rates.observe(now, hosts.pop(), status.host, status.gb_per_s)
+        host = hosts.pop() if len(hosts) == 1 else ""
+        running = status.phase is PullPhase.RUNNING
+        window = _Window(now, status.done_bytes, host) if host and status.done_bytes else None
+        if begun is None or (running and host != begun.host):
+            return window if running else None
+        passed_s = now - begun.from_s
+        if passed_s >= (WINDOW_S if running else WINDOW_S / 4):
+            nbytes = status.done_bytes - begun.from_bytes
+            self.rates.observe(now, begun.host, status.host, nbytes / passed_s / 1e9)
+            return window if running else None
+        return begun if running else None
 
     def end(self, now: float, reporter: object) -> None:
         """Record that a reporter's stream has ended. A pull that was running has failed."""

@@ -19,7 +19,7 @@ from mx.core.estimates import (
 )
 from mx.core.paths import Medium, Path
 from mx.core.planner import Plan, plan
-from mx.core.progress import ENDED_S, ProgressBoard
+from mx.core.progress import ENDED_S, WINDOW_S, ProgressBoard
 from mx.core.pull_changes import PullChanges
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.rates import FRESH_S, KEPT_S, MAX_PAIRS, Rates
@@ -160,17 +160,30 @@ def status(number: int, **more: object) -> PullStatus:
     return replace(found, **more)  # type: ignore[arg-type]
 
 
-def test_a_board_measures_between_one_source_and_a_pull_that_has_begun() -> None:
-    board, one = ProgressBoard(), object()
-    board.report(0.0, one, status(1))  # since the pull began: too slow
-    assert board.rates.listed(0.0) == []
-    board.report(1.0, one, status(1, done_bytes=600))
-    assert [(each.source_host, each.host) for each in board.rates.listed(1.0)] == [
-        ("10.0.0.1", "h")
-    ]
-    board.report(2.0, one, status(1, done_bytes=700, gb_per_s=9, sources=("a:1", "b:1")))
-    board.report(3.0, one, status(1, done_bytes=1000, gb_per_s=9, phase=PullPhase.COMPLETE))
-    assert board.rates.listed(3.0)[0].gb_per_s == 0.5
+def test_a_board_measures_over_a_while_between_two_hosts_alone() -> None:
+    board, one, two = ProgressBoard(), object(), object()
+    nbytes = 10_000_000_000
+    for second in range(4):  # 1 GB/s since its first report
+        done = 1 + second * 1_000_000_000
+        board.report(float(second), one, status(1, nbytes=nbytes, done_bytes=done))
+        assert len(board.rates.listed(second)) == (second >= WINDOW_S)
+    (rate,) = board.rates.listed(3.0)
+    assert (rate.source_host, rate.host, rate.gb_per_s) == ("10.0.0.1", "h", 1.0)
+    both = ("10.0.0.1:7700", "10.0.0.2:7700")
+    for second in range(10):
+        done = 1 + second * 1_000_000
+        board.report(second, two, status(2, nbytes=nbytes, done_bytes=done, sources=both))
+    assert len(board.rates.listed(9.0)) == 1
+
+
+def test_a_short_pull_is_measured_at_its_end_unless_it_was_too_short() -> None:
+    for seconds, found in ((0.1, []), (1.0, [9e-7])):
+        board, one = ProgressBoard(), object()
+        board.report(0.0, one, status(1))
+        ended = status(1, done_bytes=1000, phase=PullPhase.COMPLETE, sources=())
+        board.report(seconds, one, ended)
+        board.report(10.0, one, ended)  # one that takes requests goes on
+        assert [each.gb_per_s for each in board.rates.listed(10.0)] == found
 
 
 def test_watchers_of_pulls_see_the_last_change_of_each_and_every_end() -> None:
