@@ -62,7 +62,7 @@ class Watch(Closable):
         self._client = client
         self._wanted = wanted
         self._on_close = on_close
-        # All of this is used on the loop alone.
+        # All of this is changed on the loop alone, but for what the consumer takes from `_unread`.
         self._fleet = Fleet()
         self._unread: deque[FleetEvent] = deque()
         self._changed = asyncio.Event()
@@ -71,8 +71,6 @@ class Watch(Closable):
         self._error: MxError | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._task = loop.run(self._begin())
-        # The consumer's own.
-        self._taken: deque[FleetEvent] = deque()
         super().__init__(loop)
 
     async def _begin(self) -> asyncio.Task[None]:
@@ -103,9 +101,9 @@ class Watch(Closable):
                 does not accept the certificate.
         """
         self._require_own()
-        if not self._taken and not self._closed:
-            self._taken.extend(self._loop.run(self._take(), timeout_s))
-        return self._taken.popleft() if self._taken else None
+        while (event := self._pop()) is None and not self._ended:
+            self._loop.run(self._wait(), timeout_s)
+        return event
 
     async def next_async(self) -> FleetEvent | None:
         """Return what `next` returns, without blocking the caller's own event loop.
@@ -114,30 +112,32 @@ class Watch(Closable):
             MxError: As `next`.
         """
         self._require_own()
-        if not self._taken and not self._closed:
-            found = await asyncio.wrap_future(self._loop.submit(self._take()))
-            self._taken.extend(found)
-        return self._taken.popleft() if self._taken else None
+        while (event := self._pop()) is None and not self._ended:
+            await asyncio.wrap_future(self._loop.submit(self._wait()))
+        return event
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
         """The replicas as they are known now, which may be ahead of the events that were read."""
         self._require_own()
-        return () if self._closed else self._loop.run(self._replicas())
+        return () if self._ended else self._loop.run(self._replicas())
 
     async def _replicas(self) -> tuple[Replica, ...]:
         return self._fleet.replicas
 
-    async def _take(self) -> Sequence[FleetEvent]:
-        while not self._unread:
+    def _pop(self) -> FleetEvent | None:
+        # From the consumer's thread: an interrupted wait has taken nothing.
+        with contextlib.suppress(IndexError):
+            return None if self._ended else self._unread.popleft()
+        return None
+
+    async def _wait(self) -> None:
+        """Wait until there is an event, or no more."""
+        while not self._unread and not self._over:
             if self._error is not None:
                 raise another(self._error)
-            if self._over:
-                return ()
             self._changed.clear()
             await self._changed.wait()
-        found, self._unread = self._unread, deque()
-        return found
 
     # -- the stream -----------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Watch(Closable):
     # -- the end --------------------------------------------------------------------------------
 
     @property
-    def _closed(self) -> bool:
+    def _ended(self) -> bool:
         return self._steps is not None
 
     def _closing_steps(self) -> list[Step]:
