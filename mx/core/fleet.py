@@ -163,24 +163,15 @@ class Fleet:
 def _requests(known: _Known, source: SourceRecord | None, pull: PullStatus | None) -> str:
     """Return where requests go: what has changed last counts, of both what a source registers."""
     found = known.shown.requests
-    if _pull_requests(pull) != _pull_requests(known.pull):
-        found = _pull_requests(pull)
-    if _source_requests(source) != _source_requests(known.source):
-        found = _source_requests(source) or _pull_requests(pull)
+    if _at(pull) != _at(known.pull):
+        found = _at(pull)
+    if _at(source) != _at(known.source):
+        found = _at(source) or _at(pull)
     return found
 
 
-def _source_requests(source: SourceRecord | None) -> str:
-    if source is None or not source.requests_port:
-        return ""
-    return f"{source.endpoint.rpartition(':')[0]}:{source.requests_port}"
-
-
-def _pull_requests(pull: PullStatus | None) -> str:
-    if pull is None or not pull.requests_port or not pull.requests_host:
-        return ""
-    host = pull.requests_host
-    return f"[{host}]:{pull.requests_port}" if ":" in host else f"{host}:{pull.requests_port}"
+def _at(known: SourceRecord | PullStatus | None) -> str:
+    return "" if known is None else known.requests
 
 
 def _of_source(record: SourceRecord) -> Replica:

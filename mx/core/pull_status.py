@@ -40,6 +40,14 @@ class PullStatus:
     requests_host: str = ""
 
     @property
+    def requests(self) -> str:
+        """The HOST:PORT at which its process takes an engine's requests; "": at none."""
+        host, port = self.requests_host, self.requests_port
+        if not host or not port:
+            return ""
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
     def layers_ready(self) -> int:
         """The number of ready layers."""
         return self.ready.bit_count()

@@ -373,6 +373,12 @@ class SourceRecord:
         return f"{self.source_id}@{self.endpoint}"
 
     @property
+    def requests(self) -> str:
+        """The HOST:PORT at which its process takes an engine's requests; "": at none."""
+        host = self.endpoint.rpartition(":")[0]
+        return f"{host}:{self.requests_port}" if self.requests_port else ""
+
+    @property
     def content(self) -> bytes:
         """What its process says that its memory holds."""
         return self.ref.scattered_content if self.table.scattered else self.ref.content

@@ -27,6 +27,7 @@ from mx.errors import (
     ClosedError,
     ConfigError,
     CoordinatorError,
+    CoordinatorVersionError,
     UnknownModelError,
 )
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -40,8 +41,11 @@ from tests.integration.conftest import (
     start_coordinator,
 )
 from tests.integration.replica import PORT
+from tests.integration.test_versions import NEWER, RunOther, other_coordinator, run_other
 
 pytestmark = pytest.mark.integration
+
+__all__ = ["run_other"]  # a fixture
 
 LAYERS = 8
 LAYER_NBYTES = 2 * 512 * 1024
@@ -513,3 +517,22 @@ def test_a_router_needs_no_torch(site: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "attached" in done.stdout
+
+
+def test_a_coordinator_of_another_version_ends_a_watch(run_other: RunOther) -> None:
+    address = other_coordinator(run_other, NEWER)
+    with mx.Router(address) as router, router.watch("m") as watch:
+        for _ in range(2):
+            with pytest.raises(CoordinatorVersionError, match="run the same version"):
+                watch.next(60)
+        with pytest.raises(CoordinatorVersionError):
+            router.sources()
+
+
+def test_what_takes_requests_is_shown_to_users(site: str, run: Run, replica: Start) -> None:
+    process = replica(site, "plain", 0)
+    process.until("loaded")
+    top = run("top", "--json", "--coordinator", site).json()
+    assert f"127.0.0.1:{PORT}" in [pull["requests"] for pull in top["pulls"]]
+    shown = run("top", "--once", "--coordinator", site)
+    assert shown.wait() == 0 and f"requests at 127.0.0.1:{PORT}" in shown.out
