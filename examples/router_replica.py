@@ -32,7 +32,7 @@ class Engine:
             self.sums.append(zlib.crc32(f"{event.name} {event.nbytes}".encode()))
             self.grown.set()
             if event.index == 0:
-                await asyncio.to_thread(self.pull.accept_requests, port)
+                self.pull.accept_requests(port)
         if self.pull.report is None:
             await self.pull
 

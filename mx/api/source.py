@@ -171,6 +171,8 @@ class Source(Closable):
     def accept_requests(self, port: int) -> None:
         """Have routers send requests to this process (`mx.Router`), until the source is closed.
 
+        Returns at once.
+
         Args:
             port: The port of the endpoint's host where the engine takes requests; 0: it takes none
                 any more.
@@ -183,7 +185,7 @@ class Source(Closable):
         port = checked_port(port)
         if self._closing.is_set():
             raise ClosedError(f"the source of {self.model} was closed")
-        self._loop.run(self._server.accept_requests(port))
+        self._loop.submit(self._server.accept_requests(port))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the source is closed; return False if `timeout_s` seconds pass first."""

@@ -460,6 +460,8 @@ class Pull(Described, Closable):
         by the address from which this process reaches the coordinator. Whoever asks before all
         layers are ready waits for them as `layers()` does.
 
+        Returns at once, also in a callback of `on_layer`.
+
         Args:
             port: Where the engine takes requests; 0: it takes none any more.
 
@@ -478,7 +480,7 @@ class Pull(Described, Closable):
             if self._closed:
                 raise ClosedError("the pull was closed")
             self._requests_port, held = port, self._held
-        self._loop.run(self._reporter.accept_requests(port))
+        self._loop.submit(self._reporter.accept_requests(port))
         if held is not None:
             held.accept_requests(port)
 

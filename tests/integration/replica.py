@@ -2,7 +2,8 @@
 
     python replica.py COORDINATOR MODEL MODE ACCEPT_AT_LAYER
 
-It prints a line for each layer, and at the end. MODE is "plain", "hold", "attach" or "only".
+It prints a line for each layer, and at the end. MODE is "plain", "hold",
+"attach", "only" (one layer) or "callback" (which says so).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ def main() -> None:
         wait_s=60,  # one that was stopped goes on
     )
     with pull:
+        if mode == "callback":
+            pull.on_layer(lambda event: pull.accept_requests(PORT))
         for event in pull.layers():
             print(f"layer {event.index}", flush=True)
-            if event.index == int(accept_at):
+            if event.index == int(accept_at) and mode != "callback":
                 pull.accept_requests(PORT)
         pull.wait()
         if mode == "hold":

@@ -182,7 +182,7 @@ def test_a_replica_is_followed_from_its_first_layer_to_its_end(
     assert len(ids) == 1, "one process was told as several replicas"
 
 
-@pytest.mark.parametrize("mode", ["attach", "only", "plain"])
+@pytest.mark.parametrize("mode", ["attach", "only", "plain", "callback"])
 def test_pulls_that_give_nothing_take_requests_too(
     site: str, router: mx.Router, replica: Start, mode: str
 ) -> None:
