@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mx.api import (
         BundleStatus,
+        Estimate,
+        EventKind,
+        FleetEvent,
         LayerEvent,
         LocalRanks,
         PlannedPull,
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
         Progress,
         Pull,
         PullReport,
+        Replica,
+        ReplicaState,
+        Router,
         Shard,
         Source,
         Subset,
@@ -48,6 +54,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BundleStatus": "mx.api",
+    "Estimate": "mx.core.estimates",
+    "EventKind": "mx.core.replicas",
+    "FleetEvent": "mx.core.replicas",
     "LayerEvent": "mx.api",
     "LocalRanks": "mx.core.local_ranks",
     "MxError": "mx.errors",
@@ -56,6 +65,9 @@ _HOMES = {
     "Progress": "mx.api",
     "Pull": "mx.api",
     "PullReport": "mx.api",
+    "Replica": "mx.core.replicas",
+    "ReplicaState": "mx.core.replicas",
+    "Router": "mx.api.router",
     "Shard": "mx.core.selection",
     "Source": "mx.api",
     "Subset": "mx.core.selection",
@@ -78,6 +90,9 @@ _MODULES = ("config", "errors")
 
 __all__ = [
     "BundleStatus",
+    "Estimate",
+    "EventKind",
+    "FleetEvent",
     "LayerEvent",
     "LocalRanks",
     "MxError",
@@ -86,6 +101,9 @@ __all__ = [
     "Progress",
     "Pull",
     "PullReport",
+    "Replica",
+    "ReplicaState",
+    "Router",
     "Shard",
     "Source",
     "Subset",

@@ -40,6 +40,8 @@ MAX_TOTAL_BYTES = MAX_ARENA_BYTES
 MAX_LAYERS = MAX_TENSORS
 #: The largest rate (GB/s) or time (s); a larger one was not measured.
 MAX_QUANTITY = 1e9
+#: The largest port.
+MAX_PORT = 65_535
 #: Enough for a source with the most named layers that holds every other one.
 MAX_RANGES = 2048
 MAX_ROWS = 2_000_000
@@ -358,6 +360,7 @@ def source_to_wire(
         keeps_layout=keeps_layout,
         disputes=disputes,
         pin_only=record.pin_only,
+        requests_port=record.requests_port,
     )
 
 
@@ -389,6 +392,13 @@ def _endpoint_from_wire(text: str) -> str:
     if port == 0:
         raise _refuse("endpoint: port 0")
     return text
+
+
+def port_from_wire(port: int) -> int:
+    """Return the port of requests, 0 for none."""
+    if port > MAX_PORT:
+        raise _refuse(f"requests_port: {port}")
+    return port
 
 
 @functools.lru_cache(maxsize=64)  # the same few places arrive again and again
@@ -430,4 +440,5 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         role=_role_from_wire(message.role),
         state=state_from_wire(message.state),
         pin_only=message.pin_only,
+        requests_port=port_from_wire(message.requests_port),
     )

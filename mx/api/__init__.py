@@ -12,12 +12,16 @@ from mx.api.load_tensors import load
 from mx.api.observe import Observer, Overview
 from mx.api.planning import PlannedPull, plan
 from mx.api.pulling import pull
+from mx.api.router import Router
+from mx.api.router_watch import Watch
 from mx.api.source import Source, offer, serve, source_options, start_source
 from mx.api.survey import TopologyReport, topology
 from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull
+from mx.core.estimates import Estimate
 from mx.core.local_ranks import LocalRanks
 from mx.core.progress import Progress
+from mx.core.replicas import EventKind, FleetEvent, Replica, ReplicaState
 from mx.core.selection import Shard, Subset
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
@@ -26,6 +30,9 @@ from mx.wire.listing import BundleStatus
 
 __all__ = [
     "BundleStatus",
+    "Estimate",
+    "EventKind",
+    "FleetEvent",
     "LayerEvent",
     "LocalRanks",
     "MxError",
@@ -37,11 +44,15 @@ __all__ = [
     "Progress",
     "Pull",
     "PullReport",
+    "Replica",
+    "ReplicaState",
+    "Router",
     "Shard",
     "Source",
     "SourceTable",
     "Subset",
     "TopologyReport",
+    "Watch",
     "list_bundles",
     "list_models",
     "list_sources",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 
 from mx import config, plugins
+from mx.codec import MAX_PORT
 from mx.core.variant import ProcessingKey
 from mx.cuda.device import device_key, find_ordinal
 from mx.cuda.driver import load
 from mx.cuda.errors import CudaUnavailableError
 from mx.errors import ConfigError
 from mx.transport import TlsFiles, Transport
+from mx.wire.address import WILDCARDS, is_local, join_address, split_address
 
 DEFAULT_REVISION = "main"
 DEFAULT_VARIANT = "checkpoint"
@@ -43,6 +45,24 @@ def check_type(name: str, value: object, kind: type | tuple[type, ...], hint: st
     """
     if not isinstance(value, kind):
         raise ConfigError(f"`{name}={value!r}` is of type {type(value).__name__}", hint=hint)
+
+
+def checked_port(port: object) -> int:
+    """Return the argument `port`: where an engine takes requests, 0 for nowhere.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"`port={port!r}` is no port", hint=f"it is 1 to {MAX_PORT}, or 0")
+    return port
+
+
+def known_host(settings: config.Settings) -> str:
+    """Return the host at which others reach this process, as far as the settings tell; "" if they
+    name every address, or one that only this machine reaches."""
+    host, _ = split_address(settings.advertise or settings.listen)
+    return "" if host in WILDCARDS or is_local(join_address(host, 1)) else host
 
 
 def variant_text(variant: object) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import tls_of
-from mx.core.progress import PullStatus
+from mx.core.pull_status import PullStatus
 from mx.core.reference import parse_reference
 from mx.errors import ClosedError
 from mx.wire.client import CoordinatorClient

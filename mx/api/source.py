@@ -17,6 +17,7 @@ from mx.api.closing import Closable, Step
 from mx.api.common import (
     DEFAULT_REVISION,
     DEFAULT_VARIANT,
+    checked_port,
     resolve_device,
     tls_of,
     transports,
@@ -166,6 +167,25 @@ class Source(Closable):
     def stats(self) -> SourceStats:
         """Return what the source serves at the moment, and what it has served."""
         return self._server.stats()
+
+    def accept_requests(self, port: int) -> None:
+        """Have routers send requests to this process (`mx.Router`), until the source is closed.
+
+        Returns at once.
+
+        Args:
+            port: The port of the endpoint's host where the engine takes requests; 0: it takes none
+                any more.
+
+        Raises:
+            ConfigError: It is no port.
+            ClosedError: The source was closed.
+        """
+        self._require_own()
+        port = checked_port(port)
+        if self._closing.is_set():
+            raise ClosedError(f"the source of {self.model} was closed")
+        self._loop.submit(self._server.accept_requests(port))
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the source is closed; return False if `timeout_s` seconds pass first."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
 from mx.api.closing import Closable, Step
-from mx.api.common import transports
+from mx.api.common import checked_port, known_host, transports
 from mx.api.described import Described
 from mx.api.layers import tensors_in, tensors_of
 from mx.api.source import Source, offer, source_options, start_source
@@ -67,6 +67,7 @@ class Pull(Described, Closable):
         self._held: Source | None = None
         self._signals: LayerSignals | None = None
         self._closed = False
+        self._requests_port = 0
         self._lock = threading.Lock()
         self._job, self._task = loop.run(self._begin(options))
         super().__init__(loop)
@@ -79,7 +80,12 @@ class Pull(Described, Closable):
             job = Job(options, transports(), self._state)
         task = asyncio.create_task(job.run(), name="mx-pull")
         self._reporter = ProgressReporter(
-            options, self._state, job.progress, lambda: job.key, job.reader_id
+            options,
+            self._state,
+            job.progress,
+            lambda: job.key,
+            job.reader_id,
+            known_host(self._settings),
         )
         task.add_done_callback(lambda _: self._reporter.ended())
         return job, task
@@ -379,6 +385,8 @@ class Pull(Described, Closable):
         with self._lock:
             if self._held is None:
                 self._held = self._begin_to_hold()
+                if self._requests_port:
+                    self._held.accept_requests(self._requests_port)
             return self._held
 
     def _begin_to_hold(self) -> Source:
@@ -407,6 +415,8 @@ class Pull(Described, Closable):
             role=SourceRole.RELAY,
             borrowed=True,
         )
+        if self._job.reader_id in ("", self._reporter.pull_id):  # routers know the pull by it
+            held.source_id = self._reporter.pull_id
         coordinator = self._options.coordinator
         loop = runtime.acquire()
         try:
@@ -433,6 +443,38 @@ class Pull(Described, Closable):
             runtime.release(loop)
             raise
         return Source(loop, server, held, self._options.coordinator or "", None)
+
+    def accept_requests(self, port: int) -> None:
+        """Have routers send requests to this process (`mx.Router`), also while layers still arrive.
+
+        The coordinator lists the port with the pull, and with the source that `hold` returns, until
+        the pull is closed. Routers find the host by the settings (`advertise`, else `listen`), or
+        by the address from which this process reaches the coordinator. Whoever asks before all
+        layers are ready waits for them as `layers()` does.
+
+        Returns at once, also in a callback of `on_layer`.
+
+        Args:
+            port: Where the engine takes requests; 0: it takes none any more.
+
+        Raises:
+            ConfigError: It is no port, or the pull has no coordinator.
+            ClosedError: The pull was closed.
+        """
+        self._require_own()
+        port = checked_port(port)
+        if not self._reporter.reports:
+            raise ConfigError(
+                "this pull has no coordinator that could list the port",
+                hint="leave out `peer`, and give `coordinator`",
+            )
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the pull was closed")
+            self._requests_port, held = port, self._held
+        self._loop.submit(self._reporter.accept_requests(port))
+        if held is not None:
+            held.accept_requests(port)
 
     def release(self) -> None:
         """Stop giving the pull's memory to others, after the pull has ended. Idempotent.

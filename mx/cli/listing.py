@@ -255,4 +255,5 @@ def source_object(status: SourceStatus) -> dict[str, object]:
         "lease_left_s": round(status.lease_left_s, 3),
         "readers": status.readers,
         "gb_per_s": round(status.gb_per_s, 3),
+        "requests": record.requests,
     }

@@ -20,7 +20,7 @@ from mx.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Observer, Overview
-    from mx.core.progress import PullStatus
+    from mx.core.pull_status import PullStatus
 
 INTERVAL_S = 0.5
 #: Layers are shown one mark each up to this many, else in groups.
@@ -113,7 +113,7 @@ def render(overview: Overview, *, ascii_only: bool = False) -> Group:
             format_seconds(pull.seconds),
             str(len(pull.sources)),
             str(pull.retries),
-            Text("" if phase == "running" else phase, style=_STYLES.get(phase, "")),
+            Text(_note(pull), style=_STYLES.get(phase, "")),
         )
     sources = Table("source of", "endpoint", "host", "role", "state", box=None, pad_edge=False)
     for name in ("layers", "readers", "rate"):
@@ -135,6 +135,11 @@ def render(overview: Overview, *, ascii_only: bool = False) -> Group:
         Text(),
         sources if overview.sources else Text("no sources"),
     )
+
+
+def _note(pull: PullStatus) -> str:
+    phase = "" if pull.phase.value == "running" else pull.phase.value
+    return ", ".join(filter(None, [phase, f"requests at {pull.requests}" * bool(pull.requests)]))
 
 
 def marks(pull: PullStatus, *, ascii_only: bool = False) -> str:
@@ -174,4 +179,5 @@ def _pull_object(pull: PullStatus) -> dict[str, object]:
         "gb_per_s": round(pull.gb_per_s, 3),
         "sources": list(pull.sources),
         "retries": pull.retries,
+        "requests": pull.requests,
     }

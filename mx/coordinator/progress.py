@@ -7,18 +7,27 @@ each pull reports again within a second.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from mx.coordinator.bounds import StreamBounds
 from mx.coordinator.paging import pages_of
+from mx.coordinator.watchers import INTERVAL_S
 from mx.core.progress import MAX_PULLS, ProgressBoard
-from mx.errors import PeerProtocolError
+from mx.errors import ClosedError, PeerProtocolError
+from mx.wire.address import host_of_peer
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
 #: A pull reports each second; one that reports nothing for this long is stopped or gone.
 SILENT_S = 30.0
+#: How often watches look for pulls that have fallen silent.
+_LOOK_S = 0.5
+#: The size of a batch of changes.
+_WATCH_BYTES = 32 << 10
+_MAX_SOURCE_HOSTS = 256
 
 
 class PullsServicer:
@@ -28,6 +37,9 @@ class PullsServicer:
         self._now = now
         self._board = ProgressBoard()
         self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_address=2048)
+        self._watching_pulls = StreamBounds("watches of pulls", in_all=1024, per_address=256)
+        self._pulls_changed = asyncio.Event()
+        self._stopped = asyncio.Event()
 
     async def Progress(
         self, requests: AsyncIterator[pb.ProgressRequest], context: Any
@@ -36,10 +48,67 @@ class PullsServicer:
         with self._reporting.admitted(context):
             try:
                 while (request := await _next(requests)) is not None:
-                    self._board.report(self._now(), reporter, pull_from_wire(request.pull))
+                    status = pull_from_wire(request.pull)
+                    if status.requests_port and not status.requests_host:
+                        host = host_of_peer(context.peer())
+                        status = replace(status, requests_host=host)
+                    self._board.report(self._now(), reporter, status)
+                    self._pulls_have_changed()
             finally:
                 self._board.end(self._now(), reporter)
+                self._pulls_have_changed()
         return pb.ProgressResponse()
+
+    async def WatchPulls(
+        self, request: pb.WatchPullsRequest, context: Any
+    ) -> AsyncIterator[pb.WatchPullsResponse]:
+        with self._watching_pulls.admitted(context):
+            changes, seen, is_first = self._board.changes, 0, True
+            while not self._stopped.is_set():
+                self._board.tick(self._now())
+                found = changes.after(seen, request.name)
+                seen = changes.latest
+                gone = [change.pull_id for change in found if change.status is None]
+                pulls = [pull_to_wire(change.status) for change in found if change.status]
+                for page in pages_of(pulls, _WATCH_BYTES):
+                    if page:
+                        yield pb.WatchPullsResponse(pulls=page)
+                if gone or is_first:
+                    yield pb.WatchPullsResponse(gone=gone, snapshot_end=is_first)
+                is_first = False
+                await self._until_changed(seen)
+        raise ClosedError("the coordinator is shutting down")
+
+    async def _until_changed(self, seen: int) -> None:
+        """Wait until there are changes, the coordinator stops, or a pull may have fallen silent."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                while self._board.changes.latest == seen and not self._stopped.is_set():
+                    await self._pulls_changed.wait()
+        await asyncio.sleep(INTERVAL_S)
+
+    def _pulls_have_changed(self) -> None:
+        """Wake every watch."""
+        was, self._pulls_changed = self._pulls_changed, asyncio.Event()
+        was.set()
+
+    async def ListRates(
+        self, request: pb.ListRatesRequest, context: Any
+    ) -> AsyncIterator[pb.ListRatesResponse]:
+        del context
+        if len(request.source_hosts) > _MAX_SOURCE_HOSTS:
+            raise PeerProtocolError(f"more than {_MAX_SOURCE_HOSTS} hosts")
+        rates = [
+            pb.Rate(
+                source_host=rate.source_host,
+                host=rate.host,
+                gb_per_s=rate.gb_per_s,
+                age_s=rate.age_s,
+            )
+            for rate in self._board.rates.listed(self._now(), set(request.source_hosts))
+        ]
+        for page in pages_of(rates):
+            yield pb.ListRatesResponse(rates=page)
 
     async def ListPulls(
         self, request: pb.ListPullsRequest, context: Any

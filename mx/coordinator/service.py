@@ -53,13 +53,13 @@ class CoordinatorServicer(PullsServicer):
         self._beating = StreamBounds("heartbeat streams", in_all=10_000, per_address=4096)
         self._watching = StreamBounds("watches", in_all=4096, per_address=1024)
         self._stopping = False
-        self._stopped = asyncio.Event()
         state.subscribe(self._on_changes)
 
     def stop(self) -> None:
         """End every watch and heartbeat stream, and refuse new ones."""
         self._stopping = True
         self._stopped.set()
+        self._pulls_have_changed()
         for watchers in self._watchers.values():
             for watcher in watchers:
                 watcher.woken.set()
@@ -133,6 +133,7 @@ class CoordinatorServicer(PullsServicer):
                     codec.state_from_wire(request.state),
                     request.readers,
                     codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
+                    codec.port_from_wire(request.requests_port),
                 )
                 yield pb.HeartbeatResponse(
                     lease_s=self._state.lease_s,

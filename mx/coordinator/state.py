@@ -78,7 +78,13 @@ class StateStore(Protocol):
         """
 
     async def heartbeat(
-        self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
+        self,
+        source_id: str,
+        secret: bytes,
+        state: SourceState,
+        readers: int,
+        gb_per_s: float,
+        requests_port: int,
     ) -> SourceRecord: ...
 
     async def advertise(
@@ -194,11 +200,23 @@ class MemoryState:
                 self._store.discard(fresh)
 
     async def heartbeat(
-        self, source_id: str, secret: bytes, state: SourceState, readers: int, gb_per_s: float
+        self,
+        source_id: str,
+        secret: bytes,
+        state: SourceState,
+        readers: int,
+        gb_per_s: float,
+        requests_port: int,
     ) -> SourceRecord:
         try:
             return self._registry.heartbeat(
-                self.now(), source_id, secret, state, readers=readers, gb_per_s=gb_per_s
+                self.now(),
+                source_id,
+                secret,
+                state,
+                readers=readers,
+                gb_per_s=gb_per_s,
+                requests_port=requests_port,
             )
         finally:
             self._publish()

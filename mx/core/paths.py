@@ -4,9 +4,9 @@ time."""
 from __future__ import annotations
 
 import enum
+import functools
 import ipaddress
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mx.core.topology import Nic, Place
@@ -107,24 +107,25 @@ def rails(here: Place, there: Place) -> list[Rail]:
 def _by_subnet(place: Place) -> dict[str, list[_End]]:
     found: dict[str, list[_End]] = {}
     for nic in sorted(place.nics, key=lambda nic: nic.name):
-        for network, address in _networks(nic):
+        for network, address in _networks(nic.addresses):
             if address in place.addresses:
                 found.setdefault(network, []).append(_End(nic, address))
     return found
 
 
-def _networks(nic: Nic) -> Iterator[tuple[str, str]]:
-    """Yield (subnet, address), one address for each subnet."""
-    seen = set()
-    for text in nic.addresses:
+@functools.lru_cache(maxsize=4096)  # the same interfaces come again for each path and each place
+def _networks(addresses: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return (subnet, address), one address for each subnet."""
+    found: dict[str, str] = {}
+    for text in addresses:
         try:
             interface = ipaddress.ip_interface(text)
         except ValueError:
             continue  # another machine sent it: useless, but no reason to fail
         network = str(interface.network)
-        if network not in seen and not interface.is_loopback:
-            seen.add(network)
-            yield network, str(interface.ip)
+        if not interface.is_loopback:
+            found.setdefault(network, str(interface.ip))
+    return tuple(found.items())
 
 
 def nic_gb_per_s(nic: Nic) -> float:

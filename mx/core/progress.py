@@ -7,12 +7,14 @@ has ended stays for a moment, so that a short pull can be seen at all.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mx.core.types import Layout, ModelKey
+from mx.core.pull_changes import PullChanges
+from mx.core.pull_status import PullPhase, PullStatus
+from mx.core.rates import Rates
+from mx.core.types import Layout
 from mx.errors import CapacityError, NotAllowedError
 from mx.units import count, format_bytes
 
@@ -20,6 +22,8 @@ from mx.units import count, format_bytes
 EXPIRE_S = 5.0
 #: How long a pull is shown after its end.
 ENDED_S = 3.0
+#: What a pull reads is measured over so long: shorter, and single chunks would decide.
+WINDOW_S = 2.0
 MAX_PULLS = 4096
 _LEAST_INTERVAL_S = 0.2
 
@@ -98,38 +102,13 @@ def progress_of(
     )
 
 
-class PullPhase(enum.Enum):
-    RUNNING = "running"
-    COMPLETE = "complete"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True, slots=True)
-class PullStatus:
-    """The progress of one pull.
+class _Window:
+    """Since when, and from how many bytes on, a pull has read from sources of one host alone."""
 
-    `ready` is a bit set: bit i is layer i. `sources` are the HOST:PORT that it reads from now.
-    `seconds` is the time since it began, `gb_per_s` its recent rate.
-    """
-
-    pull_id: str
-    model: ModelKey
+    from_s: float
+    from_bytes: int
     host: str
-    pid: int
-    phase: PullPhase
-    layers: int
-    ready: int
-    nbytes: int
-    done_bytes: int
-    seconds: float
-    sources: tuple[str, ...] = ()
-    retries: int = 0
-    gb_per_s: float = 0.0
-
-    @property
-    def layers_ready(self) -> int:
-        """The number of ready layers."""
-        return self.ready.bit_count()
 
 
 @dataclass(slots=True)
@@ -137,6 +116,7 @@ class _Report:
     reporter: object
     status: PullStatus
     until_s: float
+    window: _Window | None
 
 
 class ProgressBoard:
@@ -148,6 +128,10 @@ class ProgressBoard:
 
     def __init__(self, limit: int = MAX_PULLS) -> None:
         self._limit = limit
+        #: What watchers of pulls read.
+        self.changes = PullChanges(limit)
+        #: What was measured by the pulls.
+        self.rates = Rates()
         self._reports: dict[str, _Report] = {}
         self._reports_of: dict[object, str] = {}
         self._due_s = math.inf
@@ -168,17 +152,46 @@ class ProgressBoard:
         if known is None and len(self._reports) >= self._limit:
             raise CapacityError(f"the coordinator shows {self._limit} pulls, its limit")
         until_s = now + EXPIRE_S
-        self._reports[status.pull_id] = _Report(reporter, status, until_s)
+        before, window = (None, None) if known is None else (known.status, known.window)
+        window = self._measure(now, window, status)
+        self._reports[status.pull_id] = _Report(reporter, status, until_s, window)
+        self.changes.push(before, status)
         self._reports_of[reporter] = status.pull_id
         self._due_s = min(self._due_s, until_s)
+
+    def _measure(self, now: float, begun: _Window | None, status: PullStatus) -> _Window | None:
+        """Measure what a pull reads from the sources of one host, over a while.
+
+        Args:
+            now: The time.
+            begun: The window that runs, if any.
+            status: What the pull reports.
+
+        Returns:
+            The window that runs from now on.
+        """
+        hosts = {source.rpartition(":")[0] for source in status.sources}
+        host = hosts.pop() if len(hosts) == 1 else ""
+        running = status.phase is PullPhase.RUNNING
+        window = _Window(now, status.done_bytes, host) if host and status.done_bytes else None
+        if begun is None or (running and host != begun.host):
+            return window if running else None
+        passed_s = now - begun.from_s
+        if passed_s >= (WINDOW_S if running else WINDOW_S / 4):
+            nbytes = status.done_bytes - begun.from_bytes
+            self.rates.observe(now, begun.host, status.host, nbytes / passed_s / 1e9)
+            return window if running else None
+        return begun if running else None
 
     def end(self, now: float, reporter: object) -> None:
         """Record that a reporter's stream has ended. A pull that was running has failed."""
         reported = self._reports.get(self._reports_of.pop(reporter, ""))
         if reported is None or reported.reporter is not reporter:
             return
-        if reported.status.phase is PullPhase.RUNNING:
-            reported.status = replace(reported.status, phase=PullPhase.FAILED)
+        before = reported.status
+        phase = PullPhase.FAILED if before.phase is PullPhase.RUNNING else before.phase
+        reported.status = replace(before, phase=phase, requests_port=0)
+        self.changes.push(before, reported.status)
         reported.until_s = now + ENDED_S
         self._due_s = min(self._due_s, reported.until_s)
 
@@ -186,9 +199,9 @@ class ProgressBoard:
         """Forget the pulls whose time is over. Cheap while nothing is due."""
         if now < self._due_s:
             return
-        self._reports = {
-            i: reported for i, reported in self._reports.items() if reported.until_s > now
-        }
+        for ended in [i for i, reported in self._reports.items() if reported.until_s <= now]:
+            del self._reports[ended]
+            self.changes.drop(ended)
         next_s = min((reported.until_s for reported in self._reports.values()), default=math.inf)
         # If many end one after the other, scan them a few times a second, not for each one.
         self._due_s = max(next_s, now + _LEAST_INTERVAL_S)

@@ -240,8 +240,10 @@ class Registry:
         *,
         readers: int = 0,
         gb_per_s: float = 0.0,
+        requests_port: int = 0,
     ) -> SourceRecord:
-        """Renew a source's lease, and record its state, its readers and its rate.
+        """Renew a source's lease, and record its state, its readers, its rate and where its process
+        takes requests.
 
         Returns:
             Its record.
@@ -254,7 +256,8 @@ class Registry:
         listed = self._owned(source_id, secret)
         self._renew(listed)
         listed.readers, listed.gb_per_s = readers, gb_per_s
-        self._update(listed, replace(listed.record, state=state))
+        record = replace(listed.record, state=state, requests_port=requests_port)
+        self._update(listed, record)
         return listed.record
 
     def advertise(

@@ -349,7 +349,8 @@ class SourceRecord:
 
     `endpoint` is the HOST:PORT of its Peer service, `transports` the names of the transports that
     expose it. `source_id` is a UUID that the registrant chose. `pin_only` is the coordinator's: the
-    name stands for other weights, and readers find this source by its pin.
+    name stands for other weights, and readers find this source by its pin. `requests_port` is the
+    port of the endpoint's host at which the process takes an engine's requests; 0: at none.
     """
 
     source_id: str
@@ -363,12 +364,19 @@ class SourceRecord:
     role: SourceRole = SourceRole.ORIGIN
     state: SourceState = SourceState.SERVING
     pin_only: bool = False
+    requests_port: int = 0
 
     @property
     def key(self) -> str:
         """Its id and endpoint. A process elsewhere that claims the same id has another key, so that
         what it does is not blamed on this source."""
         return f"{self.source_id}@{self.endpoint}"
+
+    @property
+    def requests(self) -> str:
+        """The HOST:PORT at which its process takes an engine's requests; "": at none."""
+        host = self.endpoint.rpartition(":")[0]
+        return f"{host}:{self.requests_port}" if self.requests_port else ""
 
     @property
     def content(self) -> bytes:

@@ -55,6 +55,7 @@ class Registrar:
         self._gb_per_s = gb_per_s
         self._secret = secrets.token_bytes(32)
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
+        self._news: dict[HeldModel, asyncio.Event] = {}
         self._listing = asyncio.Lock()
         self._renamed: set[HeldModel] = set()  # since they were registered last
         self.registered = False
@@ -155,11 +156,13 @@ class Registrar:
 
     def keep_listed(self, held: HeldModel) -> None:
         """Keep a listed model listed, even if the coordinator restarts."""
+        self._news[held] = asyncio.Event()
         keeping = self._client.keep_alive(
             lambda: self._current(held),
             lambda: self.list(held, again=True),
             readers=lambda: self._readers(held.source_id),
             gb_per_s=lambda: self._gb_per_s(held.source_id),
+            news=self._news[held],
             on_state=self._on_registered,
             on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only),
         )
@@ -168,6 +171,7 @@ class Registrar:
     async def unlist(self, held: HeldModel, *, keeps_name: bool = False) -> None:
         """Deregister a model, and no longer keep it listed. With `keeps_name` its name stays bound
         for a while."""
+        self._news.pop(held, None)
         keeping = self._keeping.pop(held, None)
         if keeping is not None:
             keeping.cancel()
@@ -185,6 +189,11 @@ class Registrar:
             if each.named and each.variant == bundle:
                 return each.revision
         return ""
+
+    def tell(self) -> None:
+        """Send the records' changes with a heartbeat of each model at once."""
+        for news in self._news.values():
+            news.set()
 
     async def advertise(self) -> None:
         """Report which layers are held now. Raises as `CoordinatorClient.advertise`."""

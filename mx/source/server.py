@@ -89,6 +89,8 @@ class SourceServer:
         self.lending: Lending | None = None
         self._listening: Listening | None = None
         self.registrar: Registrar | None = None
+        #: The port at which this process takes an engine's requests; 0: at none.
+        self.requests_port = 0
         self._tasks: list[asyncio.Task[object]] = []
         self._closing = False
         # Found by `start`: this takes a millisecond, and most pulls' servers never start.
@@ -395,9 +397,16 @@ class SourceServer:
         return self._record(self._servicer.models[source_id])
 
     def _record(self, served: Served) -> SourceRecord:
-        return served.held.record(
+        record = served.held.record(
             self.endpoint, self._place, served.transports, self._servicer.state
         )
+        return replace(record, requests_port=self.requests_port)
+
+    async def accept_requests(self, port: int) -> None:
+        """List this process's sources with the port at which it takes requests; 0: at none."""
+        self.requests_port = port
+        if self.registrar is not None:
+            self.registrar.tell()
 
     async def drain(self, grace_s: float) -> bool:
         """Give no new grants, and wait until all readers have finished and all streams have ended.

@@ -10,7 +10,8 @@ import time
 import uuid
 from collections.abc import Callable
 
-from mx.core.progress import Progress, PullPhase, PullStatus
+from mx.core.progress import Progress
+from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.types import ModelKey
 from mx.errors import MxError
 from mx.target.events import EventLog
@@ -21,6 +22,8 @@ from mx.wire.progress import Report
 #: A pull that ends before this is not reported.
 FIRST_S = 0.3
 INTERVAL_S = 1.0
+#: While layers still arrive and requests are taken already, routers want to know sooner.
+EARLY_S = 0.25
 #: Pause after a failed report.
 AGAIN_S = 2.0
 #: How long the last report may delay the pull's end.
@@ -28,7 +31,11 @@ FAREWELL_S = 0.5
 
 
 class ProgressReporter:
-    """One pull's; on the loop. `close` it when the pull has ended."""
+    """One pull's; on the loop. `close` it when the pull is closed.
+
+    It reports until the pull has ended; as long as the pull's process takes an engine's requests,
+    until it is closed.
+    """
 
     def __init__(
         self,
@@ -37,54 +44,87 @@ class ProgressReporter:
         progress: Callable[[], Progress],
         key: Callable[[], ModelKey],
         pull_id: str = "",
+        requests_host: str = "",
     ) -> None:
-        """`pull_id` is the source id that the pull has as a relay, if it can be one."""
+        """
+        Args:
+            options: The pull's.
+            state: The pull's events.
+            progress: Returns a snapshot.
+            key: Returns the model, as far as it is known.
+            pull_id: The source id that the pull has as a relay, if it can be one.
+            requests_host: Where requests reach this process; "": at the address from which it
+                reports.
+        """
+        self.pull_id = pull_id or str(uuid.uuid4())
         self._options = options
         self._state = state
         self._progress = progress
         self._key = key
-        self._pull_id = pull_id or str(uuid.uuid4())
+        self._requests_host = requests_host
+        self._requests_port = 0
         self._done_bytes, self._at_s = 0, state.started_s
-        self._closing = asyncio.Event()
+        self._ended = self._closing = False
+        self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        if options.coordinator is not None and options.peer is None:
-            self._task = asyncio.create_task(self._run(options.coordinator), name="mx-progress")
+        if self.reports:
+            self._task = asyncio.create_task(self._run(options.coordinator or ""))
+            self._task.set_name("mx-progress")
+
+    @property
+    def reports(self) -> bool:
+        """True if there is a coordinator to report to."""
+        return self._options.coordinator is not None and self._options.peer is None
+
+    @property
+    def _active(self) -> bool:
+        """True while there is something to report: the pull runs, or its process takes requests."""
+        if not self._ended:
+            return True
+        return bool(self._requests_port) and self._state.report is not None
 
     async def _run(self, coordinator: str) -> None:
-        pause_s = FIRST_S
-        client: CoordinatorClient | None = None
+        await self._sleep(FIRST_S)
+        while not self._closing:
+            if not self._active:
+                await self._sleep(None)
+            elif not (self._state.first_read_s or self._requests_port):
+                await self._sleep(FIRST_S)  # do not compete with the pull's own calls
+            else:
+                await self._connected(coordinator)
+                if self._active and not self._closing:
+                    await self._sleep(AGAIN_S)
+
+    async def _connected(self, coordinator: str) -> None:
+        client = CoordinatorClient(
+            coordinator,
+            tls=self._options.tls,
+            insecure=self._options.insecure,
+            timeout_s=self._options.connect_timeout_s,
+        )
         try:
-            while not await self._closed_within(pause_s):
-                if not self._state.first_read_s:  # do not compete with the pull's own calls
-                    continue
-                client = client or CoordinatorClient(
-                    coordinator,
-                    tls=self._options.tls,
-                    insecure=self._options.insecure,
-                    timeout_s=self._options.connect_timeout_s,
-                )
-                with contextlib.suppress(MxError):
-                    async with client.reporting() as report:
-                        await self._report(report)
-                pause_s = AGAIN_S
+            with contextlib.suppress(MxError):
+                async with client.reporting() as report:
+                    await self._report(report)
         finally:
-            if client is not None:
-                await client.close()
+            await client.close()
 
     async def _report(self, report: Report) -> None:
-        """Report until the pull has ended, and its end too."""
+        """Report as long as there is something to report, and the end too."""
         while True:
-            ended = self._closing.is_set()
+            over = self._closing or not self._active
             await report(self._status())
-            if ended:
+            if over:
                 return
-            await self._closed_within(INTERVAL_S)
+            early = self._requests_port and not self._ended
+            await self._sleep(EARLY_S if early else INTERVAL_S)
 
-    async def _closed_within(self, seconds: float) -> bool:
+    async def _sleep(self, seconds: float | None) -> None:
+        """Wait so long, or until something has changed that is to be reported at once."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._closing.wait()
-        return self._closing.is_set()
+                await self._woken.wait()
+        self._woken.clear()
 
     def _status(self) -> PullStatus:
         progress, now_s = self._progress(), time.monotonic()
@@ -92,10 +132,10 @@ class ProgressReporter:
         rate = max(0, progress.bytes_done - self._done_bytes) / passed_s / 1e9
         self._done_bytes, self._at_s = progress.bytes_done, now_s
         phase = PullPhase.RUNNING
-        if self._closing.is_set():
+        if self._ended or self._closing:
             phase = PullPhase.FAILED if self._state.report is None else PullPhase.COMPLETE
         return PullStatus(
-            pull_id=self._pull_id,
+            pull_id=self.pull_id,
             model=self._key(),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -108,15 +148,24 @@ class ProgressReporter:
             sources=progress.sources,
             retries=progress.retries,
             gb_per_s=rate,
+            requests_port=0 if self._closing else self._requests_port,
+            requests_host=self._requests_host,
         )
 
+    async def accept_requests(self, port: int) -> None:
+        """Report at once that this process takes an engine's requests at a port; 0: at none."""
+        self._requests_port = port
+        self._woken.set()
+
     def ended(self) -> None:
-        """Report the pull's end, and end."""
-        self._closing.set()
+        """Report the pull's end."""
+        self._ended = True
+        self._woken.set()
 
     async def close(self) -> None:
-        """`ended`, and wait for it up to `FAREWELL_S`. Idempotent."""
-        self.ended()
+        """End, and wait up to `FAREWELL_S` until that is reported. Idempotent."""
+        self._closing = True
+        self._woken.set()
         if self._task is not None:
             await asyncio.wait((self._task,), timeout=FAREWELL_S)
             self._task.cancel()

@@ -79,6 +79,23 @@ def address_of_peer(peer: str) -> str:
     return str(found)
 
 
+def host_of_peer(peer: str) -> str:
+    """Return the host at which a connection's other end can be dialled, "" if it has none.
+
+    Args:
+        peer: As for `address_of_peer`.
+    """
+    kind, _, rest = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return ""
+    try:
+        found = ipaddress.ip_address(unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0])
+    except ValueError:
+        return ""
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found)
+
+
 def is_local(address: str) -> bool:
     """Return True if an address stays on this machine: loopback addresses and unix sockets.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from mx import codec
-from mx.core.progress import PullStatus
+from mx.core.pull_status import PullStatus
+from mx.core.rates import Rate
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     CoordinatorError,
@@ -22,7 +24,7 @@ from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.listing import BundleStatus, Lists, ModelStatus, SourceStatus, bundle_status
-from mx.wire.progress import Report, pull_from_wire, reporting
+from mx.wire.progress import PullUpdates, Report, pull_from_wire, rate_of_hosts, reporting
 from mx.wire.rows import rows_to_wire
 from mx.wire.rpc import Stub
 from mx.wire.tls import diagnosing
@@ -186,6 +188,7 @@ class CoordinatorClient:
         *,
         readers: Callable[[], int] = lambda: 0,
         gb_per_s: Callable[[], float] = lambda: 0.0,
+        news: asyncio.Event | None = None,
         on_state: Callable[[bool, str], None] = lambda registered, why: None,
         on_pin_only: Callable[[bool], None] = lambda pin_only: None,
     ) -> None:
@@ -199,10 +202,12 @@ class CoordinatorClient:
             register: Lists the source again, by `register` of this client.
             readers: Returns the number of the source's readers.
             gb_per_s: Returns the source's rate.
+            news: Set when the record has changed, so that the next heartbeat comes at once.
             on_state: Called as on_state(registered, why) on each change of state, and of the kind
                 of error that keeps the source from being registered.
             on_pin_only: Called with each answer's `pin_only`, see `Registered`.
         """
+        news = news or asyncio.Event()
         known: bool | None = None
         failed_with: type[MxError] | None = None
         backoff_s = _FIRST_BACKOFF_S
@@ -221,7 +226,7 @@ class CoordinatorClient:
                 if not is_registered:
                     await register()
                     is_registered = True
-                await self._beat(current, readers, gb_per_s, beating)
+                await self._beat(current, readers, gb_per_s, news, beating)
             except UnknownSourceError:
                 # It restarted, or our lease ended. It answers, so register at once, but with
                 # backoff if this repeats.
@@ -242,6 +247,7 @@ class CoordinatorClient:
         current: Callable[[], SourceRecord],
         readers: Callable[[], int],
         gb_per_s: Callable[[], float],
+        news: asyncio.Event,
         beating: Callable[[bool], None],
     ) -> None:
         """Send heartbeats until one fails, and raise that error."""
@@ -249,6 +255,7 @@ class CoordinatorClient:
         call = self._stub.Heartbeat()
         try:
             while True:
+                news.clear()
                 record = current()
                 request = pb.HeartbeatRequest(
                     source_id=record.source_id,
@@ -256,6 +263,7 @@ class CoordinatorClient:
                     gb_per_s=gb_per_s(),
                     state=codec.state_to_wire(record.state),
                     binding_secret=self._secrets[record.source_id],
+                    requests_port=record.requests_port,
                 )
                 with translating(self.remote):
                     async with asyncio.timeout(self._timeout_s):
@@ -267,7 +275,9 @@ class CoordinatorClient:
                     raise UnknownSourceError("the coordinator restarted")
                 beating(answer.pin_only)
                 # This way round NaN is the least that is waited.
-                await asyncio.sleep(min(max(0.3, answer.lease_s), 3600.0) / 3)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(max(0.3, answer.lease_s), 3600.0) / 3):
+                        await news.wait()
         except TimeoutError as error:
             raise CoordinatorError(
                 f"the coordinator at {self.remote.address} did not answer in time"
@@ -415,6 +425,32 @@ class CoordinatorClient:
         async with self._reading():
             messages = [pull async for page in call for pull in page.pulls]
         return self._lists.read("pull", messages, pull_from_wire)
+
+    async def watch_pulls(self, name: str = "") -> AsyncGenerator[PullUpdates, None]:
+        """Yield the pulls that report, and then every change of them.
+
+        Close the iterator when done. It raises as the other calls do if the coordinator fails.
+
+        Args:
+            name: The model; "" for all.
+        """
+        stream = self._stub.WatchPulls(pb.WatchPullsRequest(name=name))
+        try:
+            async with self._reading():
+                async for message in stream:
+                    pulls = self._lists.read("pull", message.pulls, pull_from_wire)
+                    gone = self._lists.read("pull", message.gone, codec.source_id_from_wire)
+                    yield PullUpdates(tuple(pulls), tuple(gone), message.snapshot_end)
+        finally:
+            stream.cancel()
+
+    async def list_rates(self, source_hosts: Sequence[str] = ()) -> list[Rate]:
+        """Return the bandwidths that pulls have measured lately, from these hosts or from all."""
+        request = pb.ListRatesRequest(source_hosts=source_hosts)
+        call = self._stub.ListRates(request, timeout=self._timeout_s)
+        async with self._reading():
+            messages = [rate async for page in call for rate in page.rates]
+        return self._lists.read("rate", messages, rate_of_hosts)
 
     def reporting(self) -> AbstractAsyncContextManager[Report]:
         """Report a pull's progress; see `mx.wire.progress.reporting`."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from mx.codec import (
     MAX_TOTAL_BYTES,
     key_from_wire,
     key_to_wire,
+    port_from_wire,
     rate_from_wire,
     source_id_from_wire,
 )
-from mx.core.progress import PullPhase, PullStatus
+from mx.core.pull_status import PullPhase, PullStatus
+from mx.core.rates import Rate
 from mx.errors import ConfigError, CoordinatorError, PeerProtocolError
-from mx.wire.address import split_address
+from mx.wire.address import join_address, split_address
 from mx.wire.channel import Remote, cut, translating
 from mx.wire.rpc import Stub
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -26,6 +29,17 @@ Report = Callable[[PullStatus], Awaitable[None]]
 MAX_LAYERS = 1 << 16
 MAX_SOURCES = 16
 _MAX_HOST_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PullUpdates:
+    """What has changed of the pulls that report. With `snapshot_end` this and what came before was
+    there when the watch began."""
+
+    pulls: tuple[PullStatus, ...] = ()
+    gone: tuple[str, ...] = ()
+    snapshot_end: bool = False
+
 
 _PHASES = {
     PullPhase.RUNNING: pb.PullProgress.PHASE_RUNNING,
@@ -51,6 +65,8 @@ def pull_to_wire(status: PullStatus) -> pb.PullProgress:
         sources=status.sources[:MAX_SOURCES],
         retries=status.retries,
         gb_per_s=status.gb_per_s,
+        requests_port=status.requests_port,
+        requests_host=status.requests_host,
     )
 
 
@@ -95,6 +111,32 @@ def pull_from_wire(message: pb.PullProgress) -> PullStatus:
         sources=tuple(message.sources),
         retries=message.retries,
         gb_per_s=rate_from_wire(message.gb_per_s, "gb_per_s"),
+        requests_port=port_from_wire(message.requests_port),
+        requests_host=_requests_host(message.requests_host),
+    )
+
+
+def _requests_host(text: str) -> str:
+    if not text:
+        return ""
+    if len(text) > _MAX_HOST_CHARS:
+        raise PeerProtocolError("the host of requests is too long")
+    try:
+        return split_address(join_address(text, 1))[0]
+    except ConfigError as error:
+        raise PeerProtocolError(f"the host of requests: {error.message}") from None
+
+
+def rate_of_hosts(message: pb.Rate) -> Rate:
+    """Return the measured rate that a message describes. Raises PeerProtocolError."""
+    for host in (message.source_host, message.host):
+        if len(host) > _MAX_HOST_CHARS or not (host or "-").isprintable():
+            raise PeerProtocolError("the host's name is too long or not printable")
+    return Rate(
+        message.source_host,
+        message.host,
+        rate_from_wire(message.gb_per_s, "gb_per_s"),
+        rate_from_wire(message.age_s, "age_s"),
     )
 
 

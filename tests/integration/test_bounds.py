@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.checkpoints import write_checkpoint
 from mx import api, config
-from mx.core.progress import PullPhase
+from mx.core.pull_status import PullPhase
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
 from tests.integration.conftest import Run, environment, free_port, serve
 

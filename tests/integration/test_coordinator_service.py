@@ -21,7 +21,7 @@ from mx.coordinator.daemon import Coordinator
 from mx.coordinator.state import MemoryState, open_state
 from mx.coordinator.watchers import INTERVAL_S
 from mx.core.digest import document_digest
-from mx.core.progress import PullPhase, PullStatus
+from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.registry import Limits
 from mx.core.types import ModelKey, SourceState
 from mx.errors import (

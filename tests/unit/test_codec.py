@@ -28,6 +28,16 @@ def test_a_record_survives_a_round_trip() -> None:
     assert codec.source_from_wire(codec.source_to_wire(RECORD)) == RECORD
 
 
+def test_where_requests_are_taken_survives_a_round_trip_and_is_a_port() -> None:
+    record = replace(RECORD, requests_port=65_535)
+    message = codec.source_to_wire(record)
+    assert codec.source_from_wire(message) == record
+    assert record.requests == "127.0.0.1:65535"
+    message.requests_port = 65_536
+    with pytest.raises(PeerProtocolError, match="requests_port"):
+        codec.source_from_wire(message)
+
+
 def test_rows_survive_a_round_trip_in_pages_below_the_message_limit() -> None:
     rows = scattered_rows(50_000)
     table = AddressTable(b"l" * 32, (Region(0, "cpu", 0, 1 << 44),))

@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin", "disputes", "keeps_layout", "pin_only")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin", "disputes", "keeps_layout", "pin_only", "requests_port")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Source(_message.Message):
     DISPUTES_FIELD_NUMBER: _ClassVar[int]
     KEEPS_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -59,7 +60,8 @@ class Source(_message.Message):
     disputes: _containers.RepeatedScalarFieldContainer[bytes]
     keeps_layout: bool
     pin_only: bool
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ...) -> None: ...
+    requests_port: int
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "rows")
@@ -100,18 +102,20 @@ class MissingResponse(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("source_id", "readers", "gb_per_s", "state", "binding_secret")
+    __slots__ = ("source_id", "readers", "gb_per_s", "state", "binding_secret", "requests_port")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     GB_PER_S_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     readers: int
     gb_per_s: float
     state: SourceState
     binding_secret: bytes
-    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., binding_secret: _Optional[bytes] = ...) -> None: ...
+    requests_port: int
+    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., binding_secret: _Optional[bytes] = ..., requests_port: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("lease_s", "coordinator_epoch", "pin_only")
@@ -300,7 +304,7 @@ class ListBundlesResponse(_message.Message):
     def __init__(self, bundles: _Optional[_Iterable[_Union[Bundle, _Mapping]]] = ...) -> None: ...
 
 class PullProgress(_message.Message):
-    __slots__ = ("pull_id", "model", "host", "pid", "phase", "layers", "ready", "nbytes", "done_bytes", "seconds", "sources", "retries", "gb_per_s")
+    __slots__ = ("pull_id", "model", "host", "pid", "phase", "layers", "ready", "nbytes", "done_bytes", "seconds", "sources", "retries", "gb_per_s", "requests_port", "requests_host")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[PullProgress.Phase]
@@ -324,6 +328,8 @@ class PullProgress(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     RETRIES_FIELD_NUMBER: _ClassVar[int]
     GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_HOST_FIELD_NUMBER: _ClassVar[int]
     pull_id: str
     model: _common_pb2.ModelKey
     host: str
@@ -337,7 +343,9 @@ class PullProgress(_message.Message):
     sources: _containers.RepeatedScalarFieldContainer[str]
     retries: int
     gb_per_s: float
-    def __init__(self, pull_id: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[PullProgress.Phase, str]] = ..., layers: _Optional[int] = ..., ready: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., done_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., retries: _Optional[int] = ..., gb_per_s: _Optional[float] = ...) -> None: ...
+    requests_port: int
+    requests_host: str
+    def __init__(self, pull_id: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[PullProgress.Phase, str]] = ..., layers: _Optional[int] = ..., ready: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., done_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., sources: _Optional[_Iterable[str]] = ..., retries: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., requests_port: _Optional[int] = ..., requests_host: _Optional[str] = ...) -> None: ...
 
 class ProgressRequest(_message.Message):
     __slots__ = ("pull",)
@@ -360,3 +368,43 @@ class ListPullsResponse(_message.Message):
     PULLS_FIELD_NUMBER: _ClassVar[int]
     pulls: _containers.RepeatedCompositeFieldContainer[PullProgress]
     def __init__(self, pulls: _Optional[_Iterable[_Union[PullProgress, _Mapping]]] = ...) -> None: ...
+
+class WatchPullsRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class WatchPullsResponse(_message.Message):
+    __slots__ = ("pulls", "gone", "snapshot_end")
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_END_FIELD_NUMBER: _ClassVar[int]
+    pulls: _containers.RepeatedCompositeFieldContainer[PullProgress]
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    snapshot_end: bool
+    def __init__(self, pulls: _Optional[_Iterable[_Union[PullProgress, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., snapshot_end: bool = ...) -> None: ...
+
+class ListRatesRequest(_message.Message):
+    __slots__ = ("source_hosts",)
+    SOURCE_HOSTS_FIELD_NUMBER: _ClassVar[int]
+    source_hosts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, source_hosts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Rate(_message.Message):
+    __slots__ = ("source_host", "host", "gb_per_s", "age_s")
+    SOURCE_HOST_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    source_host: str
+    host: str
+    gb_per_s: float
+    age_s: float
+    def __init__(self, source_host: _Optional[str] = ..., host: _Optional[str] = ..., gb_per_s: _Optional[float] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class ListRatesResponse(_message.Message):
+    __slots__ = ("rates",)
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    rates: _containers.RepeatedCompositeFieldContainer[Rate]
+    def __init__(self, rates: _Optional[_Iterable[_Union[Rate, _Mapping]]] = ...) -> None: ...

@@ -95,6 +95,16 @@ class CoordinatorStub(object):
                 request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsRequest.SerializeToString,
                 response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsResponse.FromString,
                 _registered_method=True)
+        self.WatchPulls = channel.unary_stream(
+                '/mx.wire.v1.Coordinator/WatchPulls',
+                request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchPullsRequest.SerializeToString,
+                response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchPullsResponse.FromString,
+                _registered_method=True)
+        self.ListRates = channel.unary_stream(
+                '/mx.wire.v1.Coordinator/ListRates',
+                request_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListRatesRequest.SerializeToString,
+                response_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListRatesResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -180,6 +190,20 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPulls(self, request, context):
+        """The pulls of a model that report, and then each change of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRates(self, request, context):
+        """The fastest that pulls have read lately, between two hosts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -242,6 +266,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListPulls,
                     request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsRequest.FromString,
                     response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsResponse.SerializeToString,
+            ),
+            'WatchPulls': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPulls,
+                    request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchPullsRequest.FromString,
+                    response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchPullsResponse.SerializeToString,
+            ),
+            'ListRates': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListRates,
+                    request_deserializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListRatesRequest.FromString,
+                    response_serializer=mx_dot_wire_dot_v1_dot_coordinator__pb2.ListRatesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -569,6 +603,60 @@ class Coordinator(object):
             '/mx.wire.v1.Coordinator/ListPulls',
             mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsRequest.SerializeToString,
             mx_dot_wire_dot_v1_dot_coordinator__pb2.ListPullsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPulls(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mx.wire.v1.Coordinator/WatchPulls',
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchPullsRequest.SerializeToString,
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.WatchPullsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mx.wire.v1.Coordinator/ListRates',
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ListRatesRequest.SerializeToString,
+            mx_dot_wire_dot_v1_dot_coordinator__pb2.ListRatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

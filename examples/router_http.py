@@ -1,0 +1,163 @@
+"""Just enough HTTP for examples/router.py, over asyncio and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, urlsplit
+
+MAX_BODY_BYTES = 1 << 20
+#: How long a client may take to send its request.
+REQUEST_S = 10.0
+#: The most connections at a time; one more is closed at once.
+MAX_CONNECTIONS = 512
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed",
+            413: "Content Too Large", 500: "Internal Server Error",
+            503: "Service Unavailable"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    query: dict[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`body` is bytes, or a stream of them that ends with the connection."""
+
+    body: bytes | AsyncIterator[bytes]
+    kind: str
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class BadRequestError(Exception):
+    """The request can't be answered; `status` says why."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(_REASONS[status])
+        self.status = status
+
+
+def json_answer(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Answer:
+    """Return a value as JSON."""
+    return Answer(json.dumps(value).encode(), "application/json", status, headers or {})
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request:
+    """Read one request. Raises BadRequestError."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    try:
+        method, target, _ = head[0].split(" ")
+        url = urlsplit(target)
+        lines = (line.partition(":") for line in head[1:] if line)
+        headers = {name.lower(): value.strip() for name, _, value in lines}
+        length = int(headers.get("content-length", "0"))
+    except ValueError:
+        raise BadRequestError(400) from None
+    if not 0 <= length <= MAX_BODY_BYTES:
+        raise BadRequestError(413)
+    return Request(method, url.path, dict(parse_qsl(url.query)), await reader.readexactly(length))
+
+
+async def start(handle: Callable[[Request], Awaitable[Answer]], listen: str) -> asyncio.Server:
+    """Serve at HOST:PORT. Each connection has one request."""
+    connections = 0
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        try:
+            if connections <= MAX_CONNECTIONS:
+                await _answer(handle, reader, writer)
+        except (OSError, EOFError, asyncio.LimitOverrunError, TimeoutError):
+            pass  # the client has gone, or sends no request
+        finally:
+            connections -= 1
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    host, _, port = listen.rpartition(":")
+    return await asyncio.start_server(connected, host.strip("[]"), int(port))
+
+
+async def _answer(
+    handle: Callable[[Request], Awaitable[Answer]],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
+    try:
+        async with asyncio.timeout(REQUEST_S):
+            request = await read_request(reader)
+        answer = await handle(request)
+    except BadRequestError as error:
+        answer = json_answer({"error": str(error)}, error.status)
+    body = answer.body
+    lines = [f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}", f"Content-Type: {answer.kind}"]
+    lines += [f"{name}: {value}" for name, value in answer.headers.items()]
+    lines += ["Connection: close", "Cache-Control: no-store"]
+    if isinstance(body, bytes):
+        lines.append(f"Content-Length: {len(body)}")
+    writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+    if isinstance(body, bytes):
+        writer.write(body)
+        await writer.drain()
+        return
+    async with contextlib.aclosing(body) as parts:  # type: ignore[type-var]
+        async for part in parts:
+            writer.write(part)
+            await writer.drain()
+
+
+async def get(address: str, path: str) -> bytes:
+    """GET from HOST:PORT and return the answer's body. Raises as `post`."""
+    return await _ask(address, f"GET {path} HTTP/1.1\r\n", b"")
+
+
+async def post(address: str, path: str, body: bytes) -> bytes:
+    """POST to HOST:PORT and return the answer's body.
+
+    Raises:
+        OSError: It does not take the connection, or breaks it.
+        EOFError: It breaks it while it answers.
+        ValueError: Its answer is no success.
+    """
+    return await _ask(address, f"POST {path} HTTP/1.1\r\n", body)
+
+
+async def _ask(address: str, first_line: str, body: bytes) -> bytes:
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    try:
+        head = f"Host: {address}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write((first_line + head).encode() + body)
+        await writer.drain()
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        if lines[0].split(" ")[1:2] != ["200"]:
+            raise ValueError(lines[0])
+        headers = {name.lower(): value for name, _, value in (x.partition(":") for x in lines[1:])}
+        length = int(headers.get("content-length", ""))
+        if not 0 <= length <= MAX_BODY_BYTES:
+            raise ValueError("its answer is too long")
+        return await reader.readexactly(length)
+    except asyncio.LimitOverrunError as error:
+        raise ValueError("its answer is too long") from error
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def address_of(server: asyncio.Server) -> str:
+    """Return the HOST:PORT at which a server listens."""
+    host, port, *_ = server.sockets[0].getsockname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

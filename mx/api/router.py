@@ -1,0 +1,292 @@
+"""What routers ask: who holds a model, how long another replica takes, and where: `Router`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from mx import config, runtime
+from mx.api.closing import Closable, Step
+from mx.api.common import check_type, tls_of, variant_text
+from mx.api.router_estimates import estimates
+from mx.api.router_watch import Watch
+from mx.core.estimates import Estimate, in_order_of_readiness
+from mx.core.fleet import Fleet
+from mx.core.reference import ModelReference, parse_reference
+from mx.core.replicas import Replica
+from mx.core.topology import Place
+from mx.core.variant import ProcessingKey
+from mx.errors import CapacityError, ClosedError, ConfigError
+from mx.wire.client import CoordinatorClient
+from mx.wire.listing import SourceStatus
+
+T = TypeVar("T")
+
+#: The most open watches of one router.
+MAX_WATCHES = 64
+#: The most places of one question.
+MAX_PLACES = 4096
+
+
+class Router(Closable):
+    """A router's view of the replicas that a coordinator knows; blocking and async.
+
+    Close it, or use it as a context manager, by `with` or `async with`. Each question has a
+    blocking form and one for the caller's own event loop (`..._async`).
+
+        with mx.Router("10.0.0.1:7600") as router:
+            for event in router.watch("llama-8b"):
+                ...
+    """
+
+    def __init__(
+        self, coordinator: str | None = None, *, settings: config.Settings | None = None
+    ) -> None:
+        """Connect on first use.
+
+        Args:
+            coordinator: HOST:PORT; None takes the address in the settings.
+            settings: Settings to use; None loads them from the environment and the files.
+
+        Raises:
+            ConfigError: A setting is wrong.
+        """
+        self._settings = settings = settings or config.load()
+        self.coordinator = coordinator or settings.coordinator
+        loop = runtime.acquire()
+        try:
+            self._client: CoordinatorClient | None = loop.run(self._dial())
+        except BaseException:
+            runtime.release(loop)
+            raise
+        self._watches: set[Watch] = set()
+        super().__init__(loop)
+
+    async def _dial(self) -> CoordinatorClient:
+        return CoordinatorClient(
+            self.coordinator,
+            tls=tls_of(self._settings),
+            insecure=self._settings.insecure,
+            timeout_s=self._settings.connect_timeout_s,
+        )
+
+    def __repr__(self) -> str:
+        """Return one line: the coordinator's address."""
+        return f"<Router at {self.coordinator}{'' if self._client else ', closed'}>"
+
+    # -- who is there ---------------------------------------------------------------------------
+
+    def sources(self, model: str = "") -> list[SourceStatus]:
+        """Return the sources that are listed, with their readers and rates.
+
+        Args:
+            model: NAME, NAME:REVISION or NAME@PIN; empty for those of all models.
+
+        Raises:
+            CoordinatorError: The coordinator does not answer.
+            ConfigError: `model` is not a model's name.
+            ClosedError: The router was closed.
+        """
+        return self._ask(self._sources(_reference(model)))
+
+    async def sources_async(self, model: str = "") -> list[SourceStatus]:
+        """Return what `sources` returns, without blocking the caller's event loop."""
+        return await self._asking(self._sources(_reference(model)))
+
+    def replicas(self, model: str = "") -> list[Replica]:
+        """Return the replicas as they are now: which layers each has, whether it takes requests.
+
+        Args:
+            model: As for `sources`.
+
+        Raises:
+            MxError: As `sources`.
+        """
+        return self._ask(self._replicas(_reference(model)))
+
+    async def replicas_async(self, model: str = "") -> list[Replica]:
+        """Return what `replicas` returns, without blocking the caller's event loop."""
+        return await self._asking(self._replicas(_reference(model)))
+
+    def watch(self, model: str = "") -> Watch:
+        """Return a stream of events: what is there, then every change. Returns at once.
+
+        Args:
+            model: NAME, NAME:REVISION or NAME@PIN; empty for all models. It need not be there yet.
+
+        Raises:
+            CapacityError: The router has 64 watches open.
+            ConfigError: `model` is not a model's name.
+            ClosedError: The router was closed.
+        """
+        wanted, client = _reference(model), self._open_client()
+        if len(self._watches) >= MAX_WATCHES:
+            raise CapacityError(
+                f"this router has {MAX_WATCHES} watches open, its limit", hint="close some"
+            )
+        loop = runtime.acquire()
+        try:
+            watch = Watch(loop, client, wanted, self._watches.discard)
+        except BaseException:
+            runtime.release(loop)
+            raise
+        self._watches.add(watch)
+        return watch
+
+    # -- how long, and where --------------------------------------------------------------------
+
+    def estimate(
+        self,
+        model: str,
+        at: str | Place = "",
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
+    ) -> Estimate:
+        """Return how long a pull would take somewhere, by which paths, and at what cost.
+
+        Bandwidths are those that pulls between the two hosts have measured lately, else those that
+        the interfaces declare, less what the sources give to others now. No weight is moved.
+
+        Args:
+            model: NAME, NAME:REVISION or NAME@PIN.
+            at: Where the pull would run: "" for this process; the name, address or HOST:PORT of a
+                host where a source is listed, of any model; or another host's `Place`, or its JSON
+                (`mx topo --json` there has it).
+            variant: The variant: a word, or a `ProcessingKey` or its text. If empty, "checkpoint",
+                or the only one that is listed.
+            attach: False leaves out sharing memory, as for a replica that holds what it pulls.
+
+        Raises:
+            UnknownModelError: The coordinator knows no such model.
+            CoordinatorError: The coordinator does not answer.
+            ConfigError: An argument is wrong, or nothing is known of that host.
+            ClosedError: The router was closed.
+        """
+        return self._ask(self._estimates(_named(model, variant), [at], attach))[0]
+
+    async def estimate_async(
+        self,
+        model: str,
+        at: str | Place = "",
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
+    ) -> Estimate:
+        """Return what `estimate` returns, without blocking the caller's event loop."""
+        return (await self._asking(self._estimates(_named(model, variant), [at], attach)))[0]
+
+    def place(
+        self,
+        model: str,
+        hosts: Sequence[str | Place],
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
+    ) -> list[Estimate]:
+        """Return an estimate for each of several hosts, the one that would be ready first at first.
+
+        Each is for a pull there alone. Its `paths` say from whom it would read, and its `costs`
+        what it would take from each source.
+
+        Args:
+            model: NAME, NAME:REVISION or NAME@PIN.
+            hosts: As `at` of `estimate`; 4096 at most.
+            variant: As there.
+            attach: As there.
+
+        Raises:
+            MxError: As `estimate`.
+        """
+        return in_order_of_readiness(
+            self._ask(self._estimates(_named(model, variant), hosts, attach))
+        )
+
+    async def place_async(
+        self,
+        model: str,
+        hosts: Sequence[str | Place],
+        *,
+        variant: str | ProcessingKey = "",
+        attach: bool = True,
+    ) -> list[Estimate]:
+        """Return what `place` returns, without blocking the caller's event loop."""
+        found = await self._asking(self._estimates(_named(model, variant), hosts, attach))
+        return in_order_of_readiness(found)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _open_client(self) -> CoordinatorClient:
+        self._require_own()
+        if self._client is None:
+            raise ClosedError("the router was closed")
+        return self._client
+
+    def _ask(self, question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]]) -> T:
+        return self._loop.run(question(self._open_client()))
+
+    def _asking(
+        self, question: Callable[[CoordinatorClient], Coroutine[Any, Any, T]]
+    ) -> Awaitable[T]:
+        return asyncio.wrap_future(self._loop.submit(question(self._open_client())))
+
+    @staticmethod
+    def _sources(
+        wanted: ModelReference,
+    ) -> Callable[[CoordinatorClient], Coroutine[Any, Any, list[SourceStatus]]]:
+        async def question(client: CoordinatorClient) -> list[SourceStatus]:
+            found = await client.list_sources(wanted.name)
+            return [each for each in found if wanted.fits(each.record.model, each.record.ref)]
+
+        return question
+
+    @staticmethod
+    def _replicas(
+        wanted: ModelReference,
+    ) -> Callable[[CoordinatorClient], Coroutine[Any, Any, list[Replica]]]:
+        async def question(client: CoordinatorClient) -> list[Replica]:
+            sources, pulls = await asyncio.gather(
+                client.list_sources(wanted.name), client.list_pulls(wanted.name)
+            )
+            fleet = Fleet()
+            for status in sources:
+                if wanted.fits(status.record.model, status.record.ref):
+                    fleet.source(status.record)
+            for pull in pulls:
+                if wanted.fits_key(pull.model):
+                    fleet.pull(pull)
+            return list(fleet.replicas)
+
+        return question
+
+    def _estimates(
+        self, wanted: ModelReference, hosts: Sequence[str | Place], attach: bool
+    ) -> Callable[[CoordinatorClient], Coroutine[Any, Any, list[Estimate]]]:
+        if isinstance(hosts, str) or len(hosts) > MAX_PLACES:
+            raise ConfigError("`hosts` is not usable", hint=f"give a list of 1 to {MAX_PLACES}")
+        return lambda client: estimates(
+            client, self.coordinator, self._settings, wanted, hosts, attach=attach
+        )
+
+    def _closing_steps(self) -> list[Step]:
+        watches = [watch.close for watch in list(self._watches)]
+        return [*watches, self._awaiting(self._disconnect)]
+
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+
+def _reference(model: str) -> ModelReference:
+    check_type("model", model, str, "it is NAME, NAME:REVISION or NAME@PIN")
+    return parse_reference(model)
+
+
+def _named(model: str, variant: str | ProcessingKey) -> ModelReference:
+    check_type("model", model, str, "it is NAME, NAME:REVISION or NAME@PIN")
+    wanted = parse_reference(model, variant=variant_text(variant))
+    if not wanted.name:
+        raise ConfigError("`model` is empty", hint="it is NAME, NAME:REVISION or NAME@PIN")
+    return wanted

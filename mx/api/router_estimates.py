@@ -1,0 +1,207 @@
+"""How long a pull would take at several places: what `Router.estimate` and `place` answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mx import config, discovery
+from mx.api.common import check_type, tls_of, transports
+from mx.core.estimates import Estimate, Load, Size, estimate
+from mx.core.locality import with_verified_place
+from mx.core.planner import plan
+from mx.core.pull_status import PullStatus
+from mx.core.reference import ModelReference
+from mx.core.topology import Place
+from mx.core.types import Layout, ModelKey, SourceRecord
+from mx.errors import ConfigError
+from mx.runtime import in_thread
+from mx.target.paths import path_or_reason
+from mx.target.resolver import describe
+from mx.transport import Path, TlsFiles, Unavailable
+from mx.wire.client import CoordinatorClient
+from mx.wire.listing import SourceStatus
+from mx.wire.locate import Locator
+
+
+@dataclass(frozen=True)
+class _Where:
+    """Where the manifest is looked up; see `mx.wire.locate.Where`."""
+
+    name: str
+    revision: str
+    variant: str
+    coordinator: str | None
+    tls: TlsFiles | None
+    insecure: bool
+    connect_timeout_s: float
+    peer: str | None = None
+
+
+@dataclass(frozen=True)
+class _At:
+    """Where a pull would run: the host's name for messages, its place, whether it is this host."""
+
+    host: str
+    place: Place
+    here: bool
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of a model when a question is asked."""
+
+    model: ModelKey
+    size: Size
+    sources: tuple[SourceRecord, ...]
+    statuses: tuple[SourceStatus, ...]
+    pulls: tuple[PullStatus, ...]
+    rates: dict[str, dict[str, float]]  # GB/s by the reader's host, then by the source's
+
+
+async def estimates(
+    client: CoordinatorClient,
+    coordinator: str,
+    settings: config.Settings,
+    wanted: ModelReference,
+    hosts: Sequence[str | Place],
+    *,
+    attach: bool,
+) -> list[Estimate]:
+    """Return an estimate for each of several places, in their order.
+
+    Args:
+        client: The coordinator.
+        coordinator: Its address.
+        settings: How it is reached, and which paths are allowed.
+        wanted: The model.
+        hosts: The places; see `Router.estimate`.
+        attach: Whether memory may be shared.
+
+    Raises:
+        MxError: As `Router.estimate`.
+    """
+    facts = await _facts(client, coordinator, settings, wanted)
+    places = await _places(client, hosts, settings.nics)
+    trusted = settings.trusted_fabric
+    # A thousand places take a while: off the loop, which has leases to renew.
+    return await in_thread(
+        lambda: [_estimate(facts, each, trusted=trusted, attach=attach) for each in places]
+    )
+
+
+async def _facts(
+    client: CoordinatorClient, coordinator: str, settings: config.Settings, wanted: ModelReference
+) -> _Facts:
+    where = _Where(
+        wanted.pinned_name,
+        wanted.revision,
+        wanted.variant,
+        coordinator,
+        tls_of(settings),
+        settings.insecure,
+        settings.connect_timeout_s,
+    )
+    locator = Locator(where)
+    try:
+        located, manifest = await describe(locator)
+    finally:
+        await locator.close()
+    hosts = {record.endpoint.rpartition(":")[0] for record in located.sources}
+    statuses, pulls, measured = await asyncio.gather(
+        client.list_sources(wanted.name),
+        client.list_pulls(wanted.name),
+        client.list_rates(sorted(hosts)[:256]),
+    )
+    rates: dict[str, dict[str, float]] = {}
+    for each in measured:
+        rates.setdefault(each.host, {})[each.source_host] = each.gb_per_s
+    whole = tuple(source for source in located.sources if source.whole)
+    return _Facts(
+        located.key,
+        _size(manifest.layout),
+        whole or tuple(located.sources),
+        tuple(statuses),
+        tuple(pulls),
+        rates,
+    )
+
+
+async def _places(
+    client: CoordinatorClient, hosts: Sequence[str | Place], nics: Sequence[str]
+) -> list[_At]:
+    here = await in_thread(discovery.here, nics=nics)
+    listed: list[SourceRecord] = []
+    if any(isinstance(host, str) and host for host in hosts):
+        listed = [status.record for status in await client.list_sources()]
+    return [_place(host, here, listed) for host in hosts]
+
+
+def _estimate(facts: _Facts, at: _At, *, trusted: bool, attach: bool) -> Estimate:
+    host, place, here = at.host, at.place, at.here
+    known = transports()
+
+    def reach(name: str, there: Place) -> Path | str:
+        path = path_or_reason(known[name], place, there, trusted_fabric=trusted)
+        if isinstance(path, Path) and here:  # elsewhere it can't be tried
+            viable = known[name].probe()
+            if isinstance(viable, Unavailable):
+                return viable.reason
+        return path
+
+    sources = [with_verified_place(source, place) for source in facts.sources]
+    found = plan(place, sources, sorted(known), reach, attach=attach)
+    chosen = {path.source.source_id for path in found.chosen}
+    loads = {
+        status.record.source_id: Load(status.readers, status.gb_per_s)
+        for status in facts.statuses
+        if status.record.source_id in chosen
+    }
+    arriving = [
+        (pull.nbytes - pull.done_bytes) / max(pull.gb_per_s * 1e9, 1.0)
+        for pull in facts.pulls
+        if pull.pull_id in chosen
+    ]
+    return estimate(
+        facts.model,
+        host,
+        facts.size,
+        found,
+        measured=facts.rates.get(place.hostname, {}),
+        loads=loads,
+        arriving_s=max(arriving, default=0.0),
+    )
+
+
+def _size(layout: Layout) -> Size:
+    sizes = [sum(nbytes for _, nbytes in layer.extents) for layer in layout.layers]
+    return Size(sum(sizes), next((nbytes for nbytes in sizes if nbytes), 0))
+
+
+def _place(host: str | Place, here: Place, listed: Sequence[SourceRecord]) -> _At:
+    if isinstance(host, str) and host in ("", here.hostname):
+        return _At(here.hostname, here, here=True)
+    place: Place | None = host if isinstance(host, Place) else None
+    if place is None:
+        check_type("at", host, str, "it is a host's name, HOST:PORT of a source, or a Place")
+        place = _read(str(host)) if str(host).startswith("{") else _listed(str(host), listed)
+    name = host if isinstance(host, str) and not host.startswith("{") else place.hostname
+    return _At(name or "there", place, here=place.same_host_key == here.same_host_key)
+
+
+def _read(text: str) -> Place:
+    try:
+        return Place.from_json(text)
+    except ValueError as error:
+        raise ConfigError(f"`at` is no place: {error}", hint="give a Place's JSON") from None
+
+
+def _listed(host: str, listed: Sequence[SourceRecord]) -> Place:
+    for record in listed:
+        if host in (record.endpoint, record.endpoint.rpartition(":")[0], record.place.hostname):
+            return record.place
+    raise ConfigError(
+        f"nothing is known of the host {host[:80]!r}: no source is listed there",
+        hint="give its Place, which `mx topo --json` shows on that host",
+    )

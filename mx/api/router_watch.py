@@ -1,0 +1,251 @@
+"""The stream of a router's events: `Watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+from mx import runtime
+from mx.api.closing import Closable, Step
+from mx.core.fleet import RETURN_S, Fleet
+from mx.core.reference import ModelReference
+from mx.core.replicas import EventKind, FleetEvent, Replica
+from mx.errors import (
+    ConfigError,
+    CoordinatorError,
+    CoordinatorVersionError,
+    MxError,
+    NotAllowedError,
+    PeerUntrustedError,
+    another,
+)
+from mx.wire.client import CoordinatorClient
+from mx.wire.watching import WatchKind
+
+log = logging.getLogger(__name__)
+
+#: A watch that has so many unread events begins again.
+MAX_UNREAD = 8192
+_FIRST_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 2.0
+#: What no new attempt mends.
+_FINAL = (ConfigError, CoordinatorVersionError, NotAllowedError, PeerUntrustedError)
+
+
+class Watch(Closable):
+    """The events of one model's replicas, for one consumer; `Router.watch` makes it.
+
+    Iterate it with `for` or `async for`; it ends when it is closed, here or with its router. First
+    come the events that tell what is there (`known_before`), up to SYNCED, then every change. When
+    the coordinator ends, DISCONNECTED comes, and replicas stay as they were; the watch connects
+    again by itself, and after SYNCED what has not come back within ten seconds is lost.
+    """
+
+    def __init__(
+        self,
+        loop: runtime.LoopThread,
+        client: CoordinatorClient,
+        wanted: ModelReference,
+        on_close: Callable[[Watch], None],
+    ) -> None:
+        """
+        Args:
+            loop: The loop, acquired for this object.
+            client: The coordinator; its owner closes it.
+            wanted: Whose events.
+            on_close: Called when the watch is closed.
+        """
+        self._client = client
+        self._wanted = wanted
+        self._on_close = on_close
+        # All of this is changed on the loop alone, but for what the consumer takes from `_unread`.
+        self._fleet = Fleet()
+        self._unread: deque[FleetEvent] = deque()
+        self._changed = asyncio.Event()
+        self._synced = False
+        self._over = False
+        self._error: MxError | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._task = loop.run(self._begin())
+        super().__init__(loop)
+
+    async def _begin(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._run(), name="mx-router-watch")
+
+    # -- for the consumer -----------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[FleetEvent]:
+        while (event := self.next()) is not None:
+            yield event
+
+    async def __aiter__(self) -> AsyncIterator[FleetEvent]:
+        while (event := await self.next_async()) is not None:
+            yield event
+
+    def next(self, timeout_s: float | None = None) -> FleetEvent | None:
+        """Block until there is an event, and return it.
+
+        Args:
+            timeout_s: Seconds to wait at most; None waits without a limit.
+
+        Returns:
+            The event; None if the watch was closed.
+
+        Raises:
+            TimeoutError: None came within `timeout_s`.
+            MxError: An error that no new attempt mends: the coordinator is of another version, or
+                does not accept the certificate.
+        """
+        self._require_own()
+        while (event := self._pop()) is None and not self._ended:
+            self._loop.run(self._wait(), timeout_s)
+        return event
+
+    async def next_async(self) -> FleetEvent | None:
+        """Return what `next` returns, without blocking the caller's own event loop.
+
+        Raises:
+            MxError: As `next`.
+        """
+        self._require_own()
+        while (event := self._pop()) is None and not self._ended:
+            await asyncio.wrap_future(self._loop.submit(self._wait()))
+        return event
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """The replicas as they are known now, which may be ahead of the events that were read."""
+        self._require_own()
+        return () if self._ended else self._loop.run(self._replicas())
+
+    async def _replicas(self) -> tuple[Replica, ...]:
+        return self._fleet.replicas
+
+    def _pop(self) -> FleetEvent | None:
+        # From the consumer's thread: an interrupted wait has taken nothing.
+        with contextlib.suppress(IndexError):
+            return None if self._ended else self._unread.popleft()
+        return None
+
+    async def _wait(self) -> None:
+        """Wait until there is an event, or no more."""
+        while not self._unread and not self._over:
+            if self._error is not None:
+                raise another(self._error)
+            self._changed.clear()
+            await self._changed.wait()
+
+    # -- the stream -----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        backoff_s, told = _FIRST_BACKOFF_S, False
+        while True:
+            self._synced = False
+            try:
+                await self._follow()
+                raise CoordinatorError("the coordinator ended the watch")
+            except _FINAL as error:
+                self._error = error
+                self._changed.set()
+                return
+            except MxError as error:
+                if self._synced:
+                    backoff_s, told = _FIRST_BACKOFF_S, False
+                if not told:
+                    told = True
+                    log.info("a watch was interrupted: %s", str(error))
+                    self._publish([FleetEvent(EventKind.DISCONNECTED, reason=str(error))])
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _follow(self) -> None:
+        """Follow both streams until one ends."""
+        self._fleet.connected()
+        snapshots = 2
+
+        def snapshot_ended() -> None:
+            nonlocal snapshots
+            snapshots -= 1
+            if not snapshots:
+                self._synced = True
+                loop = asyncio.get_running_loop()
+                self._publish(self._fleet.synced(loop.time()))
+                self._stop_tick()
+                self._tick = loop.call_later(RETURN_S + 0.05, self._let_time_pass)
+
+        await runtime.beside(
+            self._follow_sources(snapshot_ended), self._follow_pulls(snapshot_ended)
+        )
+
+    async def _follow_sources(self, snapshot_ended: Callable[[], None]) -> None:
+        wanted = self._wanted
+        stream = self._client.watch(wanted.name, wanted.revision)
+        async with contextlib.aclosing(stream):
+            async for update in stream:
+                record = update.record
+                if update.kind is WatchKind.SNAPSHOT_END:
+                    snapshot_ended()
+                elif record is None:
+                    continue
+                elif update.kind is WatchKind.GONE:
+                    self._publish(self._fleet.source_gone(record.source_id, update.reason))
+                elif wanted.fits(record.model, record.ref):
+                    self._publish(self._fleet.source(record))
+                else:
+                    self._publish(self._fleet.source_gone(record.source_id, "replaced"))
+
+    async def _follow_pulls(self, snapshot_ended: Callable[[], None]) -> None:
+        stream = self._client.watch_pulls(self._wanted.name)
+        async with contextlib.aclosing(stream):
+            async for update in stream:
+                for status in update.pulls:
+                    if self._wanted.fits_key(status.model):
+                        self._publish(self._fleet.pull(status))
+                    else:
+                        self._publish(self._fleet.pull_gone(status.pull_id, "replaced"))
+                for pull_id in update.gone:
+                    self._publish(self._fleet.pull_gone(pull_id))
+                if update.snapshot_end:
+                    snapshot_ended()
+        raise CoordinatorError("the coordinator ended the watch")
+
+    def _let_time_pass(self) -> None:
+        self._tick = None
+        self._publish(self._fleet.tick(asyncio.get_running_loop().time()))
+
+    def _publish(self, events: Sequence[FleetEvent]) -> None:
+        if not events:
+            return
+        if len(self._unread) + len(events) > MAX_UNREAD:
+            again = [FleetEvent(EventKind.MISSED), *self._fleet.told()]
+            if self._synced:
+                again.append(FleetEvent(EventKind.SYNCED))
+            self._unread = deque(again)
+        else:
+            self._unread.extend(events)
+        self._changed.set()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    @property
+    def _ended(self) -> bool:
+        return self._steps is not None
+
+    def _closing_steps(self) -> list[Step]:
+        return [self._awaiting(self._stop), lambda: self._on_close(self)]
+
+    def _stop_tick(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+
+    async def _stop(self) -> None:
+        self._over = True
+        self._stop_tick()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._changed.set()

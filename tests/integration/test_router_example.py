@@ -1,0 +1,186 @@
+"""examples/router.py as a user starts it: the demonstration, and over replicas that one has."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import REPOSITORY, Run, environment, serve, start_coordinator
+
+pytestmark = pytest.mark.integration
+
+
+class Router:
+    """examples/router.py in a process."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.said = ""
+        self.process = subprocess.Popen(
+            [sys.executable, str(REPOSITORY / "examples" / "router.py"), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment(PYTHONUNBUFFERED="1"),
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.until(lambda: "the page: http://" in self.said, "address")
+        self.address = self.said.partition("the page: http://")[2].partition("/")[0]
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+
+    def until(self, found: Any, what: str) -> Any:
+        deadline_s = time.monotonic() + 60
+        while not (value := found()):
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline_s, f"no {what}:\n{self.said}"
+            time.sleep(0.05)
+        return value
+
+    def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def replicas(self) -> list[dict[str, Any]]:
+        status, body = self.ask("GET", "/replicas")
+        assert status == 200
+        found = json.loads(body)["replicas"]
+        return [each for each in found if not each["origin"]]
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._reader.join(10)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Router]:
+    """The demonstration; its processes end with it."""
+    router = Router("--listen", "127.0.0.1:0")
+    yield router
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(router.process.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    assert router.end() == 0
+    assert len(children) >= 3 and not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_requests_are_answered_by_a_replica_that_still_loads(demo: Router) -> None:
+    demo.until(lambda: any(each["accepted_early"] for each in demo.replicas()), "early answer")
+    demo.until(lambda: "began with " in demo.said, "word of it")
+    demo.until(lambda: demo.replicas()[0]["fully_loaded"], "replica that is loaded")
+    (first, *_) = demo.replicas()
+    assert first["layers"] == 12 and set(first["layer_s"]) == {str(n) for n in range(12)}
+    kinds = [kind for kind, _ in first["marks"]]
+    assert kinds.index("accepts_requests") < kinds.index("sent") < kinds.index("fully_loaded")
+    status, body = demo.ask("POST", "/generate", b'{"prompt": "hello"}')
+    assert status == 200 and json.loads(body)["layers"] == 12
+    status, body = demo.ask("GET", "/estimate")
+    assert status == 200 and json.loads(body)["seconds_to_ready"] > 0
+
+
+def test_the_page_its_events_and_the_metrics(demo: Router) -> None:
+    status, page = demo.ask("GET", "/")
+    assert status == 200 and b"EventSource" in page
+    # Nothing is fetched from elsewhere.
+    assert b"src=" not in page and b"@import" not in page and page.count(b"http") == 1
+    demo.until(demo.replicas, "replica")
+    status, metrics = demo.ask("GET", "/metrics")
+    assert status == 200 and b"mx_router_connected 1\n" in metrics
+    assert b"mx_replica_layers{" in metrics
+    host, _, port = demo.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(b"GET /events HTTP/1.1\r\n\r\n")
+        with connection.makefile("rb") as stream:
+            lines = iter(stream.readline, b"")
+            assert b"text/event-stream" in b"".join(iter(lambda: next(lines), b"\r\n"))
+            first = json.loads(next(lines).removeprefix(b"data: "))
+            assert first["kind"] == "all" and first["replicas"]
+            assert next(lines) == b"\n"
+            assert "at_s" in json.loads(next(lines).removeprefix(b"data: "))
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /secret HTTP/1.1\r\n\r\n", 404),
+        (b"POST / HTTP/1.1\r\n\r\n", 405),
+        (b"nonsense\r\n\r\n", 400),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 413),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n", 413),
+        (b"POST /generate HTTP/1.1\r\nContent-Length: x\r\n\r\n", 400),
+        (b"GET /estimate?at=mars HTTP/1.1\r\n\r\n", 400),
+    ],
+)
+def test_wrong_requests_get_a_status(demo: Router, request_bytes: bytes, status: int) -> None:
+    host, _, port = demo.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(request_bytes)
+        assert connection.recv(12) == b"HTTP/1.1 %d" % status
+
+
+def test_a_replica_that_claims_a_port_where_nothing_listens_gets_no_answer_for_long(
+    run: Run, checkpoint: Path
+) -> None:
+    address, _ = start_coordinator(run)
+    serve(run, checkpoint, "m", address)
+    router = Router("m", "--coordinator", address)
+    script = Path(__file__).with_name("replica.py")
+    liar = subprocess.Popen(
+        [sys.executable, str(script), address, "m", "plain", "0"],
+        stdin=subprocess.PIPE,
+        env=environment(),
+    )
+    try:
+        router.until(lambda: any(r["accepts_requests"] for r in router.replicas()), "replica")
+        status, body = router.ask("POST", "/generate", b"{}")
+        assert status == 503 and b"no replica of m takes requests now" in body
+        assert [each["failed"] for each in router.replicas()] == [1]
+        assert b"mx_replica_requests_failed_total" in router.ask("GET", "/metrics")[1]
+    finally:
+        liar.kill()
+        liar.wait()
+        assert liar.stdin is not None
+        liar.stdin.close()
+        assert router.end() == 0
+
+
+def test_without_a_coordinator_the_page_says_that_none_answers() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        router = Router("m", "--coordinator", f"127.0.0.1:{closed.getsockname()[1]}")
+        try:
+            status, body = router.ask("GET", "/replicas")
+            assert status == 200 and json.loads(body)["connected"] is False
+            assert router.ask("POST", "/generate")[0] == 503
+            assert b"mx_router_connected 0\n" in router.ask("GET", "/metrics")[1]
+        finally:
+            assert router.end() == 0
