@@ -22,14 +22,15 @@ class Choice:
     """What a replica starts from.
 
     `state` is "checkpoint", a state of the engine's, or "" for none of them. `checkpoint` begins
-    the identity of the checkpoint that the weights are made of, if it is known. `why` says what
-    was refused, and why.
+    the identity of the checkpoint that the weights are made of, if it is known. `why` says why
+    something better was not taken; with `refused` because it is another's.
     """
 
     state: str = ""
     revision: str = ""
     checkpoint: str = ""
     why: str = ""
+    refused: bool = False
 
     def encode(self) -> str:
         """Return it as text, for the other ranks."""
@@ -152,13 +153,12 @@ def choose(
             )
         elif made_of:
             found, of = made_of[0]
-            return Choice(state, found.revision, of, _text(refused))
+            return Choice(state, found.revision, of)
     refused += _other_keys(keys, current)
     if source is not None:
-        return Choice(CHECKPOINT, source.revision, digits, _text(refused))
-    if not refused:
-        refused.append("nothing that this engine can take is listed" if bundles else "not listed")
-    return Choice("", "", digits, _text(refused))
+        return Choice(CHECKPOINT, source.revision, digits, _text(refused), bool(refused))
+    none = "nothing that this engine can take is listed" if bundles else "no source is listed"
+    return Choice("", "", digits, _text(refused) or none, bool(refused))
 
 
 def _other_keys(

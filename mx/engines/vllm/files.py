@@ -48,7 +48,8 @@ def fetch_files(
     found = [
         each
         for each in listed
-        if each.model.name == name and each.ref.packaging and revision in ("", each.model.revision)
+        if each.sources and each.ref.packaging
+        if each.model.name == name and revision in ("", each.model.revision)
     ]
     found.sort(key=lambda each: each.model.variant != CHECKPOINT)
     if not found:

@@ -194,10 +194,10 @@ class _Run:
         self.error: Exception | None = None
         #: The state that this rank is going to lend, or "".
         self.lends = next(iter(self.keys), "") if options.lend else ""
+        self.loading.refused += self.choice.refused
         if not self.choice.state:
             self._take_over(self.choice.why)
-        elif self.choice.why:
-            self.loading.refused += 1
+        elif self.choice.refused:
             text = f"{self.choice.why}; its {self.choice.state} state is loaded"
             event(log, "engine.refused", level=logging.WARNING, model=self.name, text=text)
 
