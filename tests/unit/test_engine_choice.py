@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.choice import Choice, choose, name_and_revision, with_checkpoint
+from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.options import LoaderOptions
 from mx.errors import ConfigError
 from mx.wire.listing import BundleStatus
@@ -84,7 +85,7 @@ def test_newest_revision_or_the_named_one() -> None:
     ],
 )
 def test_another_key_is_refused_by_field(field: str, value: str, said: str) -> None:
-    other = ProcessingKey(**{**KEY.fields, field: value})  # type: ignore[arg-type]
+    other = ProcessingKey(**{**KEY.fields, field: value})
     found = choose({"loaded": other}, [replicas()], {})
     assert found == Choice(why=found.why, refused=True)
     assert said in found.why and found.why.count(" listed, ") == 1
@@ -106,6 +107,18 @@ def test_names() -> None:
     assert name_and_revision("a/b:r@" + "ab" * 32) == ("a/b", "r", "ab" * 32)
     with pytest.raises(ConfigError, match="names a variant"):
         name_and_revision("m[tp=0/2]")
+
+
+def test_configurations_are_compared_where_shapes_depend_on_them() -> None:
+    here = {"hidden_size": 64, "eos_token_id": 2, "text_config": {"num_layers": 2}, "rope": 1.0}
+    check_configuration(here, b'{"hidden_size": 64, "eos_token_id": 3, "rope": 2.0, "new": 1}')
+    with pytest.raises(ConfigError, match="text_config.num_layers: 3 there, 2 here"):
+        check_configuration(here, b'{"text_config": {"num_layers": 3}}')
+    with pytest.raises(ConfigError, match="model_type: b there, a here"):
+        check_configuration({"model_type": "a"}, b'{"model_type": "b"}')
+    for malformed in (b"{", b"[]", b"[" * 100_000, b"\xff"):
+        with pytest.raises(ConfigError, match="config.json is malformed"):
+            check_configuration(here, malformed)
 
 
 def test_options() -> None:

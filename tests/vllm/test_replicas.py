@@ -154,6 +154,7 @@ def test_weights_of_another_shape(
     with mx.serve(checkpoint, model="shapes", coordinator=coordinator):
         start(hosts[1], other, "shapes")
     assert hosts[1].status()["loads"] == {"ordinary": 1}
+    assert "intermediate_size: 256 there, 192 here" in hosts[1].said()
 
 
 def test_processed_state_is_lent_in_place_and_revoked(

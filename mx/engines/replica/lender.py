@@ -20,6 +20,9 @@ from mx.log import event
 
 log = logging.getLogger(__name__)
 
+#: The reason of a change that leaves the tensors as they were.
+ASLEEP = "sleep"
+
 
 class _FailedError(Exception):
     """The engine's change of its weights failed."""
@@ -64,6 +67,7 @@ class Lender:
         self._source: mx.Source | None = None
         self._kept: contextlib.ExitStack | None = None
         self._reasons: set[str] = set()
+        self._spoilt = False  # by a change that failed half-way
         self._change: AbstractContextManager[None] | None = None
         self._closing = threading.Event()
         self._lock = threading.RLock()
@@ -88,7 +92,7 @@ class Lender:
         lender = cls.__new__(cls)
         lender.key, lender._options, lender._copied = key, options, True
         lender._source, lender._thread, lender._change = None, None, None
-        lender._reasons, lender._closing = set(), threading.Event()
+        lender._reasons, lender._spoilt, lender._closing = set(), False, threading.Event()
         lender._lock, lender.why = threading.RLock(), ""
         lender._kept = contextlib.ExitStack()
         lender._kept.callback(pull.close)
@@ -202,12 +206,14 @@ class Lender:
         """
         with self._lock:
             self._reasons.discard(reason)
+            if failed or reason != ASLEEP:
+                self._spoilt = failed
             change, source = self._change, self._source
             if self._reasons or change is None or source is None:
                 return
             self._change = None
             try:
-                if failed:
+                if self._spoilt:
                     error = _FailedError()
                     with contextlib.suppress(_FailedError):
                         change.__exit__(_FailedError, error, None)

@@ -10,11 +10,10 @@ from typing import Any
 
 from mx.core.digest import document_digest
 from mx.core.variant import ProcessingKey
+from mx.engines.replica.run import PROCESSED
 
 #: Versions whose loading was tried; others are used with a warning.
 KNOWN = ("0.32",)
-#: The states of a model's tensors, by what the key's field `state` says.
-PROCESSED, LOADED = "processed", "loaded"
 #: Fields of a model's configuration that say nothing about its weights.
 _IGNORED = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 #: Parts of the names of variables that say nothing about the form of tensors.

@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 import mx
+from mx.engines.replica.run import LOADED, PROCESSED
 from mx.engines.replica.tensors import cannot_move, check, replace, slots_of
-from mx.engines.vllm.key import LOADED, PROCESSED
 from mx.errors import ConfigError
 
 log = logging.getLogger(__name__)

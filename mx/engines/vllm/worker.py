@@ -5,49 +5,41 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mx.engines.replica.lender import Lender
+from mx.engines.replica.lender import ASLEEP
+from mx.engines.replica.run import Loading
 
 #: What `status` is called as a method of vLLM's workers.
 STATUS_METHOD = "mx_peer_status"
 
 
-class Loading:
+class _Watched:
     """What one worker loaded, and lends."""
 
-    def __init__(self, name: str, vllm_config: Any) -> None:
-        self.name, self.vllm_config = name, vllm_config
-        self.lender: Lender | None = None
-        self.refused = 0
-        self.loads: Counter[str] = Counter()
+    def __init__(self, loading: Loading, vllm_config: Any) -> None:
+        self.loading, self.vllm_config = loading, vllm_config
         #: True between a sleep that discards the weights and the update that writes them again.
         self.discarded = False
 
-    def count(self, how: str) -> None:
-        """Count a load: from "processed", "loaded" or "checkpoint", or "ordinary"."""
-        self.loads[how] += 1
-
     def withdraw(self, reason: str) -> None:
         """Give the weights to no reader while `reason` lasts."""
-        if self.lender is not None:
-            self.lender.withdraw(reason)
+        if self.loading.lender is not None:
+            self.loading.lender.withdraw(reason)
 
     def restore(self, reason: str, *, failed: bool = False) -> None:
         """Lend the weights again, as they are now."""
-        if self.lender is not None:
-            self.lender.restore(reason, failed=failed)
+        if self.loading.lender is not None:
+            self.loading.lender.restore(reason, failed=failed)
 
 
-_loadings: list[Loading] = []
+_watched: list[_Watched] = []
 
 
-def loading_of(worker: Any) -> Loading | None:
-    """Return what a worker loaded with mx, or None."""
+def _watched_of(worker: Any) -> _Watched | None:
     config = getattr(worker, "vllm_config", None)
-    return next((each for each in _loadings if each.vllm_config is config), None)
+    return next((each for each in _watched if each.vllm_config is config), None)
 
 
 def status(worker: Any) -> dict[str, object]:
@@ -61,9 +53,10 @@ def status(worker: Any) -> dict[str, object]:
         often another key, or none, was refused), `lending` (the state of lending), `revision`,
         `identity`, and `why` if nothing is lent.
     """
-    loading = loading_of(worker)
-    if loading is None:
+    watched = _watched_of(worker)
+    if watched is None:
         return {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
+    loading = watched.loading
     lender = loading.lender
     source = None if lender is None else lender.source
     return {
@@ -87,28 +80,29 @@ def changing(worker: Any) -> Iterator[None]:
     Args:
         worker: vLLM's worker, `self` in an extension.
     """
-    loading = loading_of(worker)
-    if loading is None:
+    watched = _watched_of(worker)
+    if watched is None:
         yield
         return
-    loading.withdraw("an extension")
+    watched.withdraw("an extension")
     failed = True
     try:
         yield
         failed = False
     finally:
-        loading.restore("an extension", failed=failed)
+        watched.restore("an extension", failed=failed)
 
 
-def watch(loading: Loading) -> None:
+def watch(loading: Loading, vllm_config: Any) -> None:
     """Withdraw what this process lends around the worker's calls that change it.
 
     Args:
         loading: What a worker is about to load.
+        vllm_config: The worker's configuration.
     """
-    _loadings[:] = [each for each in _loadings if each.vllm_config is not loading.vllm_config]
-    _loadings.append(loading)
-    module, _, name = str(loading.vllm_config.parallel_config.worker_cls).rpartition(".")
+    _watched[:] = [each for each in _watched if each.vllm_config is not vllm_config]
+    _watched.append(_Watched(loading, vllm_config))
+    module, _, name = str(vllm_config.parallel_config.worker_cls).rpartition(".")
     worker = getattr(sys.modules.get(module), name, None)
     if worker is None or STATUS_METHOD in vars(worker):
         return
@@ -125,75 +119,76 @@ Call = Callable[[], Any]
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(worker: Any, *arguments: Any, **named: Any) -> Any:
-        loading = loading_of(worker)
+        watched = _watched_of(worker)
         call = functools.partial(original, worker, *arguments, **named)
-        if loading is None:
+        if watched is None:
             return call()
-        return around(loading, call, *arguments, **named)
+        return around(watched, call, *arguments, **named)
 
     return method
 
 
-def _sleep(loading: Loading, call: Call, level: int = 1, *_: Any, **__: Any) -> Any:
-    loading.withdraw("sleep")
+def _sleep(watched: _Watched, call: Call, level: int = 1, *_: Any, **__: Any) -> Any:
+    watched.withdraw(ASLEEP)
     result = call()
-    loading.discarded = loading.discarded or level >= 2
+    watched.discarded = watched.discarded or level >= 2
     return result
 
 
-def _discard(loading: Loading, call: Call, *_: Any, **__: Any) -> Any:
-    loading.withdraw("sleep")
-    loading.discarded = True
+def _discard(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    watched.withdraw(ASLEEP)
+    watched.discarded = True
     return call()
 
 
-def _wake_up(loading: Loading, call: Call, tags: list[str] | None = None, **_: Any) -> Any:
+def _wake_up(watched: _Watched, call: Call, tags: list[str] | None = None, **_: Any) -> Any:
     result = call()
-    if (tags is None or "weights" in tags) and not loading.discarded:
-        loading.restore("sleep")
+    if (tags is None or "weights" in tags) and not watched.discarded:
+        watched.restore(ASLEEP)
     return result
 
 
-def _begin_update(loading: Loading, call: Call, *_: Any, **__: Any) -> Any:
-    loading.withdraw("an update")
+def _begin_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    watched.withdraw("an update")
     try:
         return call()
     except BaseException:
-        loading.restore("an update", failed=True)
+        watched.restore("an update", failed=True)
         raise
 
 
-def _go_on(loading: Loading, call: Call, *_: Any, **__: Any) -> Any:
+def _go_on(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     try:
         return call()
     except BaseException:
-        loading.restore("an update", failed=True)
+        watched.restore("an update", failed=True)
         raise
 
 
-def _end_update(loading: Loading, call: Call, *arguments: Any, **named: Any) -> Any:
-    result = _go_on(loading, call)
-    _written(loading)
-    loading.restore("an update")
+def _end_update(watched: _Watched, call: Call, *arguments: Any, **named: Any) -> Any:
+    result = _go_on(watched, call)
+    _written(watched)
+    watched.restore("an update")
     return result
 
 
-def _reload(loading: Loading, call: Call, *arguments: Any, **named: Any) -> Any:
-    _begin_update(loading, call)
-    _written(loading)
-    loading.restore("an update")
+def _reload(watched: _Watched, call: Call, *arguments: Any, **named: Any) -> Any:
+    _begin_update(watched, call)
+    _written(watched)
+    watched.restore("an update")
 
 
-def _written(loading: Loading) -> None:
+def _written(watched: _Watched) -> None:
     """The weights are written again: what sleep discarded is there."""
-    if loading.discarded:
-        loading.discarded = False
-        loading.restore("sleep")
+    if watched.discarded:
+        watched.discarded = False
+        watched.restore(ASLEEP)
 
 
-def _shut_down(loading: Loading, call: Call, *_: Any, **__: Any) -> Any:
-    if loading.lender is not None:
-        loading.lender.close()
+def _shut_down(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    if watched.loading.lender is not None:
+        watched.loading.lender.close()
+    _watched.remove(watched)
     return call()
 
 

@@ -15,17 +15,18 @@ import torch
 class Ranks:
     """This process's place among the ranks of its engine."""
 
-    def __init__(self, vllm_config: Any) -> None:
-        from vllm.distributed import parallel_state
-
-        tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
-        parallel = vllm_config.parallel_config
+    def __init__(self, tp: Any, pp: Any, dp: tuple[int, int]) -> None:
+        """
+        Args:
+            tp: The group of the tensor-parallel ranks, as vLLM and SGLang have it.
+            pp: The group of the pipeline's stages.
+            dp: The data-parallel rank and size. Other engines of such a group load by themselves.
+        """
         self.places: Mapping[str, tuple[int, int]] = {
             "tp": (tp.rank_in_group, tp.world_size),
             "pp": (pp.rank_in_group, pp.world_size),
-            "dp": (parallel.data_parallel_rank, parallel.data_parallel_size),
+            "dp": dp,
         }
-        # The engine's own ranks, stage by stage: other engines of a data-parallel group load alone.
         self._groups = [group for group in (tp, pp) if group.world_size > 1]
 
     def __str__(self) -> str:
