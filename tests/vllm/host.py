@@ -61,6 +61,9 @@ class Host:
 
         self.stop()
         self.scaled, self.before = scaled, {}
+        ranks = int(options.get("tensor_parallel_size", 1))
+        if ranks > 1:  # in processes of their own, on a core each
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         self.llm = LLM(
             model=model,
             **{
@@ -74,7 +77,8 @@ class Host:
                 **options,
             },
         )
-        return self.look() | {"before": self.before, "generated": self.generate()}
+        held = self.look() if ranks == 1 else {}
+        return held | {"before": self.before, "generated": self.generate()}
 
     def look(self) -> dict[str, Any]:
         """Return the tensors that the engine holds."""
@@ -107,6 +111,7 @@ class Host:
             return
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
+        os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()

@@ -211,3 +211,22 @@ def test_tied_embeddings(hosts: tuple[Host, Host], coordinator: str, place: Path
         assert same(start(a, bare(tied), "tied"), reference)
     assert same(start(b, bare(tied), "tied"), reference)
     assert b.status()["loads"] == {"loaded": 1}
+
+
+def test_ranks_each_pull_their_part_and_lend_it(hosts: tuple[Host, Host], checkpoint: Path) -> None:
+    a, b = hosts
+    one = start(a, checkpoint, "tp", tensor_parallel_size=2)
+    first = a.do("call", "mx_peer_status")
+    assert [each["lending"] for each in first] == ["lending"] * 2
+    assert first[0]["identity"] != first[1]["identity"]
+    two = start(b, bare(checkpoint), "tp", tensor_parallel_size=2)
+    assert two["generated"] == one["generated"]
+    second = b.do("call", "mx_peer_status")
+    for there, here, rank in zip(first, second, ("tp=0/2", "tp=1/2"), strict=True):
+        assert (here["loads"], here["lending"]) == ({"loaded": 1}, "lending")
+        assert here["identity"] == there["identity"]
+        assert rank in here["variant"]
+
+    start(b, checkpoint, "tp")
+    assert b.status()["loads"] == {"ordinary": 1}
+    assert "tp: 0/2 listed, 0/1 here" in b.said()

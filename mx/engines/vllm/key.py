@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
-from mx.core.digest import document_digest
 from mx.core.variant import ProcessingKey
+from mx.engines.replica.keys import fields_of, short
 from mx.engines.replica.run import PROCESSED
 
 #: Versions whose loading was tried; others are used with a warning.
 KNOWN = ("0.32",)
-#: Fields of a model's configuration that say nothing about its weights.
-_IGNORED = ("_name_or_path", "transformers_version", "_attn_implementation_autoset")
 #: Parts of the names of variables that say nothing about the form of tensors.
 _ELSEWHERE = (
     "CACHE", "CPU_OMP", "DEBUG", "DEVICES", "DIR", "HOST", "ID", "LOG", "PATH", "PORT", "RANK",
@@ -24,10 +20,10 @@ _ELSEWHERE = (
 
 
 def engine_version() -> str:
-    """Return vLLM's version, without the part that names a build."""
+    """Return vLLM's version."""
     import vllm
 
-    return str(vllm.__version__).partition("+")[0]
+    return str(vllm.__version__)
 
 
 def is_known(engine: str) -> bool:
@@ -44,41 +40,15 @@ def key_of(vllm_config: Any, ranks: Mapping[str, tuple[int, int]], state: str) -
         state: "loaded" for the tensors before vLLM processes them, "processed" for those after.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    hf = model.hf_config
-    fields: dict[str, object] = {
-        "engine": "vllm",
-        "version": engine_version(),
-        "tp": ranks["tp"],
-        "pp": ranks["pp"] if ranks["pp"][1] > 1 else None,
-        "quantization": model.quantization or "",
-        "dtype": model.dtype,
-        "transformers": version("transformers"),
-        "arch": "+".join(getattr(hf, "architectures", None) or []),
-        "config": _short(_configuration(hf)),
-        "state": state,
-    }
-    quantized = [getattr(hf, "quantization_config", None), model.quantization_config]
-    if any(quantized):
-        fields["quant_config"] = _short(quantized)
+    fields = fields_of("vllm", engine_version(), model, ranks, state)
     if getattr(parallel, "enable_expert_parallel", False):
         fields["experts"] = "parallel"
     if ranks["dp"][1] > 1 and getattr(model, "is_moe", True):
         fields["dp"] = "{}/{}".format(*ranks["dp"])  # each is a bundle of its own
     if state == PROCESSED:
         fields["device"] = _device()
-        fields["kernels"] = _short([vllm_config.kernel_config.compute_hash(), _environment()])
+        fields["kernels"] = short([vllm_config.kernel_config.compute_hash(), _environment()])
     return ProcessingKey(**fields)  # type: ignore[arg-type]
-
-
-def _configuration(hf: Any) -> Any:
-    return _without(dict(hf.to_dict()))
-
-
-def _without(what: Any) -> Any:
-    """Return a configuration without the fields that say nothing about weights, at any depth."""
-    if isinstance(what, dict):
-        return {name: _without(each) for name, each in what.items() if name not in _IGNORED}
-    return [_without(each) for each in what] if isinstance(what, list | tuple) else what
 
 
 def _environment() -> dict[str, str]:
@@ -99,8 +69,3 @@ def _device() -> str:
         return f"cpu-{platform.machine()}"
     capability = current_platform.get_device_capability()
     return f"{current_platform.device_type}-{capability}"
-
-
-def _short(what: Any) -> str:
-    text = json.dumps(what, sort_keys=True, default=str)
-    return document_digest(text.encode()).hex()[:8]

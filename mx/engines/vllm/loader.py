@@ -14,13 +14,13 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import mx
 from mx.engines.replica.configuration import check_configuration
+from mx.engines.replica.names import name_of
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import LOADED, PROCESSED, Run
 from mx.engines.replica.tensors import slots_of
 from mx.engines.vllm import processed
 from mx.engines.vllm.key import engine_version, is_known, key_of
-from mx.engines.vllm.names import mx_name
 from mx.engines.vllm.worker import watch
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         states = processed.states(self.options.state, vllm_config)
         run = Run(
             "vLLM",
-            self.options.model or mx_name(model),
+            self.options.model or name_of(str(model.model)),
             self.options,
             {state: key_of(vllm_config, ranks.places, state) for state in states},
             ranks,
