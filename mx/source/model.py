@@ -23,6 +23,7 @@ from mx.core.types import (
     SourceState,
     TableRow,
 )
+from mx.errors import ConfigError
 from mx.memory.arena import MemfdArena
 from mx.memory.arrays import Array
 from mx.memory.collector import paused
@@ -331,6 +332,10 @@ def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
     """Return the side files of a folder, without tensor files, and their bytes by digest."""
     if folder is None:
         return Packaging(), {}
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder", hint="`files` is the folder with the model's config.json"
+        )
     try:
         found, documents, _ = read_side_files(folder, None, ())
     except OSError as error:
