@@ -52,6 +52,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: group)
     monkeypatch.setattr(loaders, "_initialize_model", lambda *_, **__: Plain())
     monkeypatch.setattr(loaders, "_get_quantization_config", lambda *_, **__: None)
+    monkeypatch.setattr(loaders, "get_server_args", lambda: None)
     monkeypatch.setattr(ours, "_loadings", [])
 
 

@@ -219,7 +219,7 @@ def test_ranks_each_pull_their_part_and_lend_it(hosts: tuple[Host, Host], checkp
     first = a.do("call", "mx_peer_status")
     assert [each["lending"] for each in first] == ["lending"] * 2
     assert first[0]["identity"] != first[1]["identity"]
-    two = start(b, bare(checkpoint), "tp", tensor_parallel_size=2)
+    two = b.do("start", "tp", tensor_parallel_size=2)  # by name alone
     assert two["generated"] == one["generated"]
     second = b.do("call", "mx_peer_status")
     for there, here, rank in zip(first, second, ("tp=0/2", "tp=1/2"), strict=True):

@@ -158,7 +158,7 @@ def choose(
     if source is not None:
         return Choice(CHECKPOINT, source.revision, digits, _text(refused), bool(refused))
     none = "nothing that this engine can take is listed" if bundles else "no source is listed"
-    return Choice("", "", digits, _text(refused) or none, bool(refused))
+    return Choice(why=_text(refused) or none, refused=bool(refused))
 
 
 def _other_keys(

@@ -132,6 +132,7 @@ class Lender:
             embed=False,
             copy=self._copied,
             files=files,
+            wait_s=0,  # the engine starts without a coordinator
             settings=self._options.settings,
             cancelled=self._closing.is_set,
         )
@@ -170,7 +171,8 @@ class Lender:
     def withdraw(self, reason: str) -> None:
         """Give the tensors to no reader from now on, since the engine is about to change them.
 
-        Blocks until no reader has a lease on them: two seconds at most.
+        Blocks until no reader has a lease on them, two seconds at most, and until they are hashed
+        if they have just begun to be lent.
 
         Args:
             reason: A word; `restore` with the same one ends it.

@@ -13,6 +13,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 import mx
+from mx.core.variant import ProcessingKey
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.names import name_of
 from mx.engines.replica.options import LoaderOptions
@@ -99,12 +100,18 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             parallel_state.get_pp_group(),
             (parallel.data_parallel_rank, parallel.data_parallel_size),
         )
-        states = processed.states(self.options.state, vllm_config)
+        keys: dict[str, ProcessingKey] = {}
+        try:
+            for state in processed.states(self.options.state, vllm_config):
+                keys[state] = key_of(vllm_config, ranks.places, state)
+        except Exception as error:  # noqa: BLE001 - of a version that is not known
+            log.warning("no other replica's weights are taken, and none are lent: %s", error)
+            keys = {}
         run = Run(
             "vLLM",
             self.options.model or name_of(str(model.model)),
             self.options,
-            {state: key_of(vllm_config, ranks.places, state) for state in states},
+            keys,
             ranks,
             Path(model.model),
         )
