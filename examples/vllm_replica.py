@@ -74,10 +74,10 @@ def replica(model: str, coordinator: str, conn: Connection) -> None:
 def coordinator() -> Iterator[str]:
     """Run a coordinator, and yield its address."""
     program = Path(sys.executable).with_name("mx-coordinator")
-    command = [str(program), "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command = [str(program), "--listen", "127.0.0.1:0", "--json", "--log-level", "error"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield process.stderr.readline().split()[-1]  # "mx-coordinator listening on HOST:PORT"
+            yield json.loads(process.stdout.readline())["listen"]
         finally:
             process.terminate()
 
