@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.daemon import daemon
 
@@ -39,6 +38,7 @@ CONFIG: dict[str, Any] = {
 
 def write_checkpoint(folder: Path, *, seed: int, **changed: Any) -> Path:
     """Write a small Llama with random weights, and return its folder."""
+    import torch
     from safetensors.torch import save_file
 
     config = CONFIG | changed
