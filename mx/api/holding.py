@@ -22,6 +22,7 @@ def hold(
     device: str,
     settings: config.Settings,
     *,
+    files: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
@@ -32,6 +33,7 @@ def hold(
         key: The name, revision and variant to hold it as.
         device: "cpu" or "cuda:UUID".
         settings: The chunk size is taken from them.
+        files: A folder whose side files travel with tensors; None: no files do.
         on_progress: As for `serve`.
         cancelled: As for `serve`.
 
@@ -63,6 +65,7 @@ def hold(
         found.aliases,
         found.views(),
         key,
+        files=files,
         device=device,
         chunk_nbytes=settings.chunk_bytes or None,
         shortcuts=device == "cpu",
@@ -74,6 +77,7 @@ def lend(
     key: ModelKey,
     settings: config.Settings,
     *,
+    files: Path | None = None,
     non_persistent: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
@@ -83,6 +87,7 @@ def lend(
         what: The module or the state dict; the model refers to it.
         key: The name, revision and variant to lend it as.
         settings: The chunk size is taken from them.
+        files: A folder whose side files travel along; None: no files do.
         non_persistent: Whether to lend the buffers that a state dict leaves out, too.
         cancelled: As for `serve`.
 
@@ -104,6 +109,7 @@ def lend(
             arrays,
             tensors,
             key,
+            files=files,
             chunk_nbytes=settings.chunk_bytes or None,
             cancelled=cancelled,
         )

@@ -509,6 +509,7 @@ def serve(
     device: str = "cpu",
     copy: bool = True,
     non_persistent_buffers: bool = False,
+    files: str | Path | None = None,
     max_readers: int | None = None,
     max_bandwidth: int | str | None = None,
     wait_s: float | None = None,
@@ -538,6 +539,8 @@ def serve(
         copy: False lends the tensors where they are.
         non_persistent_buffers: With `copy=False`, whether to lend the buffers of a module that its
             state dict leaves out, too: then the identity is not that of the checkpoint.
+        files: For a module or a state dict: a folder whose configuration and tokenizer files travel
+            with the weights, as a checkpoint's do.
         max_readers: Readers at a time at most; None takes the settings' number, 0 is no bound.
         max_bandwidth: What all readers get together at most: "500MB/s", or bytes per second; None
             takes the settings' bandwidth, 0 is no bound.
@@ -568,6 +571,11 @@ def serve(
     )
     if not copy and where != "cpu":
         raise ConfigError("tensors are lent where they are", hint="leave out `device`")
+    if files is not None and isinstance(what, str | Path):
+        raise ConfigError(
+            "a checkpoint's files travel with it", hint="leave out `files`, or serve tensors"
+        )
+    folder = None if files is None else Path(files)
     key = _key_of(what, model, revision, variant)
     address = coordinator or settings.coordinator
     named_by = "`coordinator`" if coordinator else ""
@@ -592,13 +600,20 @@ def serve(
             )
             if copy:
                 held = hold(
-                    what, key, where, settings, on_progress=on_progress, cancelled=cancelled
+                    what,
+                    key,
+                    where,
+                    settings,
+                    files=folder,
+                    on_progress=on_progress,
+                    cancelled=cancelled,
                 )
             else:
                 held = lend(
                     what,
                     key,
                     settings,
+                    files=folder,
                     non_persistent=non_persistent_buffers,
                     cancelled=cancelled,
                 )

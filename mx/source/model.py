@@ -23,6 +23,7 @@ from mx.core.types import (
     SourceState,
     TableRow,
 )
+from mx.errors import ConfigError
 from mx.memory.arena import MemfdArena
 from mx.memory.arrays import Array
 from mx.memory.collector import paused
@@ -31,7 +32,9 @@ from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
 from mx.storage.landing import Filled
 from mx.storage.load import destination, load_checkpoint
+from mx.storage.osfile import read_error
 from mx.storage.reader import fill_from_tensors, hash_in_place
+from mx.storage.side_files import read_side_files
 from mx.text import listed
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, Span, View
 
@@ -239,6 +242,7 @@ def hold_tensors(
     tensors: Mapping[str, memoryview],
     key: ModelKey,
     *,
+    files: Path | None = None,
     device: str = "cpu",
     chunk_nbytes: int | None = None,
     shortcuts: bool = False,
@@ -251,16 +255,18 @@ def hold_tensors(
         aliases: Views of them.
         tensors: The bytes of each tensor, in storage order, read until this returns.
         key: The key to serve them under.
+        files: A folder whose side files travel along; None: no files do.
         device: "cpu" or a GPU.
         chunk_nbytes: The chunk size; None: the default one.
         shortcuts: Whether to compute the shortcut digests too.
 
     Returns:
-        The model, whose arena the caller owns. It has no files.
+        The model, whose arena the caller owns.
 
     Raises:
-        MxError: As `plan_layout`, and as the arena's constructor.
+        MxError: As `plan_layout`, as the arena's constructor, and as `read_side_files`.
     """
+    packaging, documents = _packaged(files)
     layout = manifests.plan_layout(specs, aliases)
     arena = _new_arena(layout.arena_nbytes, key, device)
     try:
@@ -274,7 +280,9 @@ def hold_tensors(
                 on_layer=there.on_layer,
             )
         arena.seal()
-        manifest = manifests.encode(layout, Packaging(), filled.roots, chunk_nbytes=chunk_nbytes)
+        manifest = manifests.encode(
+            layout, packaging, filled.roots, documents, chunk_nbytes=chunk_nbytes
+        )
     except BaseException:
         arena.release()
         raise
@@ -288,6 +296,7 @@ def lend_tensors(
     tensors: Tensors,
     key: ModelKey,
     *,
+    files: Path | None = None,
     chunk_nbytes: int | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> HeldModel:
@@ -298,21 +307,40 @@ def lend_tensors(
         arrays: All of them by name, those included that share others' memory.
         tensors: Returns them as they are at the moment.
         key: The key to serve them under.
+        files: A folder whose side files travel along; None: no files do.
         chunk_nbytes: The chunk size; None: the default one.
         cancelled: Polled; if it returns True, hashing stops with an error.
 
     Raises:
-        MxError: As `plan_layout`.
+        MxError: As `plan_layout`, and as `read_side_files`.
     """
+    packaging, documents = _packaged(files)
     layout = manifests.plan_layout(described.specs, described.aliases)
     memory = LiveMemory(layout, arrays, tensors, f"it is lent as {key}")
     try:
         filled = hash_in_place(layout, memory.view, cancelled=cancelled)
-        manifest = manifests.encode(layout, Packaging(), filled.roots, chunk_nbytes=chunk_nbytes)
+        manifest = manifests.encode(
+            layout, packaging, filled.roots, documents, chunk_nbytes=chunk_nbytes
+        )
     except BaseException:
         memory.release()
         raise
     return _lent(key, manifest, memory, filled)
+
+
+def _packaged(folder: Path | None) -> tuple[Packaging, dict[bytes, bytes]]:
+    """Return the side files of a folder, without tensor files, and their bytes by digest."""
+    if folder is None:
+        return Packaging(), {}
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is no folder", hint="`files` is the folder with the model's config.json"
+        )
+    try:
+        found, documents, _ = read_side_files(folder, None, ())
+    except OSError as error:
+        raise read_error(error, folder) from error
+    return Packaging(side_files=found), documents
 
 
 def _lent(key: ModelKey, manifest: Manifest, memory: LiveMemory, filled: Filled) -> HeldModel:

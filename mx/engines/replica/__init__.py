@@ -1,0 +1,1 @@
+"""What the loaders of serving engines share: configuration, choice of weights, tensors, lending."""

@@ -1,0 +1,219 @@
+"""Chooses what a replica starts from: another replica's state, a checkpoint, or neither."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import mx
+from mx.core.reference import parse_reference
+from mx.core.variant import ProcessingKey, differences, membership, nearest
+from mx.errors import ConfigError, UnknownModelError
+from mx.wire.listing import BundleStatus
+
+CHECKPOINT = "checkpoint"
+#: How many digits of a checkpoint's identity the key of a state has.
+CHECKPOINT_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a replica starts from.
+
+    `state` is "checkpoint", a state of the engine's, or "" for none of them. `checkpoint` begins
+    the identity of the checkpoint that the weights are made of, if it is known. `why` says why
+    something better was not taken; with `refused` because it is another's.
+    """
+
+    state: str = ""
+    revision: str = ""
+    checkpoint: str = ""
+    why: str = ""
+    refused: bool = False
+
+    def encode(self) -> str:
+        """Return it as text, for the other ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Choice:
+        """Return the choice that `encode` wrote."""
+        return cls(**json.loads(text))
+
+
+def with_checkpoint(key: ProcessingKey, checkpoint: str) -> ProcessingKey:
+    """Return a key with the field that says of which checkpoint the weights are; "" for none."""
+    fields = {name: value for name, value in key.fields.items() if name != CHECKPOINT}
+    return ProcessingKey.parse(
+        ",".join(f"{n}={v}" for n, v in {**fields, **_field(checkpoint)}.items())
+    )
+
+
+def _field(checkpoint: str) -> dict[str, str]:
+    return {CHECKPOINT: checkpoint} if checkpoint else {}
+
+
+def look(
+    name: str,
+    keys: Mapping[str, ProcessingKey],
+    *,
+    revision: str = "",
+    checkpoint: str = "",
+    coordinator: str | None = None,
+    settings: mx.config.Settings | None = None,
+) -> Choice:
+    """Ask the coordinator what there is, and choose.
+
+    Args:
+        name: The model's name.
+        keys: The states that this rank can take, best first, each with its key.
+        revision: The only revision to take; "" for the newest.
+        checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them.
+
+    Raises:
+        CoordinatorError: The coordinator does not answer.
+    """
+    try:
+        bundles = mx.list_bundles(name, coordinator=coordinator, settings=settings)
+    except UnknownModelError:
+        bundles = []
+    listed = mx.list_models(coordinator=coordinator, settings=settings)
+    identities = {
+        each.model.revision: each.ref.identity.hex()
+        for each in listed
+        if each.model.name == name and each.model.variant == CHECKPOINT and not each.pin_only
+    }
+    return choose(keys, bundles, identities, revision=revision, checkpoint=checkpoint)
+
+
+def choose(
+    keys: Mapping[str, ProcessingKey],
+    bundles: Sequence[BundleStatus],
+    identities: Mapping[str, str],
+    *,
+    revision: str = "",
+    checkpoint: str = "",
+) -> Choice:
+    """Choose among what is listed.
+
+    A state is taken if its key agrees in every field, every rank of it is served, and it is made of
+    the checkpoint that is listed now, if one is.
+
+    Args:
+        keys: The states that this rank can take, best first, each with its key.
+        bundles: What is listed under the name.
+        identities: By revision, the identity of each checkpoint that is listed.
+        revision: The only revision to take; "" for the newest.
+        checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
+
+    Returns:
+        The choice; with the state "" if there is nothing to take.
+    """
+    current = [each for each in bundles if (each.revision == revision if revision else each.named)]
+    source = next(
+        (
+            each
+            for each in current
+            if each.variant == CHECKPOINT
+            and each.complete
+            and identities.get(each.revision, "").startswith(checkpoint)
+        ),
+        None,
+    )
+    whole = "" if source is None else identities.get(source.revision, "")
+    digits = (whole or checkpoint)[:CHECKPOINT_DIGITS]
+    refused: list[str] = []
+    for state, key in keys.items():
+        fitting = [each for each in current if _made_as(each, key)]
+        made_of = [(each, _made_of(each)) for each in fitting]
+        if digits:
+            refused += [
+                f"{each} is made of checkpoint {of or 'unknown'}, not of {digits}"
+                for each, of in made_of
+                if not of or not (of.startswith(digits) or digits.startswith(of))
+            ]
+            made_of = [
+                (each, of)
+                for each, of in made_of
+                if of and (of.startswith(digits) or digits.startswith(of))
+            ]
+        refused += [
+            f"{each} is incomplete: {each.missing_count} of {each.ranks} ranks have no source"
+            for each, _ in made_of
+            if not each.complete
+        ]
+        made_of = [(each, of) for each, of in made_of if each.complete]
+        if len({of for _, of in made_of}) > 1:
+            refused.append(
+                f"there are replicas of {len(made_of)} checkpoints, and `checkpoint` names none "
+                f"of them: {', '.join(of or 'unknown' for _, of in made_of)}"
+            )
+        elif made_of:
+            found, of = made_of[0]
+            return Choice(state, found.revision, of)
+    refused += _other_keys(keys, current)
+    if source is not None:
+        return Choice(CHECKPOINT, source.revision, digits, _text(refused), bool(refused))
+    none = "nothing that this engine can take is listed" if bundles else "no source is listed"
+    return Choice(why=_text(refused) or none, refused=bool(refused))
+
+
+def _other_keys(
+    keys: Mapping[str, ProcessingKey], current: Sequence[BundleStatus]
+) -> Iterator[str]:
+    """Yield in which fields the nearest state of another key differs, if none has the key itself.
+
+    What another engine holds is not mentioned.
+    """
+    states = {str(_plain(variant)) for each in current for variant in _variants_of(each)}
+    for key in keys.values():
+        asked = next(_plain(str(key)).members())  # of listed bundles, too, the first rank is shown
+        engine = [each for each in states if f"engine={asked.fields.get('engine')}," in each]
+        if str(asked.bundle) in {membership(each).bundle for each in engine}:
+            continue
+        found = nearest(str(asked), engine)
+        if found is not None:
+            fields = "; ".join(
+                f"{d.field}: {d.first or 'none'} listed, {d.second or 'none'} here"
+                for d in differences(found[0], str(asked))
+            )
+            yield f"[{found[0]}] is another: {fields}"
+            return
+
+
+def _variants_of(bundle: BundleStatus) -> Iterator[str]:
+    if "=" in bundle.variant:
+        yield next(iter(bundle.variants))
+
+
+def _plain(variant: str) -> ProcessingKey:
+    return with_checkpoint(ProcessingKey.parse(variant), "")
+
+
+def _made_as(bundle: BundleStatus, key: ProcessingKey) -> bool:
+    return "=" in bundle.variant and _plain(bundle.variant).bundle == _plain(str(key)).bundle
+
+
+def _made_of(bundle: BundleStatus) -> str:
+    return ProcessingKey.parse(bundle.variant).fields.get(CHECKPOINT, "")
+
+
+def _text(refused: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(refused))
+
+
+def name_and_revision(model: str) -> tuple[str, str, str]:
+    """Return the parts of NAME, NAME:REVISION and NAME@PIN: name, revision and pin.
+
+    Raises:
+        ConfigError: The text is malformed, or names a variant.
+    """
+    found = parse_reference(model)
+    if found.variant:
+        raise ConfigError(
+            f"{model!r} names a variant", hint="the loader chooses it: write NAME or NAME:REVISION"
+        )
+    return found.name, found.revision, found.pin

@@ -1,0 +1,76 @@
+"""How an engine's loader is configured: its extra configuration, then mx's settings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from mx import config
+from mx.errors import ConfigError
+
+#: What a replica may start from, besides a checkpoint. See docs/vllm.md.
+STATES = ("auto", "processed", "loaded", "checkpoint")
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """The options of an engine's loader."""
+
+    #: NAME, NAME:REVISION or NAME@PIN; "" for the name of the engine's model.
+    model: str = ""
+    #: The state to start from and to lend: "auto" is the last one that the engine can take.
+    state: str = "auto"
+    #: Whether to lend what was loaded to other replicas.
+    lend: bool = True
+    #: Whether the engine's ordinary loader takes over where mx can't load.
+    fallback: bool = True
+    #: The first digits of the checkpoint's identity, where replicas of several are listed.
+    checkpoint: str = ""
+    #: The name of the only transport to use; "" for any.
+    transport: str = ""
+    settings: config.Settings = field(default_factory=config.Settings)
+
+    @classmethod
+    def read(cls, given: Mapping[str, object]) -> LoaderOptions:
+        """Read an engine's extra configuration. Settings of mx may be in it, too.
+
+        Args:
+            given: Options and settings by name.
+
+        Raises:
+            ConfigError: A name or a value is wrong; it is named.
+        """
+        known = {each.name: each for each in fields(cls) if each.name != "settings"}
+        options: dict[str, object] = {}
+        settings: dict[str, object] = {}
+        for name, value in given.items():
+            if name in known:
+                options[name] = _checked(name, value, type(known[name].default))
+            elif name in config.setting_names():
+                settings[name] = value
+            else:
+                raise _unknown(str(name), [*known, *config.setting_names()])
+        if options.get("state", "auto") not in STATES:
+            raise ConfigError(
+                f"`state={options['state']}` of the loader's extra configuration is unknown",
+                hint=f"it is one of {', '.join(STATES)}",
+            )
+        merged = config.given(config.load(), **settings)
+        return cls(**options, settings=merged)  # type: ignore[arg-type]
+
+
+def _checked(name: str, value: object, kind: type) -> object:
+    if type(value) is not kind:
+        raise ConfigError(
+            f"`{name}={value!r}` of the loader's extra configuration is of type "
+            f"{type(value).__name__}",
+            hint=f"it must be {'true or false' if kind is bool else 'text'}",
+        )
+    return value
+
+
+def _unknown(name: str, known: list[str]) -> ConfigError:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+    return ConfigError(f"the loader's extra configuration has no option {name!r}", hint=hint)

@@ -1,0 +1,184 @@
+"""The tensors that an engine's model holds: looked up by name, filled, and replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mx.core.types import Manifest
+from mx.errors import ConfigError
+from mx.memory.tensors import TORCH_DTYPES
+from mx.text import listed
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place of a model that a parameter or buffer is in, whatever is in it at the moment."""
+
+    module: torch.nn.Module
+    leaf: str
+    parameter: bool
+
+    def get(self) -> torch.Tensor | None:
+        """Return what is in it."""
+        inside = self.module._parameters if self.parameter else self.module._buffers
+        found: torch.Tensor | None = inside.get(self.leaf)
+        return found
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put a tensor into it, in place of what is in it. A buffer stays persistent or not."""
+        if self.parameter:
+            self.module._parameters[self.leaf] = _as_parameter(tensor)
+        else:
+            self.module._buffers[self.leaf] = tensor
+
+
+def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def slots_of(model: torch.nn.Module, *, non_persistent: bool) -> dict[str, Slot]:
+    """Return the slots of a model by name; tied tensors have one under each name.
+
+    Args:
+        model: The model.
+        non_persistent: Whether to return the buffers that a state dict leaves out, too.
+    """
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                found[start + leaf] = Slot(module, leaf, True)
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and (
+                non_persistent or leaf not in module._non_persistent_buffers_set
+            ):
+                found[start + leaf] = Slot(module, leaf, False)
+    return found
+
+
+class LiveTensors(Mapping[str, torch.Tensor]):
+    """The tensors that are in some slots at the moment, for `mx.serve(copy=False)`.
+
+    Wrappers that an engine puts around modules later, as for LoRA, change nothing: a slot belongs
+    to the inner module.
+    """
+
+    def __init__(self, slots: Mapping[str, Slot]) -> None:
+        self._slots = {name: slot for name, slot in slots.items() if slot.get() is not None}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._slots[name].get()
+        if tensor is None:
+            raise KeyError(name)
+        return plain(tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, slot in self._slots.items() if slot.get() is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter of an engine's own class as the tensor that it is."""
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def cannot_move(slots: Mapping[str, Slot]) -> str:
+    """Return which tensors have no values of their own that could be moved, or ""."""
+    bad = [
+        name
+        for name, slot in slots.items()
+        if (tensor := slot.get()) is not None
+        and (
+            tensor.is_meta
+            or torch.nn.parameter.is_lazy(tensor)
+            or tensor.layout is not torch.strided
+        )
+    ]
+    return listed(bad)
+
+
+def check(manifest: Manifest, slots: Mapping[str, Slot]) -> None:
+    """Compare a model with the tensors that are to fill it.
+
+    Args:
+        manifest: The tensors that are to come.
+        slots: The model's.
+
+    Raises:
+        ConfigError: Names, shapes or dtypes differ. All differences are in the message.
+    """
+    layout = manifest.layout
+    coming = {t.name: (tuple(t.shape), t.dtype) for t in layout.tensors}
+    coming |= {a.name: (tuple(a.shape), a.dtype) for a in layout.aliases}
+    wrong = []
+    if missing := sorted(slots.keys() - coming.keys()):
+        wrong.append(f"not there: {listed(missing)}")
+    if extra := sorted(coming.keys() - slots.keys()):
+        wrong.append(f"not in this model: {listed(extra)}")
+    for name in sorted(slots.keys() & coming.keys()):
+        tensor, (shape, dtype) = slots[name].get(), coming[name]
+        if tensor is None or tuple(tensor.shape) != shape:
+            here = "none" if tensor is None else list(tensor.shape)
+            wrong.append(f"{name}: {list(shape)} there, {here} here")
+        elif TORCH_DTYPES.get(dtype) not in (None, tensor.dtype):
+            wrong.append(f"{name}: {dtype} there, {tensor.dtype} here")
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ConfigError(f"the weights do not fit this model: {'; '.join(wrong[:8])}{more}")
+
+
+@torch.no_grad()
+def copy_into(slots: Mapping[str, Slot], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors to where the model has them, on any device. Their names and shapes fit."""
+    done: set[int] = set()
+    for name, tensor in tensors:
+        there = slots[name].get()
+        assert there is not None
+        if id(there) not in done:  # tied
+            done.add(id(there))
+            plain(there).copy_(tensor)
+
+
+def replace(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Put tensors into a model that has none yet, by name. What shares memory is one tensor.
+
+    Args:
+        model: On the meta device. Slots that hold one tensor get one.
+        tensors: The tensors by name. Those that the model has no slot for become parameters.
+        device: Where the engine computes.
+
+    Raises:
+        ConfigError: The model has no module for a tensor. Then nothing was replaced.
+    """
+    slots = slots_of(model, non_persistent=True)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    homeless = [name for name in tensors if name.rpartition(".")[0] not in modules]
+    if homeless:
+        raise ConfigError(f"this model has no module for {listed(homeless)}")
+    tied: dict[int, list[str]] = {}
+    for name, slot in slots.items():
+        tied.setdefault(id(slot.get()), []).append(name)
+    groups = {name: tied[id(slot.get())] for name, slot in slots.items()}
+    made: dict[tuple[object, ...], torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, leaf = name.rpartition(".")
+        slot = slots.get(name) or Slot(modules[prefix], leaf, True)
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, slot.parameter)
+        one = made.get(place) if tensor.numel() else None
+        if one is None:
+            moved = tensor.to(device)
+            one = made[place] = _as_parameter(moved) if slot.parameter else moved
+        slot.put(one)
+        for other in groups.get(name, ()):
+            if other not in tensors:
+                slots[other].put(one)

@@ -1,0 +1,159 @@
+"""SGLang's ordinary loader, fed by peers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.model_loader.loader import DefaultModelLoader
+
+from mx.core.variant import ProcessingKey
+from mx.engines.replica.configuration import check_configuration
+from mx.engines.replica.keys import fields_of
+from mx.engines.replica.names import name_of
+from mx.engines.replica.options import LoaderOptions
+from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.run import LOADED, Loading, Run
+from mx.engines.replica.tensors import slots_of
+from mx.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: Versions whose classes were tried; others are used with a warning.
+KNOWN = ("0.5",)
+
+_loadings: list[Loading] = []
+
+
+class _GivenUpError(Exception):
+    """What was chosen could not be loaded: the ordinary loader begins anew."""
+
+
+class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Loads from other replicas or from a peer with the checkpoint, else as SGLang does.
+
+    It takes and lends the state before SGLang processes the weights.
+    """
+
+    def __init__(self, load_config: Any, options: Mapping[str, object]) -> None:
+        """
+        Args:
+            load_config: SGLang's, without mx's options.
+            options: As for `LoaderOptions`.
+
+        Raises:
+            ConfigError: An option is wrong.
+        """
+        super().__init__(load_config)
+        if not isinstance(options, Mapping):
+            raise ConfigError("`mx_peer` is no object", hint='write {"mx_peer": {"model": "NAME"}}')
+        self.options = LoaderOptions.read(options)
+        if self.options.state == "processed":
+            raise ConfigError(
+                "SGLang takes no weights that another replica has processed",
+                hint='leave out `state`, or write "loaded"',
+            )
+        self._run: Run | None = None
+        self._configuration: Mapping[str, Any] = {}
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> Any:
+        """Return the model with its weights, and lend them.
+
+        Args:
+            model_config: The model's configuration.
+            device_config: Where the engine computes.
+
+        Raises:
+            MxError: Nothing can be pulled, and the option `fallback` is off.
+        """
+        run = self._run = self._begin(model_config)
+        self._configuration = model_config.hf_config.to_dict()
+        given = {"model_config": model_config, "device_config": device_config}
+        try:
+            model = None
+            with contextlib.suppress(_GivenUpError):
+                model = super().load_model(**given)
+            if model is None:
+                model = super().load_model(**given)
+            run.loaded()
+        finally:
+            self._run = None
+            run.end()
+        return model
+
+    def _begin(self, model_config: Any) -> Run:
+        import sglang
+        from sglang.srt.distributed import parallel_state
+
+        version = str(sglang.__version__)
+        if ".".join(version.split(".")[:2]) not in KNOWN:
+            log.warning("mx was not tried with SGLang %s", version)
+        ranks = Ranks(parallel_state.get_tp_group(), parallel_state.get_pp_group(), (0, 1))
+        states = [] if self.options.state == "checkpoint" else [LOADED]
+        run = Run(
+            "SGLang",
+            self.options.model or name_of(str(model_config.model_path)),
+            self.options,
+            {
+                state: ProcessingKey(
+                    **fields_of("sglang", version, model_config, ranks.places, state)  # type: ignore[arg-type]
+                )
+                for state in states
+            },
+            ranks,
+            Path(model_config.model_path),
+        )
+        _loadings.append(run.loading)
+        return run
+
+    def load_weights_and_postprocess(
+        self, model: Any, weights: Iterator[tuple[str, torch.Tensor]], target_device: torch.device
+    ) -> None:
+        """Fill a model that SGLang has built, lend it, and have SGLang process it.
+
+        Args:
+            model: The model.
+            weights: The checkpoint's on disk, which are read only if nothing can be pulled.
+            target_device: Where the engine computes.
+        """
+        run = self._run
+        assert run is not None
+        if run.choice.state:
+            filled = False
+            try:
+                self._fill(run, model, target_device)
+                filled = True
+            except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
+                run.error = error
+            if not run.agreed(filled):
+                raise _GivenUpError
+        else:
+            DefaultModelLoader.load_weights_only(model, weights, target_device)
+        run.lend_loaded(slots_of(model, non_persistent=False))
+        DefaultModelLoader.postprocess_weights(model, target_device)
+
+    def _fill(self, run: Run, model: Any, target_device: torch.device) -> None:
+        if run.choice.state == LOADED:
+            run.fill(slots_of(model, non_persistent=False))
+            return
+        pull = run.pull(hold=False)
+        if (theirs := pull.files().get("config.json")) is not None:
+            check_configuration(self._configuration, theirs)
+        arriving = (item for layer in pull.layers() for item in layer.tensors().items())
+        DefaultModelLoader.load_weights_only(model, arriving, target_device)
+        pull.wait()
+
+
+def withdraw(reason: str) -> None:
+    """Give what this process lends to no reader any more.
+
+    Args:
+        reason: A word.
+    """
+    for loading in _loadings:
+        if loading.lender is not None:
+            loading.lender.withdraw(reason)

@@ -1,0 +1,192 @@
+"""The loader of the load format `mx-peer`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+import mx
+from mx.core.variant import ProcessingKey
+from mx.engines.replica.configuration import check_configuration
+from mx.engines.replica.names import name_of
+from mx.engines.replica.options import LoaderOptions
+from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.run import LOADED, PROCESSED, Run
+from mx.engines.replica.tensors import slots_of
+from mx.engines.vllm import processed
+from mx.engines.vllm.key import engine_version, is_known, key_of
+from mx.engines.vllm.worker import watch
+
+log = logging.getLogger(__name__)
+
+
+class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
+    """Loads a rank's weights from other replicas or from a peer that holds the checkpoint.
+
+    Where neither is possible it is vLLM's ordinary loader. Afterwards it lends what was loaded.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        """
+        Args:
+            load_config: vLLM's; its `model_loader_extra_config` has the options of `LoaderOptions`.
+
+        Raises:
+            ConfigError: An option is wrong.
+        """
+        # The ordinary loader knows neither the format nor the options.
+        super().__init__(
+            dataclasses.replace(load_config, load_format="auto", model_loader_extra_config={})
+        )
+        self.options = LoaderOptions.read(load_config.model_loader_extra_config)
+        self._feed: mx.Pull | None = None
+        self._run: Run | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: what is needed is pulled when it is loaded."""
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """Return the model with its weights, and begin to lend them.
+
+        Args:
+            vllm_config: The engine's configuration.
+            model_config: The model's; a draft model's is left to the ordinary loader.
+            prefix: Of the modules' names.
+
+        Raises:
+            MxError: Nothing can be pulled, and the option `fallback` is off.
+        """
+        if model_config is not vllm_config.model_config or prefix:
+            return super().load_model(vllm_config, model_config, prefix)
+        run = self._run = self._begin(vllm_config)
+        # vLLM's kernels for CPUs repack linear weights, which nobody else can read then.
+        plain = PROCESSED in run.keys and processed.on_cpu()
+        try:
+            model = None
+            if run.choice.state == PROCESSED:
+                model = self._load_processed(run, vllm_config, plain)
+            if model is None:
+                with processed.plain_linears(plain):
+                    model = super().load_model(vllm_config, model_config, prefix)
+            if run.lends == PROCESSED:
+                if why := processed.cannot_lend(model):
+                    log.warning("%s is not lent: %s", run.name, why)
+                else:
+                    run.lend(slots_of(model, non_persistent=True), before_processing=False)
+            run.loaded()
+        finally:
+            self._run = None
+            run.end()
+        return model
+
+    def _begin(self, vllm_config: Any) -> Run:
+        version = engine_version()
+        if not is_known(version):
+            log.warning(
+                "mx was not tried with vLLM %s: processing keys are compared as always, and the "
+                "ordinary loader takes over where something is missing",
+                version,
+            )
+        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        ranks = Ranks(
+            parallel_state.get_tp_group(),
+            parallel_state.get_pp_group(),
+            (parallel.data_parallel_rank, parallel.data_parallel_size),
+        )
+        keys: dict[str, ProcessingKey] = {}
+        try:
+            for state in processed.states(self.options.state, vllm_config):
+                keys[state] = key_of(vllm_config, ranks.places, state)
+        except Exception as error:  # noqa: BLE001 - of a version that is not known
+            log.warning("no other replica's weights are taken, and none are lent: %s", error)
+            keys = {}
+        run = Run(
+            "vLLM",
+            self.options.model or name_of(str(model.model)),
+            self.options,
+            keys,
+            ranks,
+            Path(model.model),
+        )
+        watch(run.loading, vllm_config)
+        return run
+
+    def _load_processed(self, run: Run, vllm_config: Any, plain: bool) -> Any:
+        """Return the model as another replica processed it, or None if any rank can't."""
+        model = None
+        with processed.undone_unless_kept(vllm_config) as keep:
+            try:
+                with run.pull(hold=False) as pull:
+                    model = processed.build(vllm_config, pull, self._target(vllm_config), plain)
+            except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
+                run.error = error
+            if not run.agreed(model is not None):
+                return None
+            keep()
+            return model
+
+    def _target(self, vllm_config: Any) -> torch.device:
+        chosen = self.load_config.device
+        return torch.device(vllm_config.device_config.device if chosen is None else chosen)
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Fill a model that vLLM has built, before it processes the weights.
+
+        Args:
+            model: The model.
+            model_config: Its configuration.
+        """
+        run = self._run
+        if run is None:
+            super().load_weights(model, model_config)
+            return
+        if run.lends == PROCESSED and LOADED in run.keys and processed.unsupported(model):
+            run.lends = LOADED
+        if run.choice.state:
+            loaded = False
+            try:
+                if run.choice.state == LOADED:
+                    run.fill(slots_of(model, non_persistent=False))
+                else:
+                    self._feed_from(run.pull(hold=False), model, model_config)
+                loaded = True
+            except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
+                run.error = error
+            run.agreed(loaded)
+        if not run.choice.state:
+            super().load_weights(model, model_config)
+        run.lend_loaded(slots_of(model, non_persistent=False))
+
+    def _feed_from(self, pull: mx.Pull, model: Any, model_config: Any) -> None:
+        if (theirs := pull.files().get("config.json")) is not None:
+            check_configuration(model_config.hf_config.to_dict(), theirs)
+        if model_config.quantization is not None:
+            pull.wait()  # some quantise while they load, and can't begin again
+        self._feed = pull
+        try:
+            super().load_weights(model, model_config)
+            pull.wait()
+        finally:
+            self._feed = None
+
+    def get_all_weights(
+        self, model_config: Any, model: Any
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the checkpoint's tensors: layer by layer as they arrive, or from disk.
+
+        Args:
+            model_config: The model's configuration.
+            model: The model.
+        """
+        if self._feed is None:
+            yield from super().get_all_weights(model_config, model)
+            return
+        for layer in self._feed.layers():
+            yield from layer.tensors().items()

@@ -1,0 +1,29 @@
+"""The plugin: vLLM calls `register` in each of its processes, maybe more than once."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger(__name__)
+
+LOAD_FORMAT = "mx-peer"
+
+
+def register() -> None:
+    """Add the load format `mx-peer` to vLLM. Idempotent. Nothing of mx runs afterwards."""
+    try:
+        from vllm.model_executor import model_loader
+
+        if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+            return
+        from mx.engines.vllm.files import fetch_before_configuration
+        from mx.engines.vllm.loader import MxPeerLoader
+
+        model_loader.register_model_loader(LOAD_FORMAT)(MxPeerLoader)
+        fetch_before_configuration()
+    except (ImportError, AttributeError) as error:
+        log.warning(
+            "this version of vLLM has no place for mx: load format %s is missing (%s)",
+            LOAD_FORMAT,
+            error,
+        )

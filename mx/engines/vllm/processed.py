@@ -1,0 +1,156 @@
+"""The state after vLLM has processed a model's weights: what has it, and how it is taken over."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import mx
+from mx.engines.replica.run import LOADED, PROCESSED
+from mx.engines.replica.tensors import cannot_move, check, replace, slots_of
+from mx.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: Where vLLM's models register parts of themselves while they are built.
+_REGISTRIES = ("static_forward_context", "static_all_moe_layers")
+
+
+def on_cpu() -> bool:
+    """Return True if this is vLLM for CPUs."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def states(wanted: str, vllm_config: Any) -> list[str]:
+    """Return the states that this engine may take, best first.
+
+    Args:
+        wanted: The option `state`.
+        vllm_config: The engine's configuration.
+    """
+    if wanted == "checkpoint":
+        return []
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        log.warning("experts move between ranks (EPLB): only checkpoints are taken, none is lent")
+        return []
+    if wanted in (LOADED, PROCESSED):
+        return [wanted]
+    return [LOADED] if on_cpu() else [PROCESSED, LOADED]
+
+
+def unsupported(model: torch.nn.Module) -> str:
+    """Return why vLLM can't take over the processed weights of such a model, or ""."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
+            return f"{type(method).__name__} of {name or 'the model'} can't take processed weights"
+    return ""
+
+
+def cannot_lend(model: torch.nn.Module) -> str:
+    """Return why a model's processed tensors can't be lent, or ""."""
+    if why := unsupported(model):
+        return why
+    slots = slots_of(model, non_persistent=True)
+    if bad := cannot_move(slots):
+        return f"{bad} has no values"
+    empty = [n for n, s in slots.items() if (t := s.get()) is not None and not t.numel()]
+    if empty:
+        return (
+            f"vLLM has moved the weights of {len(empty)} tensors into memory of its own, "
+            f"such as {empty[0]}"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def plain_linears(plain: bool) -> Iterator[None]:
+    """Have vLLM for CPUs compute linear layers from their own weights.
+
+    Otherwise it repacks them into memory that nothing but its kernel can read.
+
+    Args:
+        plain: False changes nothing.
+    """
+    if not plain:
+        yield
+        return
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    with mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", keep):
+        yield
+
+
+@contextlib.contextmanager
+def undone_unless_kept(vllm_config: Any) -> Iterator[Callable[[], None]]:
+    """Yield a function that keeps the model that is built inside the block.
+
+    If it is not called, what the model registered is removed, so that another can be built.
+
+    Args:
+        vllm_config: The engine's configuration.
+    """
+    compilation = vllm_config.compilation_config
+    before = {name: _copy(getattr(compilation, name, None)) for name in _REGISTRIES}
+    kept = []
+    try:
+        yield lambda: kept.append(True)
+    finally:
+        if not kept:
+            for name, content in before.items():
+                _restore(getattr(compilation, name, None), content)
+
+
+def _copy(registry: Any) -> Any:
+    return None if registry is None else registry.copy()
+
+
+def _restore(registry: Any, content: Any) -> None:
+    if registry is not None:
+        registry.clear()
+        registry.extend(content) if isinstance(registry, list) else registry.update(content)
+
+
+def build(vllm_config: Any, pull: mx.Pull, device: torch.device, plain: bool) -> torch.nn.Module:
+    """Return a model made of tensors that another replica has processed.
+
+    Args:
+        vllm_config: The engine's configuration.
+        pull: The pull of the tensors, which runs meanwhile.
+        device: Where the engine computes.
+        plain: As for `plain_linears`.
+
+    Raises:
+        ConfigError: The tensors do not fit the model, or vLLM can't take them.
+        MxError: The error that ended the pull.
+    """
+    from vllm.model_executor.model_loader import utils
+    from vllm.model_executor.utils import weights_already_processed
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = vllm_config.model_config
+    with set_default_torch_dtype(config.dtype):
+        with torch.device("meta"):
+            model = utils.initialize_model(vllm_config=vllm_config, model_config=config)
+        if why := unsupported(model):
+            raise ConfigError(why)
+        if config.quantization is None and not getattr(config, "is_moe", False):
+            check(pull.wait_manifest(), slots_of(model, non_persistent=True))
+        replace(model, pull.state_dict(), device)
+        with plain_linears(plain), weights_already_processed():
+            utils.process_weights_after_loading(model, config, device)
+    if left := cannot_move(slots_of(model, non_persistent=True)):
+        raise ConfigError(f"the replica that lends has no {left}")
+    return model.eval()  # type: ignore[no-any-return]

@@ -1,0 +1,204 @@
+"""Around the calls of a worker that change weights: what is lent is withdrawn meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mx.engines.replica.lender import ASLEEP
+from mx.engines.replica.run import Loading
+
+#: What `status` is called as a method of vLLM's workers.
+STATUS_METHOD = "mx_peer_status"
+
+
+class _Watched:
+    """What one worker loaded, and lends."""
+
+    def __init__(self, loading: Loading, vllm_config: Any) -> None:
+        self.loading, self.vllm_config = loading, vllm_config
+        #: True between a sleep that discards the weights and the update that writes them again.
+        self.discarded = False
+
+    def withdraw(self, reason: str) -> None:
+        """Give the weights to no reader while `reason` lasts."""
+        if self.loading.lender is not None:
+            self.loading.lender.withdraw(reason)
+
+    def restore(self, reason: str, *, failed: bool = False) -> None:
+        """Lend the weights again, as they are now."""
+        if self.loading.lender is not None:
+            self.loading.lender.restore(reason, failed=failed)
+
+
+_watched: list[_Watched] = []
+
+
+def _watched_of(worker: Any) -> _Watched | None:
+    config = getattr(worker, "vllm_config", None)
+    return next((each for each in _watched if each.vllm_config is config), None)
+
+
+def status(worker: Any) -> dict[str, object]:
+    """Return what a worker loaded and lends: `llm.collective_rpc("mx_peer_status")`.
+
+    Args:
+        worker: vLLM's worker.
+
+    Returns:
+        `model`, `loads` (how often from which state, or by the ordinary loader), `refused` (how
+        often another key, or none, was refused), `lending` (the state of lending), `revision`,
+        `identity`, and `why` if nothing is lent.
+    """
+    watched = _watched_of(worker)
+    if watched is None:
+        return {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
+    loading = watched.loading
+    lender = loading.lender
+    source = None if lender is None else lender.source
+    return {
+        "model": loading.name,
+        "variant": "" if lender is None else str(lender.key),
+        "loads": dict(loading.loads),
+        "refused": loading.refused,
+        "lending": "off" if lender is None else lender.state,
+        "revision": "" if source is None else source.model.revision,
+        "identity": "" if source is None else source.identity_hex,
+        "why": "" if lender is None else lender.why,
+    }
+
+
+@contextlib.contextmanager
+def changing(worker: Any) -> Iterator[None]:
+    """Write to a worker's weights inside the block, for worker extensions that do so themselves.
+
+    vLLM's own updates need none.
+
+    Args:
+        worker: vLLM's worker, `self` in an extension.
+    """
+    watched = _watched_of(worker)
+    if watched is None:
+        yield
+        return
+    watched.withdraw("an extension")
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        watched.restore("an extension", failed=failed)
+
+
+def watch(loading: Loading, vllm_config: Any) -> None:
+    """Withdraw what this process lends around the worker's calls that change it.
+
+    Args:
+        loading: What a worker is about to load.
+        vllm_config: The worker's configuration.
+    """
+    _watched[:] = [each for each in _watched if each.vllm_config is not vllm_config]
+    _watched.append(_Watched(loading, vllm_config))
+    module, _, name = str(vllm_config.parallel_config.worker_cls).rpartition(".")
+    worker = getattr(sys.modules.get(module), name, None)
+    if worker is None or STATUS_METHOD in vars(worker):
+        return
+    setattr(worker, STATUS_METHOD, status)
+    for method, around in _AROUND.items():
+        original = getattr(worker, method, None)
+        if original is not None:
+            setattr(worker, method, _wrapped(original, around))
+
+
+Call = Callable[[], Any]
+
+
+def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(worker: Any, *arguments: Any, **named: Any) -> Any:
+        watched = _watched_of(worker)
+        call = functools.partial(original, worker, *arguments, **named)
+        if watched is None:
+            return call()
+        return around(watched, call, *arguments, **named)
+
+    return method
+
+
+def _sleep(watched: _Watched, call: Call, level: int = 1, *_: Any, **__: Any) -> Any:
+    watched.withdraw(ASLEEP)
+    result = call()
+    watched.discarded = watched.discarded or level >= 2
+    return result
+
+
+def _discard(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    watched.withdraw(ASLEEP)
+    watched.discarded = True
+    return call()
+
+
+def _wake_up(watched: _Watched, call: Call, tags: list[str] | None = None, **_: Any) -> Any:
+    result = call()
+    if (tags is None or "weights" in tags) and not watched.discarded:
+        watched.restore(ASLEEP)
+    return result
+
+
+def _begin_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    watched.withdraw("an update")
+    try:
+        return call()
+    except BaseException:
+        watched.restore("an update", failed=True)
+        raise
+
+
+def _go_on(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    try:
+        return call()
+    except BaseException:
+        watched.restore("an update", failed=True)
+        raise
+
+
+def _end_update(watched: _Watched, call: Call, *arguments: Any, **named: Any) -> Any:
+    result = _go_on(watched, call)
+    _written(watched)
+    watched.restore("an update")
+    return result
+
+
+def _reload(watched: _Watched, call: Call, *arguments: Any, **named: Any) -> Any:
+    _begin_update(watched, call)
+    _written(watched)
+    watched.restore("an update")
+
+
+def _written(watched: _Watched) -> None:
+    """The weights are written again: what sleep discarded is there."""
+    if watched.discarded:
+        watched.discarded = False
+        watched.restore(ASLEEP)
+
+
+def _shut_down(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    if watched.loading.lender is not None:
+        watched.loading.lender.close()
+    _watched.remove(watched)
+    return call()
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "sleep": _sleep,
+    "wake_up": _wake_up,
+    "discard": _discard,
+    "reload_weights": _reload,
+    "start_weight_update": _begin_update,
+    "update_weights": _go_on,
+    "finish_weight_update": _end_update,
+    "shutdown": _shut_down,
+}

@@ -1,0 +1,30 @@
+"""The example of an engine that lends what it computes with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import daemon
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.integration
+def test_another_process_starts_from_an_engines_memory() -> None:
+    with daemon() as (_, coordinator):
+        found = subprocess.run(
+            [sys.executable, "examples/serve_in_engine.py"],
+            cwd=ROOT,
+            env={**os.environ, "MX_PEER_COORDINATOR": coordinator},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "both generated the same, before the adapter and with it (main.2)" in found.stdout

@@ -1,0 +1,115 @@
+"""SGLang's real loader and hooks, around a model of plain layers: its own need a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_loader import loader as loaders
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+import mx
+from mx.engines.sglang import loader as ours
+from mx.engines.sglang.plugin import before_update, register
+from tests.support.daemon import daemon
+
+CONFIG = {"architectures": ["Plain"], "model_type": "plain", "hidden_size": 8}
+
+
+class Plain(torch.nn.Module):
+    """Two layers, and the method by which SGLang fills a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[str]:
+    with daemon(lease_s=2.0) as (_, address):
+        yield address
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's loader as it is, without its models and its process groups."""
+    register()
+    HookRegistry.apply_hooks()
+    group = SimpleNamespace(rank_in_group=0, world_size=1)
+    from sglang.srt.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: group)
+    monkeypatch.setattr(loaders, "_initialize_model", lambda *_, **__: Plain())
+    monkeypatch.setattr(loaders, "_get_quantization_config", lambda *_, **__: None)
+    monkeypatch.setattr(loaders, "get_server_args", lambda: None)
+    monkeypatch.setattr(ours, "_loadings", [])
+
+
+def load(folder: Path, coordinator: str, **options: object) -> torch.nn.Module:
+    """Load a model as SGLang's model runner does."""
+    extra = {"mx_peer": {"model": "plain", "coordinator": coordinator, **options}}
+    config: Any = SimpleNamespace(
+        model_path=str(folder), revision=None, dtype=torch.float32, quantization=None,
+        hf_config=SimpleNamespace(architectures=["Plain"], to_dict=lambda: dict(CONFIG)),
+        is_draft_model=False, modelopt_quant=None,
+    )  # fmt: skip
+    loader = loaders.get_model_loader(loaders.LoadConfig(model_loader_extra_config=extra), config)
+    assert isinstance(loader, ours.MxPeerLoader)
+    model: torch.nn.Module = loader.load_model(
+        model_config=config, device_config=SimpleNamespace(device="cpu")
+    )
+    return model
+
+
+def bare(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def test_checkpoint_then_a_replica_then_an_update(
+    engine: None, coordinator: str, tmp_path: Path
+) -> None:
+    weights = Plain().state_dict()
+    folder = bare(tmp_path / "bare")
+    with mx.serve(weights, model="plain", coordinator=coordinator, files=folder):
+        one = load(folder, coordinator)
+    first = ours._loadings[-1]
+    two = load(folder, coordinator)
+    second = ours._loadings[-1]
+    assert (first.loads, second.loads) == ({"checkpoint": 1}, {"loaded": 1})
+    for model in (one, two):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, weights[name])
+    before_update()
+    states = [each.lender and each.lender.state for each in (first, second)]
+    assert states == ["withdrawn", "withdrawn"]
+
+
+def test_ordinary_loader_takes_over(engine: None, coordinator: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = Plain().state_dict()
+    folder = bare(tmp_path / "whole")
+    save_file(weights, str(folder / "model.safetensors"))
+    model = load(folder, coordinator, model="unknown")
+    loading = ours._loadings[-1]
+    assert loading.loads == {"ordinary": 1} and loading.lender is not None
+    assert torch.equal(model.state_dict()["first.weight"], weights["first.weight"])
+    loading.lender.close()
+
+
+def test_other_configurations_are_left_alone(engine: None) -> None:
+    found = loaders.get_model_loader(loaders.LoadConfig())
+    assert type(found) is loaders.DefaultModelLoader

@@ -1,0 +1,135 @@
+"""What a replica starts from, given what is listed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mx.core.variant import ProcessingKey
+from mx.engines.replica.choice import Choice, choose, name_and_revision, with_checkpoint
+from mx.engines.replica.configuration import check_configuration
+from mx.engines.replica.options import LoaderOptions
+from mx.errors import ConfigError
+from mx.wire.listing import BundleStatus
+
+IDENTITY = "ab" * 32
+KEY = ProcessingKey(
+    engine="vllm", version="0.32.0", tp=(1, 2), dtype="bf16", state="loaded", config="00ff00ff"
+)
+
+
+def listed(
+    variant: str, *, revision: str = "main", missing: int = 0, named: bool = True
+) -> BundleStatus:
+    ranks = 2 if "tp=" in variant else 1
+    return BundleStatus("m", revision, variant, ranks, ("x",) * missing, missing, named)
+
+
+def replicas(checkpoint: str = "", **how: object) -> BundleStatus:
+    return listed(str(with_checkpoint(KEY, checkpoint).bundle), **how)  # type: ignore[arg-type]
+
+
+def test_replicas_come_before_the_checkpoint() -> None:
+    bundles = [listed("checkpoint"), replicas(IDENTITY[:16])]
+    found = choose({"loaded": KEY}, bundles, {"main": IDENTITY})
+    assert found == Choice("loaded", "main", IDENTITY[:16])
+
+
+def test_best_state_first() -> None:
+    processed = ProcessingKey.parse(str(KEY).replace("state=loaded", "state=processed"))
+    bundles = [replicas(), listed(str(processed.bundle))]
+    assert choose({"processed": processed, "loaded": KEY}, bundles, {}).state == "processed"
+    assert choose({"loaded": KEY, "processed": processed}, bundles, {}).state == "loaded"
+
+
+def test_replicas_of_an_older_checkpoint_are_refused() -> None:
+    bundles = [listed("checkpoint"), replicas("cd" * 8)]
+    found = choose({"loaded": KEY}, bundles, {"main": IDENTITY})
+    assert (found.state, found.refused) == ("checkpoint", True)
+    assert "made of checkpoint cdcdcdcdcdcdcdcd, not of abababababababab" in found.why
+
+
+def test_replicas_of_an_unknown_checkpoint_are_taken_only_where_none_is_listed() -> None:
+    assert choose({"loaded": KEY}, [replicas()], {}).state == "loaded"
+    found = choose({"loaded": KEY}, [replicas(), listed("checkpoint")], {"main": IDENTITY})
+    assert (found.state, found.refused) == ("checkpoint", True)
+
+
+def test_several_checkpoints_need_a_word() -> None:
+    bundles = [replicas("ab" * 8), replicas("cd" * 8)]
+    found = choose({"loaded": KEY}, bundles, {})
+    assert found.state == "" and found.refused and "`checkpoint` names none" in found.why
+    assert choose({"loaded": KEY}, bundles, {}, checkpoint="cdcd").checkpoint == "cd" * 8
+
+
+def test_missing_ranks() -> None:
+    found = choose({"loaded": KEY}, [replicas(missing=1)], {})
+    assert found.state == "" and "1 of 2 ranks have no source" in found.why
+
+
+def test_newest_revision_or_the_named_one() -> None:
+    bundles = [replicas(named=False), replicas(revision="main.2")]
+    assert choose({"loaded": KEY}, bundles, {}).revision == "main.2"
+    assert choose({"loaded": KEY}, bundles, {}, revision="main").revision == "main"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("dtype", "fp16", "dtype: bf16 listed, fp16 here"),
+        ("version", "0.33.0", "version: 0.32.0 listed, 0.33.0 here"),
+        ("tp", "0/4", "tp: 0/2 listed, 0/4 here"),
+        ("quantization", "awq", "quantization: none listed, awq here"),
+        ("config", "ffffffff", "config: 00ff00ff listed, ffffffff here"),
+    ],
+)
+def test_another_key_is_refused_by_field(field: str, value: str, said: str) -> None:
+    other = ProcessingKey(**{**KEY.fields, field: value})
+    found = choose({"loaded": other}, [replicas()], {})
+    assert found == Choice(why=found.why, refused=True)
+    assert said in found.why and found.why.count(" listed, ") == 1
+
+
+def test_other_engines_are_not_mentioned() -> None:
+    other = ProcessingKey(engine="sglang", version="0.5.23", tp=(0, 2), dtype="bf16")
+    found = choose({"loaded": KEY}, [listed(str(other.bundle))], {})
+    assert found == Choice(why="nothing that this engine can take is listed")
+    assert choose({"loaded": KEY}, [], {}) == Choice(why="no source is listed")
+
+
+@given(st.builds(Choice, st.text(), st.text(), st.text(), st.text(), st.booleans()))
+def test_choices_travel_as_text(found: Choice) -> None:
+    assert Choice.decode(found.encode()) == found
+
+
+def test_names() -> None:
+    assert name_and_revision("a/b:r@" + "ab" * 32) == ("a/b", "r", "ab" * 32)
+    with pytest.raises(ConfigError, match="names a variant"):
+        name_and_revision("m[tp=0/2]")
+
+
+def test_configurations_are_compared_where_shapes_depend_on_them() -> None:
+    here = {"hidden_size": 64, "eos_token_id": 2, "text_config": {"num_layers": 2}, "rope": 1.0}
+    check_configuration(here, b'{"hidden_size": 64, "eos_token_id": 3, "rope": 2.0, "new": 1}')
+    with pytest.raises(ConfigError, match="text_config.num_layers: 3 there, 2 here"):
+        check_configuration(here, b'{"text_config": {"num_layers": 3}}')
+    with pytest.raises(ConfigError, match="model_type: b there, a here"):
+        check_configuration({"model_type": "a"}, b'{"model_type": "b"}')
+    for malformed in (b"{", b"[]", b"[" * 100_000, b"\xff"):
+        with pytest.raises(ConfigError, match="config.json is malformed"):
+            check_configuration(here, malformed)
+
+
+def test_options() -> None:
+    options = LoaderOptions.read({"model": "m", "lend": False, "wait_s": 3, "insecure": True})
+    assert (options.model, options.lend, options.settings.wait_s) == ("m", False, 3.0)
+    assert options.settings.insecure
+    for wrong, said in (
+        ({"stat": "loaded"}, "did you mean state"),
+        ({"state": "cooked"}, "one of auto, processed, loaded, checkpoint"),
+        ({"lend": "yes"}, "must be true or false"),
+        ({"wait_s": "soon"}, "wait_s = 'soon'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            LoaderOptions.read(wrong)

@@ -1,0 +1,26 @@
+"""The example of two replicas, as its line in the README runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(600)
+def test_two_replicas_the_second_without_weights() -> None:
+    found = subprocess.run(
+        [sys.executable, "examples/vllm_replica.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "example-llama: loads {'loaded': 1}, lending" in found.stdout
+    assert "both replicas generate" in found.stdout
