@@ -7,7 +7,7 @@ SHELL := /bin/bash
 # takes longer than the rest of its start.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-vllm demo test test-pythons test-vllm chaos lint proto proto-check bench clean
+.PHONY: help setup setup-vllm demo test test-models test-pythons test-vllm chaos lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -26,6 +26,7 @@ help:
 	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
 	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"
+	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
 	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
@@ -91,6 +92,9 @@ test-pythons: $(READY)
 
 test-vllm: $(VLLM_READY)
 	$(VLLM_PY) -m pytest tests/vllm $(ARGS)
+
+test-models: $(READY)
+	$(PY) -m tests.models $(ARGS)
 
 chaos: $(READY)
 	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\

@@ -86,7 +86,7 @@ _HOMES = {
 }
 
 #: Modules that are attributes of `mx`, too.
-_MODULES = ("config", "errors")
+_MODULES = ("config", "engines", "errors")
 
 __all__ = [
     "BundleStatus",

@@ -59,6 +59,7 @@ _NEEDS = {
         "unit/test_live.py",
         "unit/test_naming.py",
         "unit/test_partial_output.py",
+        "unit/test_pending.py",
         "unit/test_permuted.py",
         "unit/test_read_back.py",
         "unit/test_reader.py",

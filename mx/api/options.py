@@ -42,6 +42,7 @@ def pull_options(
     wait_s: float | None = None,
     only: str | Collection[str] | None = None,
     slices: Mapping[str, Slice] | None = None,
+    files_only: bool | Collection[str] = False,
     **rest: Any,
 ) -> PullOptions:
     """Check the arguments of `pull` and `plan`.
@@ -57,6 +58,7 @@ def pull_options(
         transport: The only one to use; None for all.
         wait_s: Seconds to wait for a source, or text like "1m"; None for the settings' value.
         only, slices: Which tensors to pull, and which slices of them.
+        files_only: Whether to pull only side files, and which.
         rest: Further fields of `PullOptions`.
 
     Returns:
@@ -66,6 +68,7 @@ def pull_options(
         ConfigError: An argument is of a wrong type or has a wrong value; it is named.
     """
     variant = variant_text(variant)
+    rest["files_only"], files = _files(files_only)
     _check_types(
         model=model, peer=peer, path=path, fallback=fallback, out=out, revision=revision,
         transport=transport, **rest,
@@ -119,8 +122,23 @@ def pull_options(
         coordinate_always=settings.coordinated_reading == "always",
         alone_because=alone_because,
         selection=selection,
+        files=files,
         **rest,
     )
+
+
+def _files(files_only: object) -> tuple[bool, tuple[str, ...] | None]:
+    """Return whether only side files are pulled, and their names or patterns, None for all."""
+    if isinstance(files_only, bool):
+        return files_only, None
+    known = "it is True, False, or names or patterns of files"
+    if isinstance(files_only, str):
+        raise ConfigError(f"`files_only` is text, {files_only!r}", hint=known)
+    check_type("files_only", files_only, Collection, known)
+    assert isinstance(files_only, Collection)
+    for name in files_only:
+        check_type("files_only", name, str, known)
+    return True, tuple(files_only)
 
 
 def _selection(
@@ -176,7 +194,7 @@ def _check_follow(reference: ModelReference, **others: object) -> None:
 #: Arguments by what they must be; `_OPTIONAL` ones may be None.
 _TEXTS = ("model", "revision", "peer", "coordinator", "transport")
 _PATHS = ("path", "fallback", "out")
-_FLAGS = ("hold", "attach", "resume", "follow", "files_only")
+_FLAGS = ("hold", "attach", "resume", "follow")
 _OPTIONAL = ("peer", "coordinator", "transport", *_PATHS)
 
 

@@ -42,7 +42,7 @@ def pull(
     local_ranks: LocalRanks | None = None,
     wait_s: float | None = None,
     resume: bool = True,
-    files_only: bool = False,
+    files_only: bool | Collection[str] = False,
     settings: config.Settings | None = None,
 ) -> Pull:
     """Start to pull `model`, and return at once.
@@ -106,9 +106,10 @@ def pull(
             anything there. Otherwise a pull that fails keeps the layers that it has written, and
             its error says so.
         files_only: Pull only the model's side files (configuration, tokenizer), to `out`, or into
-            memory, where `Pull.files` has them. No weights are read, and nothing is said of them:
-            the report has `files`, and 0 bytes. Not together with `hold`, `into`, `reuse` or a
-            `device`, nor, from `path`, with a pin, which only the weights prove; other options of
+            memory, where `Pull.files` has them: all (True), or those of some names or shell-style
+            patterns, as far as the model has them. No weights are read, and nothing is said of
+            them: the report has `files`, and 0 bytes. Not together with `hold`, `into`, `reuse` or
+            a `device`, nor, from `path`, with a pin, which only the weights prove; other options of
             the weights have no effect.
         settings: Settings to use; None loads them from the environment and the files.
 

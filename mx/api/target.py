@@ -147,6 +147,21 @@ class Pull(Described, Closable):
         """
         self._state.on_layer(callback)
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the pull has ended, well or not, after the last layer's callbacks.
+
+        Args:
+            callback: Must be short. It is called on a thread of mx's.
+
+        Raises:
+            ForkError: This process was forked from the one that pulls.
+        """
+        self._require_own()
+        self._loop.submit(self._ended()).add_done_callback(lambda _: callback())
+
+    async def _ended(self) -> None:
+        await asyncio.wait((self._task,))
+
     # -- the end ----------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None = None) -> PullReport:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mx import api
-from mx.demo import memcpy, models
+from mx.demo import first_token, memcpy, models
 from mx.demo.processes import Child
 from mx.errors import ConfigError, IntegrityError
 from mx.units import GB, count, format_bytes, format_seconds
@@ -86,6 +86,8 @@ def run(checkpoint: Path | None, console: Console) -> list[Row]:
         console.print(f"[bold]coordinator[/]  process {coordinator.pid} at {address}")
         for example in _examples(folder, checkpoint, console):
             rows += _show(example, folder, address, console)
+            if first_token.generates(example.path):
+                _show_first_token(example, folder, address, console)
     for name in dict.fromkeys(row.model for row in rows):
         console.print()
         console.print(_table([row for row in rows if row.model == name]))
@@ -147,6 +149,32 @@ def _show(example: models.Example, folder: Path, coordinator: str, console: Cons
             verdict = _compare(example.name, coordinator, keywords, reference)
             rows.append(Row(example.name, path, report, verdict, speeds))
     return rows
+
+
+def _show_first_token(
+    example: models.Example, folder: Path, coordinator: str, console: Console
+) -> None:
+    """Serve a model as over a link, and show when it gives its first token.
+
+    Raises:
+        IntegrityError: It gives another token while it arrives than afterwards.
+    """
+    name = f"{example.name}-over-a-link"
+    arguments = [str(example.path), "--model", name, "--coordinator", coordinator]
+    with _command("serve", [*arguments, "--max-bandwidth", first_token.RATE], folder) as source:
+        source.answer(WORK_TIMEOUT_S)
+        console.print(f"[bold]first token[/]  from a source that sends {first_token.RATE} at most")
+        try:
+            found = first_token.measure(name, coordinator)
+        except ConfigError as error:
+            console.print(f"              not shown: {error}")
+            return
+    console.print(
+        f"              when all layers are here  {format_seconds(found.sequential_s)}\n"
+        f"              while layers arrive       {format_seconds(found.progressive_s)}"
+    )
+    if not found.same:
+        raise IntegrityError(f"{example.name}: the first token differs while layers arrive")
 
 
 def _compare(

@@ -171,7 +171,8 @@ class SideFiles:
         """Take the files of a checkpoint on disk, before its weights are read. Only these say
         which weights they are: with a pin, or if the caller knows already, this does nothing."""
         if "@" not in self._options.name and not self._log.told:
-            self._know(_Known(checkpoint.packaging, checkpoint.side_documents))
+            wanted = self._options.wanted_files(checkpoint.packaging)
+            self._know(_Known(wanted, checkpoint.side_documents))
 
     def unknown(self) -> None:
         """Take back what was found: the pull begins again."""

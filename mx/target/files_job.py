@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from mx.core.pages import Pages
 from mx.core.progress import Progress
@@ -89,18 +90,17 @@ class FilesJob:
             await locator.close()
         self.key, self.manifest = located.key, manifest
         self._log.planned(0, manifest)
-        self.files.described(located, manifest)
-        packaging, left = manifest.packaging, self.files.left
-        if not packaging.side_files:
+        wanted = replace(manifest, packaging=self.options.wanted_files(manifest.packaging))
+        self.files.described(located, wanted)
+        packaging, left = wanted.packaging, self.files.left
+        if not packaging.side_files and self.options.files is None:
             raise NoSourceError(
                 f"{self.key} has no files: its sources serve the weights alone",
                 hint="serve the checkpoint's folder, or pull the weights without `files_only`",
             )
 
         async def fetch(write: WritePage) -> str:
-            return await write_files(
-                self.options, located, manifest, write, left, self._log.waiting
-            )
+            return await write_files(self.options, located, wanted, write, left, self._log.waiting)
 
         source = await self._get("fetching files", packaging, fetch) or self.files.source
         report = self._report(packaging, source)
@@ -123,9 +123,9 @@ class FilesJob:
     async def _from_store(self, store: Store) -> PullReport:
         phase = self._log.phase = f"reading {store.step}"
         checkpoint = await open_store(store, self.options)
-        packaging = checkpoint.packaging
+        packaging = self.options.wanted_files(checkpoint.packaging)
         self.files.opened(checkpoint)
-        if not packaging.side_files:
+        if not packaging.side_files and self.options.files is None:
             raise ConfigError(
                 f"{store.place} has no files beside its weights",
                 hint="name the folder that has config.json",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mx.core.local_ranks import LocalRanks
 from mx.core.reuse import Held
 from mx.core.revisions import MAIN
 from mx.core.selection import Selection
-from mx.core.types import CHECKPOINT, Layout, ModelKey
+from mx.core.types import CHECKPOINT, Layout, ModelKey, Packaging
 from mx.errors import ConfigError
 from mx.memory.arena import BorrowedArena, HostArena, MemfdArena
 from mx.memory.device import DeviceArena
@@ -31,7 +32,8 @@ class PullOptions:
     are read in their order for what sources do not give. With `bound` what a source or the
     coordinator has said of the weights holds for the stores too; otherwise a store is taken as it
     is where no layer was delivered before. `skipped` are the steps of the chain that this pull does
-    not have. `files_only` pulls no weights. `device` is "cpu" or
+    not have. `files_only` pulls no weights, but all side files, or those of the
+    names or patterns in `files`. `device` is "cpu" or
     "cuda:UUID", `into` the caller's memory, `reuse` the weights that this process holds (the pull
     empties the list). `follow` goes over to a newer revision when the weights change. `selection`
     says which tensors are wanted, None: all; `local_ranks` which pulls of this host share what they
@@ -54,6 +56,7 @@ class PullOptions:
     out: Path | None = None
     resume: bool = True
     files_only: bool = False
+    files: tuple[str, ...] | None = None
     device: str = "cpu"
     hold: bool = False
     into: memoryview | InPlace | None = None
@@ -83,6 +86,14 @@ class PullOptions:
         """The requested model, as far as it is known before it is resolved."""
         variant = self.variant or CHECKPOINT
         return ModelKey(self.name.partition("@")[0], self.revision or MAIN, variant)
+
+    def wanted_files(self, packaging: Packaging) -> Packaging:
+        """Return a packaging with only those side files that are wanted."""
+        if self.files is None:
+            return packaging
+        sides = packaging.side_files
+        wanted = [side for side in sides if any(fnmatchcase(side.path, n) for n in self.files)]
+        return replace(packaging, side_files=tuple(wanted))
 
     @property
     def pin(self) -> str:

@@ -154,6 +154,37 @@ def test_weights_from_memory_have_no_files(
         assert not list(tmp_path.iterdir())
 
 
+def test_some_files_are_pulled_by_name_or_pattern(
+    coordinator: str, folder: Path, settings: config.Settings, tmp_path: Path
+) -> None:
+    """Those that the model has; with none of them the manifest is all that comes."""
+    with api.serve(folder, model="m", coordinator=coordinator, settings=settings):
+        every = api.pull("m", coordinator=coordinator, files_only=True, settings=settings)
+        with every:
+            files = every.files(60)
+        assert "config.json" in files and len(files) > 1
+        wanted: list[tuple[list[str], set[str]]] = [
+            (["config.json", "no-such.json"], {"config.json"}),
+            (["conf*"], {name for name in files if name.startswith("conf")}),
+            (["no-such.json"], set()),
+            ([], set()),
+        ]
+        for where in ({"coordinator": coordinator}, {"path": folder}):
+            for names, expected in wanted:
+                with api.pull("m", files_only=names, settings=settings, **where) as some:
+                    assert some.files(60) == {name: files[name] for name in expected}
+                    report = some.wait(60)
+                    assert report.files is not None and report.files.count == len(expected)
+                    if "coordinator" in where:
+                        assert some.wait_manifest(60).layout.tensors
+        out = tmp_path / "some"
+        with api.pull(
+            "m", coordinator=coordinator, files_only=["config.json"], out=out, settings=settings
+        ) as some:
+            some.wait(60)
+        assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
 # -- sources that die -----------------------------------------------------------------------------
 
 

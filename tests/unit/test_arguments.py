@@ -32,6 +32,8 @@ SETTINGS = config.load({"coordinator": "127.0.0.1:1", "wait_s": 0})
         ("hold", 1),
         ("resume", "yes"),
         ("files_only", "yes"),
+        ("files_only", [1]),
+        ("files_only", 1),
     ],
 )
 def test_a_wrong_argument_of_pull_is_named(name: str, value: object) -> None:

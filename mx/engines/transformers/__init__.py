@@ -1,1 +1,40 @@
-"""transformers: models that are built at once and compute while their layers arrive."""
+"""transformers: models that are built at once and compute while their layers arrive.
+
+    model = mx.engines.transformers.load("llama-8b")
+    model.generate(...)  # waits for each layer when it comes to it
+
+Each of these names imports its module, and with it torch and transformers, on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mx.engines.transformers.arrival import Loading
+    from mx.engines.transformers.loader import load, loading
+
+_HOMES = {
+    "Loading": "mx.engines.transformers.arrival",
+    "load": "mx.engines.transformers.loader",
+    "loading": "mx.engines.transformers.loader",
+}
+
+__all__ = ["Loading", "load", "loading"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'mx.engines.transformers' has no attribute {name!r}")
+    from mx.engines.transformers.extra import transformers
+
+    transformers()  # fails with what to install
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

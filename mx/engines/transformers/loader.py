@@ -1,0 +1,174 @@
+"""`load`: a model that is returned at once, and computes while its layers arrive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mx import config
+from mx.api.common import check_type
+from mx.api.pulling import pull
+from mx.api.target import Pull
+from mx.core.reference import pinned_name
+from mx.core.types import Manifest, ModelKey
+from mx.core.variant import ProcessingKey
+from mx.engines.transformers.arrival import Loading
+from mx.engines.transformers.described import FILES, describe
+from mx.engines.transformers.skeleton import build
+from mx.errors import ConfigError
+
+_loadings: weakref.WeakKeyDictionary[Any, Loading] = weakref.WeakKeyDictionary()
+
+
+def load(
+    name: str,
+    *,
+    peer: str | None = None,
+    path: str | Path | None = None,
+    fallback: str | Path | None = None,
+    revision: str = "",
+    variant: str | ProcessingKey = "",
+    coordinator: str | None = None,
+    transport: str | None = None,
+    verify: str = "chunks",
+    attach: bool = True,
+    wait_s: float | None = None,
+    settings: config.Settings | None = None,
+    model_config: Any = None,
+    model_class: Any = None,
+    dtype: Any = "auto",
+    strict: bool = True,
+    **options: Any,
+) -> Any:
+    """Return a model of transformers at once; it computes while its layers arrive.
+
+    `forward` and `generate` wait for each layer when they come to it. Outputs equal those of
+    `from_pretrained`, which builds the model here too: of tensors that are not here yet. What asks
+    for shapes, dtypes or devices does not wait; what needs all values (`state_dict`, `to` with
+    another dtype, `save_pretrained`) waits for all. Each parameter becomes a plain
+    `torch.nn.Parameter` as soon as its layer is verified, in memory of the pull, which it keeps
+    alive; nothing else stays behind. `loading(model)` waits for the end, shows how far it is, and
+    closes.
+
+    Nothing of the weights is moved before the model is built and its names and shapes agree. From
+    `path`, the model is built when the checkpoint was read.
+
+    Args:
+        name: NAME, NAME:REVISION or NAME@PIN.
+        peer, path, fallback, revision, variant, coordinator, transport, verify, attach, wait_s,
+            settings: As for `mx.pull`. With `wait_s` a forward waits so long for a new source when
+            all were lost.
+        model_config: The configuration, where the model's `config.json` is not to be used, or its
+            sources serve the weights alone.
+        model_class: The class, if not the one that the configuration names.
+        dtype: As for `from_pretrained`: "auto" is the configuration's.
+        strict: Refuse weights that lack some of the model's tensors or have others; otherwise do as
+            `from_pretrained` does: initialise the missing ones, ignore the others.
+        options: More arguments of `from_pretrained`, such as `attn_implementation`.
+
+    Returns:
+        The model, in evaluation mode. It raises the pull's error, which is an `MxError`, where it
+        is used and the weights can't come.
+
+    Raises:
+        ConfigError: An argument is wrong; transformers is not installed; the model asks for code
+            of its own, is quantised, of an unknown type or class; or the weights do not fit it,
+            with all differences.
+        MxError: No source has the model, or gave its files, see `mx.pull`.
+    """
+    _check_options(options)
+    where: dict[str, Any] = {
+        "peer": peer,
+        "path": path,
+        "fallback": fallback,
+        "coordinator": coordinator,
+        "transport": transport,
+        "wait_s": wait_s,
+        "settings": settings,
+    }
+    which: dict[str, Any] = {"revision": revision, "variant": variant}
+    how: dict[str, Any] = {"verify": verify, "attach": attach}
+    check_type("name", name, str, "it is NAME, NAME:REVISION or NAME@PIN")
+    running: Pull | None = None
+    files: Mapping[str, bytes] = {}
+    manifest: Manifest | None = None
+    pinned = name
+    if path is None:
+        files, manifest, key = _first(name, _wanted(model_config), **where, **which)
+        if manifest is not None:
+            pinned, which = pinned_name(key, manifest.ref), {}
+    try:
+        if manifest is None:
+            running = pull(name, **where, **which, **how)
+            files = running.files() or files
+        description = describe(name, files, config=model_config, model_class=model_class)
+        if manifest is None:
+            assert running is not None
+            manifest = running.wait_manifest()
+        model, values = build(
+            name, description, manifest, strict=strict, options={"dtype": dtype, **options}
+        )
+        if running is None:
+            running = pull(pinned, **where, **which, **how)
+        _loadings[model] = Loading(running, model, values)
+    except BaseException:
+        if running is not None:
+            running.close()
+        raise
+    return model
+
+
+def loading(model: Any) -> Loading:
+    """Return the arrival of a model's weights, also after its end.
+
+    Args:
+        model: What `load` returned.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    try:
+        return _loadings[model]
+    except (KeyError, TypeError):
+        raise ConfigError(
+            f"this {type(model).__name__} was not returned by `load`",
+            hint="give the model itself, not a copy or a wrapper",
+        ) from None
+
+
+#: Arguments of `from_pretrained` that make no sense here, and why.
+_REFUSED = {
+    "trust_remote_code": "code that comes with a model is never run",
+    "quantization_config": "this version loads weights as they are",
+    "device_map": "this version loads into host memory: move the model with `to`",
+    "state_dict": "the weights are pulled",
+    "config": "it is called `model_config` here",
+    "gguf_file": "the weights are pulled",
+    "tp_plan": "this version loads whole models",
+    "distributed_config": "this version loads whole models",
+    "output_loading_info": "weights that do not fit are refused, with all differences",
+}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an argument of `from_pretrained` that `load` can't have."""
+    for name, why in _REFUSED.items():
+        if options.get(name):
+            raise ConfigError(f"`load` can't have `{name}`", hint=why)
+
+
+def _wanted(model_config: Any) -> Collection[str]:
+    """Return the names of the side files to get."""
+    return FILES if model_config is None else FILES[1:]
+
+
+def _first(
+    name: str, wanted: Collection[str], **arguments: Any
+) -> tuple[Mapping[str, bytes], Manifest | None, ModelKey]:
+    """Get side files and the manifest, and no weights. A fallback on disk has no manifest yet."""
+    with pull(name, files_only=wanted, **arguments) as first:
+        files, report = first.files(), first.wait()
+        manifest = None if report.fallback else first.wait_manifest()
+        return files, manifest, first.model
