@@ -42,12 +42,14 @@ if TYPE_CHECKING:
         wait_for_bundle,
         wait_for_bundle_async,
     )
+    from mx.api.caching import Cache, cache, cached
     from mx.errors import MxError
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BundleStatus": "mx.api",
+    "Cache": "mx.api.caching",
     "LayerEvent": "mx.api",
     "LocalRanks": "mx.core.local_ranks",
     "MxError": "mx.errors",
@@ -60,6 +62,8 @@ _HOMES = {
     "Source": "mx.api",
     "Subset": "mx.core.selection",
     "TopologyReport": "mx.api",
+    "cache": "mx.api.caching",
+    "cached": "mx.api.caching",
     "list_bundles": "mx.api",
     "list_models": "mx.api",
     "list_sources": "mx.api",
@@ -78,6 +82,7 @@ _MODULES = ("config", "errors")
 
 __all__ = [
     "BundleStatus",
+    "Cache",
     "LayerEvent",
     "LocalRanks",
     "MxError",
@@ -91,6 +96,8 @@ __all__ = [
     "Subset",
     "TopologyReport",
     "__version__",
+    "cache",
+    "cached",
     "list_bundles",
     "list_models",
     "list_sources",

@@ -149,6 +149,11 @@ class Source(Closable):
         return arena.view
 
     @property
+    def memfd(self) -> int | None:
+        """The memory file that readers of this host attach to; None if there is none."""
+        return self._held.arena.memfd
+
+    @property
     def identity_hex(self) -> str:
         """The identity of the weights, in hexadecimal."""
         return self._held.manifest.ref.identity.hex()
@@ -389,7 +394,7 @@ def source_options(
     )
 
 
-async def _join_or_embed(
+async def join_or_embed(
     address: str,
     *,
     named_by: str,
@@ -561,7 +566,7 @@ def serve(
         held: HeldModel | None = None
         try:
             embedded = loop.run(
-                _join_or_embed(
+                join_or_embed(
                     address,
                     named_by=named_by,
                     embed=embed,

@@ -42,6 +42,7 @@ from mx.swarm.node import Node
 from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
 from mx.target import disk
+from mx.target.caching import ask_cache
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
@@ -167,6 +168,9 @@ class Job:
                 raise
 
     async def _from_peers_or_disk(self) -> PullReport:
+        if self.options.cache:
+            self._log.phase = "waiting for the cache"
+            await ask_cache(self.options, self._count)
         try:
             return await self._from_newest_peers()
         except MxError as error:
@@ -597,9 +601,6 @@ class Job:
     async def _from_disk(self) -> PullReport:
         self._log.phase = "reading disk"
 
-        def count(done: int, total: int) -> None:
-            self._disk_done = (done, total)
-
         # Uncut: once the pull is closed no thread may write to `into`.
         loop = asyncio.get_running_loop()
         loaded = await uncut(
@@ -608,7 +609,7 @@ class Job:
                 self.options,
                 opened=lambda found: loop.call_soon_threadsafe(self.files.opened, found),
                 began=self._begin_to_write,
-                progress=count,
+                progress=self._count,
                 cancelled=lambda: self._closed,
             )
         )
@@ -628,6 +629,9 @@ class Job:
         # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if self.options.strong else VerifiedBy.DIGEST
         return await self._commit(delivery, outcome, self._report(manifest, [path], by))
+
+    def _count(self, done: int, total: int) -> None:
+        self._disk_done = (done, total)
 
     def _begin_to_write(self) -> None:
         self._written = self._written or isinstance(self.options.into, InPlace)

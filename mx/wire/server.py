@@ -354,7 +354,8 @@ async def listen(
         remember_unix(address)
     host, port = ("", 0) if is_unix else split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="listen on")
-    await _require_free(host, port)
+    if not is_unix:
+        await _require_free(host, port)
     credentials = None
     if tls is not None:
         check_server_files(tls, dialled or ("" if host in WILDCARDS else host))
