@@ -16,7 +16,6 @@ from mx.api.options import pull_options
 from mx.api.source import Source
 from mx.api.target import Pull
 from mx.core.cache import CacheTable
-from mx.core.reference import pinned_name
 from mx.core.types import Layout, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     ClosedError,
@@ -166,6 +165,7 @@ class Keeper:
             variant=wanted.variant,
             coordinator=None if offered else self._coordinator,
             transport=None,
+            wait_s=0.0 if offered else None,
             hold=True,
         )
         locator = Locator(options)
@@ -175,7 +175,10 @@ class Keeper:
             await locator.close()
         key, ref = located.key, located.ref
         options = replace(
-            options, name=pinned_name(key, ref), revision=key.revision, variant=key.variant
+            options,
+            name=f"{key.name}@{ref.pin.hex()}",
+            revision=key.revision,
+            variant=key.variant,
         )
         model = Id(key, ref.pin, offered)
         return _Found(model, options, ref, manifest.layout, located.sources)

@@ -127,7 +127,7 @@ def serve(
         run_cache(context, checkpoint, as_json=as_json)
         return
     if not checkpoint:
-        raise ConfigError("no CHECKPOINT is given", hint="name a folder, or give --cache")
+        raise ConfigError("Missing argument 'CHECKPOINT'", hint="name a folder, or give --cache")
     if cache_memory is not None:
         raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
     settings = options.settings_of(context, runs_long=True, level="info")

@@ -95,6 +95,7 @@ class Job:
         self.arena: Memory | None = None
         self.subset: Subset | None = None  # of a pull of some tensors, with the manifest
         self.node: Node | None = None
+        self.cached_at = ""  # where this host's cache holds the model, as it says
         self.kept = ""  # how to go on from what a failed pull has left on disk
         self.files = SideFiles(options, log)
         #: The source id by which others know this pull; "" if others can't read from it.
@@ -170,7 +171,8 @@ class Job:
     async def _from_peers_or_disk(self) -> PullReport:
         if self.options.cache:
             self._log.phase = "waiting for the cache"
-            await ask_cache(self.options, self._count)
+            held = await ask_cache(self.options, self._count)
+            self.cached_at = "" if held is None else held.endpoint
         try:
             return await self._from_newest_peers()
         except MxError as error:
