@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mx import config, runtime
+from mx import config, discovery, runtime
 from mx.api.common import transports
 from mx.api.options import pull_options
 from mx.api.source import Source
 from mx.api.target import Pull
 from mx.core.cache import CacheTable
+from mx.core.topology import Place
 from mx.core.types import Layout, ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     ClosedError,
@@ -188,7 +189,9 @@ class Keeper:
         if found.id.offered:
             return
         options = replace(found.options, hold=False)
-        paths = plan_paths(options, target_place(options), transports(), found.sources)
+        place = target_place(options)
+        alive = [source for source in found.sources if not _has_ended(source.place, place)]
+        paths = plan_paths(options, place, transports(), alive)
         for path in paths.paths:
             if path.attach:
                 raise LocalError(f"{path.source.endpoint} on this host holds it, and is attached")
@@ -298,6 +301,14 @@ class Keeper:
             await asyncio.wait([*self._arriving.values()])
         kept, self._kept = [*self._kept.values()], {}
         await _all_in_threads([each.pull.close for each in kept])
+
+
+def _has_ended(there: Place, here: Place) -> bool:
+    """Return True if a source's process has certainly ended, though it is still listed."""
+    ours = (here.boot_id, here.pid_namespace)
+    return (there.boot_id, there.pid_namespace) == ours and (
+        discovery.process_start_ticks(there.pid) != there.pid_start_ticks
+    )
 
 
 async def _all_in_threads(work: list[Callable[[], None]]) -> None:

@@ -108,7 +108,7 @@ class CacheTable(Generic[Id]):
             raise CapacityError(
                 f"it has {format_bytes(nbytes)}, of the cache's {budget} at most "
                 f"{format_bytes(max(0, free))} can be freed, and "
-                f"{count(len(self._entries) - len(evicted), 'model')} in it are in use",
+                f"{count(len(self._entries) - len(evicted), 'model')} in it stay",
                 hint="give the cache more with `cache_memory`",
             )
         for each in evicted:
