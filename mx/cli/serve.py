@@ -8,6 +8,7 @@ import typer
 
 from mx.cli import live, options, outcome
 from mx.cli.cache import run_cache
+from mx.cli.pipeline import run_pipeline
 from mx.cli.stop import Stop
 from mx.errors import ConfigError
 from mx.units import count, format_bytes
@@ -108,6 +109,8 @@ def serve(
     answers it is one itself. SIGTERM and Ctrl-C drain: running reads finish, no new ones start.
     Closing the terminal (SIGHUP) does not end it.
 
+    Of a diffusers pipeline each component is served as NAME/COMPONENT, and its files as NAME.
+
     With `--cache` it holds what this host pulls, least recently used first out: each pull of this
     user on this host asks it first, and attaches to its memory.
 
@@ -133,7 +136,11 @@ def serve(
     settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
     from mx import api
+    from mx.api.pipelines import is_pipeline
 
+    if is_pipeline(checkpoint):
+        run_pipeline(settings, checkpoint, model, revision, variant, device, as_json=as_json)
+        return
     with options.tracing(settings):
         stop = Stop()
         with live.reading(checkpoint) as on_progress:

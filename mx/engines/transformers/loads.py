@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -59,14 +60,16 @@ def begin(
     if kwargs.get("use_safetensors") is False:
         return None, "`use_safetensors=False` asks for pickled files"
     revision = kwargs.get("revision")
-    found = lookup.find(name, revision)
+    subfolder = str(kwargs.get("subfolder") or "")
+    found = lookup.of_path(Path(str(name)) / subfolder / "config.json")
     if found is None:
-        return None, lookup.why_not(name, revision)
-    subfolder = kwargs.get("subfolder")
-    if subfolder:
-        found = lookup.component(found, str(subfolder))
+        found = lookup.find(name, revision)
         if found is None:
-            return None, f"no source has the weights in {subfolder}"
+            return None, lookup.why_not(name, revision)
+        if subfolder:
+            found = lookup.component(found, subfolder)
+            if found is None:
+                return None, f"no source has the weights in {subfolder}"
     load = Load(found, lookup)
     load.key = converted.key_of(cls, found, args, kwargs, version)
     if load.key is not None:
@@ -119,7 +122,16 @@ class Load:
         """
         if self._weights is None:
             self._weights = Weights(self._begin)
-        return WeightsFile(self._weights, owned=owned)
+        return WeightsFile(self._weights, self._finished if owned else None)
+
+    def _finished(self) -> None:
+        """Close weights that were read as a file alone."""
+        weights = self._weights
+        assert weights is not None
+        if weights.failure is None:
+            weights.ready()
+            self._tell(self.served.key.name, weights)
+        weights.close()
 
     def _begin(self) -> Pull:
         if self.converted is not None:
@@ -160,7 +172,7 @@ class Load:
         weights = self._weights
         if weights is not None:
             weights.ready()
-            self._tell(str(name), weights)
+            self._tell(self.served.key.name, weights)
             if self.converted is not None:
                 # It was loaded under the model's own names: saving it restores the checkpoint's, as
                 # of a model that was not loaded.

@@ -4,6 +4,7 @@ where transformers can open them."""
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import shutil
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 FRESH_S = 5.0
 #: What stands in the folder for the weights: opening it as a file fails, since it is empty.
 WEIGHTS = "model.safetensors"
+PIPELINE_WEIGHTS = "diffusion_pytorch_model.safetensors"
+#: The file that a diffusers pipeline has.
+PIPELINE = "model_index.json"
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,6 @@ class Served:
     pinned: str
     identity: str
     folder: Path
-
-    @property
-    def weights(self) -> Path:
-        """The path that stands for the weights."""
-        return self.folder / WEIGHTS
 
 
 @dataclass
@@ -101,7 +100,7 @@ class Lookup:
         """Return the model whose weights a path stands for; None for any other path."""
         if self._root is None or not str(path).startswith(str(self._root)):
             return None
-        folder = Path(str(path)).parent
+        folder = Path(os.path.abspath(str(path))).parent
         with self._lock:
             return next((each for each in self._folders.values() if each.folder == folder), None)
 
@@ -126,7 +125,7 @@ class Lookup:
             return _Meaning(0.0, None, error.message)
         except MxError as error:
             return _Meaning(0.0, None, str(error))
-        if not (served.folder / "config.json").exists():
+        if not any((served.folder / name).exists() for name in ("config.json", PIPELINE)):
             return _Meaning(0.0, None, "its sources have no config.json")
         return _Meaning(0.0, served, "")
 
@@ -160,8 +159,27 @@ class Lookup:
             there = folder / path
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(data)
-        (folder / WEIGHTS).touch()
+        if PIPELINE in files:
+            self._add_components(key, files[PIPELINE], folder)
+        else:
+            (folder / WEIGHTS).touch()
         return Served(key, pinned, identity, folder)
+
+    def _add_components(self, pipeline: ModelKey, index: bytes, folder: Path) -> None:
+        """Put placeholders for the weights of a pipeline's components, which are models of their
+        own, into its folder."""
+        for name, what in json.loads(index).items():
+            library = what[0] if isinstance(what, list) and what else None
+            if library is None or not (folder / name / "config.json").is_file():
+                continue
+            try:
+                key, ref = self._resolve(f"{pipeline.name}/{name}", pipeline.revision)
+            except UnknownModelError:
+                continue  # transformers or diffusers will say what is missing
+            of_diffusers = library != "transformers"
+            (folder / name / (PIPELINE_WEIGHTS if of_diffusers else WEIGHTS)).touch()
+            pinned = pinned_name(key, ref)
+            self._folders[pinned] = Served(key, pinned, ref.identity.hex(), folder / name)
 
     def _new_folder(self, pinned: str) -> Path:
         if self._root is None:

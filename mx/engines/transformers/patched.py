@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mx import config
+from mx.engines.transformers import pipelines
 from mx.engines.transformers.counters import counts, served
 from mx.engines.transformers.loads import Load, begin
 from mx.engines.transformers.lookup import Lookup, Served
@@ -47,6 +48,8 @@ class _Patched:
     def __init__(self, settings: config.Settings, coordinator: str) -> None:
         self.lookup = Lookup(settings, coordinator)
         self.here = _Here()
+        #: The loads of components of the pipeline that is loaded.
+        self.loads: list[Load] = []
         self._undo: list[Callable[[], None]] = []
 
     def find(self, name: object, revision: str | None) -> Served | None:
@@ -83,6 +86,10 @@ class _Patched:
         original = vars(owner)[name]
         setattr(owner, name, classmethod(make(original.__func__)))
         self._undo.append(functools.partial(setattr, owner, name, original))
+
+    def when_undone(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when everything is put back."""
+        self._undo.append(undo)
 
     def undo(self) -> None:
         """Put everything back."""
@@ -179,6 +186,7 @@ def _install(made: _Patched) -> None:
         "from_pretrained",
         lambda original: _tokenizer(made, original),
     )
+    pipelines.install(made)
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -239,7 +247,10 @@ _FILES = {
 
 def _tokenizer(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = pretrained_model_name_or_path
         if made.find(name, kwargs.get("revision")) is not None:
             kwargs["local_files_only"] = True  # all of them are here: nothing to ask the hub
         return original(cls, name, *args, **kwargs)
@@ -259,7 +270,9 @@ def _safe_open(made: _Patched, original: Callable[..., Any]) -> Callable[..., An
         load = made.here.load
         if load is not None and load.served == found:
             return load.file()
-        return Load(found, made.lookup).file(owned=True)
+        load = Load(found, made.lookup)
+        made.loads.append(load)
+        return load.file(owned=True)
 
     return safe_open
 
@@ -281,7 +294,10 @@ def _from_pretrained(
     made: _Patched, original: Callable[..., Any], version: str
 ) -> Callable[..., Any]:
     @functools.wraps(original)
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = pretrained_model_name_or_path
         if made.here.load is not None or made.here.from_disk or name is None:
             return original(cls, name, *args, **kwargs)  # a part of another model
         found, reason = begin(made.lookup, cls, name, args, kwargs, version)

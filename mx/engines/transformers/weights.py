@@ -108,14 +108,14 @@ class _Told:
 class WeightsFile:
     """What `safetensors.safe_open` returns, for weights that are no file."""
 
-    def __init__(self, weights: Weights, *, owned: bool) -> None:
+    def __init__(self, weights: Weights, finished: Callable[[], None] | None) -> None:
         """
         Args:
             weights: The weights.
-            owned: Whether to close them at the end of the `with` block.
+            finished: Called at the end of the `with` block.
         """
         self._weights = weights
-        self._owned = owned
+        self._finished = finished
 
     def __enter__(self) -> Self:
         return self
@@ -126,8 +126,8 @@ class WeightsFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._owned:
-            self._weights.close()
+        if self._finished is not None:
+            self._finished()
 
     def keys(self) -> list[str]:
         """The tensors' names."""
@@ -147,6 +147,10 @@ class WeightsFile:
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, once its layer is here."""
         return self._weights.tensor(name)
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors by name."""
+        return {name: self._weights.tensor(name) for name in self._weights.kinds}
 
     def get_slice(self, name: str) -> WeightsSlice:
         """Return a tensor that is waited for when it is indexed."""
