@@ -74,6 +74,10 @@ def begin(
     load.key = converted.key_of(cls, found, args, kwargs, version)
     if load.key is not None:
         load.converted = ask_offered(found.key, load.key, lookup.settings)
+    try:
+        load.start()
+    except MxError as error:
+        return None, str(error)
     return load, ""
 
 
@@ -92,12 +96,14 @@ class Load:
         #: Where the cache holds that; None if it does not.
         self.converted: HeldAt | None = None
         self._lookup = lookup
+        self._pull: Pull | None = None
+        self._failure: MxError | None = None
         self._weights: Weights | None = None
 
     @property
     def failure(self) -> MxError | None:
         """The error of the pull, if it failed."""
-        return None if self._weights is None else self._weights.failure
+        return self._failure if self._weights is None else self._weights.failure
 
     def __enter__(self) -> Self:
         return self
@@ -108,11 +114,16 @@ class Load:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._weights is not None:
-            self._weights.close()
+        if self._pull is not None:
+            self._pull.close()
+
+    def start(self) -> None:
+        """Start the pull, so that it goes on while transformers builds the model."""
+        if self._pull is None:
+            self._pull = self._begin()
 
     def file(self, *, owned: bool = False) -> WeightsFile:
-        """Return the weights as a safetensors file; the first call starts the pull.
+        """Return the weights as a safetensors file.
 
         Args:
             owned: Whether closing the file ends the load.
@@ -121,7 +132,13 @@ class Load:
             MxError: There is no source.
         """
         if self._weights is None:
-            self._weights = Weights(self._begin)
+            self.start()
+            assert self._pull is not None
+            try:
+                self._weights = Weights(self._pull)
+            except MxError as error:
+                self._failure = error
+                raise
         return WeightsFile(self._weights, self._finished if owned else None)
 
     def _finished(self) -> None:

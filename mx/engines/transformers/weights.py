@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,22 +23,19 @@ class Weights:
     the cache's memory where that could be attached.
     """
 
-    def __init__(self, begin: Callable[[], Pull]) -> None:
+    def __init__(self, pull: Pull) -> None:
         """
         Args:
-            begin: Starts the pull.
+            pull: The pull, which the weights close.
+
+        Raises:
+            MxError: The pull failed before its manifest was there.
         """
         self.failure: MxError | None = None
+        self.pull = pull
         self._lock = threading.RLock()
         self._layers: dict[int, dict[str, torch.Tensor]] = {}
-        self._started_s = time.monotonic()
-        self.pull = begin()
-        try:
-            with self.told():
-                layout = self.pull.wait_manifest().layout
-        except BaseException:
-            self.pull.close()
-            raise
+        layout = pull.wait_manifest().layout
         self.kinds = {t.name: (t.dtype, t.shape) for t in layout.tensors}
         self._layer_of = {t.name: t.layer for t in layout.tensors}
         for alias in layout.aliases:
