@@ -13,19 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from benchmarks.harness import machine
 from benchmarks.processes import Cluster
+from mx.api.caching import cached as cache_status
 
 MODEL = "bench/llama"
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 2048, 5632, 16000
@@ -96,8 +98,12 @@ def call(
         [sys.executable, "-c", _CALL, name, dtype, "mx" if environment else "disk"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, **(environment or {}), "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            **(environment or {}),
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        },
         cwd=_ROOT,
     )
     assert process.stdin is not None and process.stdout is not None
@@ -120,19 +126,10 @@ def seconds_of(name: str, dtype: str, environment: Mapping[str, str] | None, pla
         return float(said["seconds"])
 
 
-def pss_bytes(pid: int) -> int:
-    """Return a process's proportional set size."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 @contextmanager
 def cached(checkpoint: Path, memory: str) -> Iterator[dict[str, str]]:
     """Run a coordinator, a source and a cache; yield the settings of processes that use them."""
-    cluster = Cluster()
-    folder = tempfile.mkdtemp(prefix="mx-bench-")
+    cluster, folder = Cluster(), tempfile.mkdtemp(prefix="mx-bench-")
     try:
         environment = {
             "MX_PEER_COORDINATOR": cluster.coordinator,
@@ -148,7 +145,7 @@ def cached(checkpoint: Path, memory: str) -> Iterator[dict[str, str]]:
             cluster.wait_for(MODEL, source)
             os.environ.update(environment)
             cluster.start("-m", "mx", "serve", "--cache", "--memory", memory)
-            while api_cached() is None:
+            while cache_status() is None:
                 time.sleep(0.05)
             yield environment
         finally:
@@ -156,14 +153,7 @@ def cached(checkpoint: Path, memory: str) -> Iterator[dict[str, str]]:
             source.wait(30)
     finally:
         cluster.close()
-        os.rmdir(folder) if not os.listdir(folder) else None
-
-
-def api_cached() -> object:
-    """Return the state of the cache, None before it runs."""
-    from mx.api.caching import cached as status
-
-    return status()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> int:
@@ -207,19 +197,15 @@ def main() -> int:
 
 
 def proportional(environment: Mapping[str, str], processes: int) -> int:
-    """Return what n processes that hold the model have more than n that only import it: the sum of
-    proportional set sizes, with the cache's own share."""
-    from contextlib import ExitStack
-
+    """Return the sum of what n processes that hold the model have of it, in proportion."""
     with ExitStack() as stack:
         running = [stack.enter_context(call(MODEL, "", environment))[1] for _ in range(processes)]
-        whole = sum(_mapped(pid) for pid in running)
-    return whole
+        return sum(_mapped(pid) for pid in running)
 
 
 def _mapped(pid: int) -> int:
-    """Return what a process has of the cache's memory, shared and its own, and of its heap beyond
-    64 MiB, in proportion."""
+    """Return a process's proportional share of memory files and of memory without a name, where
+    copies would be."""
     total, name = 0, ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         fields = line.split()

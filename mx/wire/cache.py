@@ -77,7 +77,7 @@ class CacheClient:
             socket: The path of the socket.
             timeout_s: How long to wait for the first answer.
         """
-        self.remote = Remote(Role.SOURCE, f"unix:{socket}")
+        self.remote = Remote(Role.CACHE, f"unix:{socket}")
         self._timeout_s = timeout_s
         self._channel = dial(self.remote.address)
         service = pb.DESCRIPTOR.services_by_name["Cache"]

@@ -68,7 +68,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 FIRST_MESSAGE_S = 15.0
 
 #: What an error calls the process that offers a service.
-_NAMES = {"Coordinator": "coordinator", "Peer": "source"}
+_NAMES = {"Cache": "cache", "Coordinator": "coordinator", "Peer": "source"}
 
 _DRAIN_TIMEOUT_S = 2.0
 _DRAIN_MESSAGES = 1024  # pages of 1 MiB: more than any registration has

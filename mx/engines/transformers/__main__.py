@@ -20,9 +20,9 @@ def main() -> None:
     as_module = arguments[:1] == ["-m"]
     if as_module:
         del arguments[0]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0].startswith("-"):
         print(_USAGE, file=sys.stderr)
-        sys.exit(0 if arguments else 2)
+        sys.exit(0 if "-h" in arguments[:1] else 2)
     try:
         settings = config.load()
         level = settings.log_level if settings.is_set("log_level") else "info"
