@@ -10,6 +10,7 @@ from mx.api.common import transports
 from mx.api.holding import lend
 from mx.api.source import offer as serve_here
 from mx.api.source import source_options, start_source
+from mx.api.target import Pull, pull
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey
 from mx.errors import MxError
@@ -88,6 +89,23 @@ def ask_offered(
             runtime.release(loop)
     except MxError:  # the load goes on without
         return None
+
+
+def pull_offered(held: HeldAt, settings: config.Settings) -> Pull:
+    """Begin to pull, from this host's cache, what a process offered; by its pin, so that no other
+    process can answer in the cache's place.
+
+    Args:
+        held: Where the cache holds it.
+        settings: The settings of the process.
+    """
+    return pull(
+        f"{held.model.name}@{held.ref.pin.hex()}",
+        revision=held.model.revision,
+        variant=held.model.variant,
+        peer=held.endpoint,
+        settings=settings,
+    )
 
 
 async def _ask(socket: str, wanted: Wanted, timeout_s: float) -> HeldAt | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mx import config
-from mx.api.target import pull
+from mx.api.offering import pull_offered
 from mx.core.variant import ProcessingKey
 from mx.engines.transformers.lookup import Served
 from mx.errors import ConfigError
@@ -117,13 +117,7 @@ def adopt(model: Any, held: HeldAt, settings: config.Settings) -> None:
     Raises:
         MxError: It can't be attached.
     """
-    with pull(
-        held.model.name,
-        revision=held.model.revision,
-        variant=held.model.variant,
-        peer=held.endpoint,
-        settings=settings,
-    ) as running:
+    with pull_offered(held, settings) as running:
         report = running.wait()
         if any(path.attached for path in report.paths):
             _point_to(model, running.state_dict())

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mx.api.offering import ask_offered, offer
+from mx.api.offering import ask_offered, offer, pull_offered
 from mx.api.target import Pull, pull
 from mx.core.variant import ProcessingKey
 from mx.engines.transformers import converted
@@ -152,13 +152,7 @@ class Load:
 
     def _begin(self) -> Pull:
         if self.converted is not None:
-            return pull(
-                self.converted.model.name,
-                revision=self.converted.model.revision,
-                variant=self.converted.model.variant,
-                peer=self.converted.endpoint,
-                settings=self._lookup.settings,
-            )
+            return pull_offered(self.converted, self._lookup.settings)
         key = self.served.key
         return pull(
             self.served.pinned,
