@@ -48,12 +48,14 @@ if TYPE_CHECKING:
         wait_for_bundle,
         wait_for_bundle_async,
     )
+    from mx.api.caching import Cache, cache, cached
     from mx.errors import MxError
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BundleStatus": "mx.api",
+    "Cache": "mx.api.caching",
     "Estimate": "mx.core.estimates",
     "EventKind": "mx.core.replicas",
     "FleetEvent": "mx.core.replicas",
@@ -72,6 +74,8 @@ _HOMES = {
     "Source": "mx.api",
     "Subset": "mx.core.selection",
     "TopologyReport": "mx.api",
+    "cache": "mx.api.caching",
+    "cached": "mx.api.caching",
     "list_bundles": "mx.api",
     "list_models": "mx.api",
     "list_sources": "mx.api",
@@ -90,6 +94,7 @@ _MODULES = ("config", "engines", "errors")
 
 __all__ = [
     "BundleStatus",
+    "Cache",
     "Estimate",
     "EventKind",
     "FleetEvent",
@@ -109,6 +114,8 @@ __all__ = [
     "Subset",
     "TopologyReport",
     "__version__",
+    "cache",
+    "cached",
     "list_bundles",
     "list_models",
     "list_sources",

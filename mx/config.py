@@ -184,6 +184,14 @@ class Settings:
         "size of a chunk, the unit of request and retry (0: a 64th of the model, 1MiB to 16MiB)",
         _chunk_size,
     )
+    cache_socket: str = _setting(
+        "auto",
+        "where this host's cache is: auto (in the user's folder), off, or the path of its socket",
+        values.cache_socket,
+    )
+    cache_memory: int = _setting(
+        0, "bytes that a cache holds at most (0: half of what is free at its start)", values.size
+    )
     coordinated_reading: str = _setting(
         "auto",
         "when pulls of one model coordinate their reads: auto (over networks) or always",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from mx.units import parse_ports
+from mx.units import parse_bytes, parse_ports
 
 
 def address(value: object) -> str:
@@ -71,3 +71,21 @@ def choice(*choices: str) -> Callable[[object], str]:
         return value.lower()
 
     return read
+
+
+def cache_socket(value: object) -> str:
+    """Read where a cache is: auto, off, or the path of its socket."""
+    if not isinstance(value, str) or not (value in ("auto", "off") or value.startswith("/")):
+        raise ValueError("must be auto, off, or the path of a socket, from the root")
+    return value
+
+
+def size(value: object) -> int:
+    """Read a number of bytes, or 0."""
+    wrong = ValueError("must be a size, like 64GB or 512MiB")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise wrong
+    try:
+        return parse_bytes(str(value))
+    except ValueError:
+        raise wrong from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from mx.core.pages import Pages
 from mx.core.reference import ModelReference, parse_reference
 from mx.core.selection import Selection, Slice
 from mx.core.types import Manifest, ModelKey
-from mx.errors import ConfigError
+from mx.errors import ConfigError, NotAllowedError
 from mx.memory.in_place import InPlace
 from mx.memory.live import Memory
 from mx.source.endpoint import dialled_host
@@ -25,6 +26,9 @@ from mx.source.relay import Relay
 from mx.swarm.sharing import MakeHost
 from mx.target.options import PullOptions
 from mx.wire.address import is_local
+from mx.wire.private import socket_in_use
+
+log = logging.getLogger(__name__)
 
 
 def pull_options(
@@ -123,6 +127,7 @@ def pull_options(
         alone_because=alone_because,
         selection=selection,
         files=files,
+        cache=_cache(settings, selection, peer=peer, path=path, transport=transport, **rest),
         **rest,
     )
 
@@ -139,6 +144,32 @@ def _files(files_only: object) -> tuple[bool, tuple[str, ...] | None]:
     for name in files_only:
         check_type("files_only", name, str, known)
     return True, tuple(files_only)
+
+
+def _cache(
+    settings: config.Settings,
+    selection: Selection | None,
+    *,
+    peer: str | None,
+    path: str | Path | None,
+    transport: str | None,
+    **rest: Any,
+) -> str:
+    """Return the socket of the cache that a pull with these arguments asks; "" for none.
+
+    Only pulls ask that can attach to what the cache holds.
+    """
+    elsewhere = peer is not None or path is not None or not rest.get("coordinator")
+    of_its_own = any(rest.get(name) for name in ("hold", "reuse", "follow", "files_only"))
+    attaches = rest.get("attach", True) and rest.get("into") is None and selection is None
+    on_cpu = rest.get("device", "cpu") == "cpu" and transport in (None, "shm")
+    if elsewhere or of_its_own or not attaches or not on_cpu:
+        return ""
+    try:
+        return socket_in_use(settings.cache_socket)
+    except NotAllowedError as error:
+        log.warning("no cache is asked: %s", error)
+        return ""
 
 
 def _selection(

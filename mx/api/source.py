@@ -150,6 +150,11 @@ class Source(Closable):
         return arena.view
 
     @property
+    def memfd(self) -> int | None:
+        """The memory file that readers of this host attach to; None if there is none."""
+        return self._held.arena.memfd
+
+    @property
     def identity_hex(self) -> str:
         """The identity of the weights, in hexadecimal."""
         return self._held.manifest.ref.identity.hex()
@@ -409,7 +414,7 @@ def source_options(
     )
 
 
-async def _join_or_embed(
+async def join_or_embed(
     address: str,
     *,
     named_by: str,
@@ -589,7 +594,7 @@ def serve(
         held: HeldModel | None = None
         try:
             embedded = loop.run(
-                _join_or_embed(
+                join_or_embed(
                     address,
                     named_by=named_by,
                     embed=embed,

@@ -207,6 +207,11 @@ class Pull(Described, Closable):
         return self._job.manifest
 
     @property
+    def cached_at(self) -> str:
+        """HOST:PORT where this host's cache holds the model, as it says; "" if it does not."""
+        return self._job.cached_at
+
+    @property
     def subset(self) -> Subset | None:
         """The tensors that are pulled, with their layout in `buffer`; None: all, or the model is
         not known yet."""

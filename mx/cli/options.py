@@ -107,6 +107,14 @@ DataPorts = Annotated[
         rich_help_panel=_CONNECTION,
     ),
 ]
+CacheSocket = Annotated[
+    str | None,
+    typer.Option(
+        help="Where this host's cache is: in the user's folder (auto), nowhere, or at this socket. "
+        "(default: auto)",
+        metavar="auto|off|PATH",
+    ),
+]
 MaxReaders = Annotated[
     int | None,
     typer.Option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mx.cli import live, options, outcome
-from mx.cli.serve import Stop
+from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.units import count, format_bytes, format_rate, format_seconds
 
@@ -106,6 +106,7 @@ def pull(
     hub_id: options.HubId = None,
     object_url: options.ObjectUrl = None,
     store_timeout_s: options.StoreTimeout = None,
+    cache_socket: options.CacheSocket = None,
     max_readers: options.MaxReaders = None,
     max_bandwidth: options.MaxBandwidth = None,
     coordinator: options.Coordinator = None,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mx.cli import live, options, outcome
+from mx.cli.cache import run_cache
+from mx.cli.pipeline import run_pipeline
+from mx.cli.stop import Stop
+from mx.errors import ConfigError
 from mx.units import count, format_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +21,24 @@ def serve(
     context: typer.Context,
     checkpoint: Annotated[
         str, typer.Argument(help="A safetensors file, or a folder of them.", metavar="CHECKPOINT")
-    ],
+    ] = "",
+    as_cache: Annotated[
+        bool,
+        typer.Option(
+            "--cache",
+            help="Serve no checkpoint: hold what this host pulls, for all its processes to share.",
+        ),
+    ] = False,
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            help="With --cache: what all models together may have, like 64GB. "
+            "(default: half of what is free)",
+            metavar="SIZE",
+        ),
+    ] = None,
+    cache_socket: options.CacheSocket = None,
     model: Annotated[
         str,
         typer.Option(
@@ -94,6 +109,11 @@ def serve(
     answers it is one itself. SIGTERM and Ctrl-C drain: running reads finish, no new ones start.
     Closing the terminal (SIGHUP) does not end it.
 
+    Of a diffusers pipeline each component is served as NAME/COMPONENT, and its files as NAME.
+
+    With `--cache` it holds what this host pulls, least recently used first out: each pull of this
+    user on this host asks it first, and attaches to its memory.
+
     **Examples**
 
     - `mx serve /models/llama-8b --model llama-8b`
@@ -103,11 +123,24 @@ def serve(
 
     - `mx serve /model --model small --coordinator 10.0.0.1:7600 --wait 60 --listen 0.0.0.0:7601
       --advertise 10.0.0.9:7601 --data-ports 7602-7605 --insecure`  in a container
+
+    - `mx serve --cache --memory 64GB`  one copy of each model for all processes of this host
     """
+    if as_cache:
+        run_cache(context, checkpoint, as_json=as_json)
+        return
+    if not checkpoint:
+        raise ConfigError("Missing argument 'CHECKPOINT'", hint="name a folder, or give --cache")
+    if cache_memory is not None:
+        raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
     settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
     from mx import api
+    from mx.api.pipelines import is_pipeline
 
+    if is_pipeline(checkpoint):
+        run_pipeline(settings, checkpoint, model, revision, variant, device, as_json=as_json)
+        return
     with options.tracing(settings):
         stop = Stop()
         with live.reading(checkpoint) as on_progress:
@@ -159,31 +192,3 @@ def _announce(source: Source, *, as_json: bool) -> None:
         f"  pin {source.pinned} {outcome.pin_covers(ref.packaging)}\n"
         f"  stop with Ctrl-C"
     )
-
-
-class Stop:
-    """Handles signals while serving. The first SIGTERM or Ctrl-C drains, the second ends at once.
-    SIGHUP, which a terminal sends when it is closed, is ignored."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._number = 0
-
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        previous = {n: signal.signal(n, self._take) for n in (signal.SIGTERM, signal.SIGINT)}
-        previous[signal.SIGHUP] = outcome.ignore_hangup()
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            sys.exit(128 + number)
-        self._number = number
-        self._asked.set()
-
-    def wait(self) -> None:
-        self._asked.wait()

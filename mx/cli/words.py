@@ -14,6 +14,7 @@ _QUOTED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 #: Those whose flag is not their name.
 _FLAGS = {
     "attach": "--no-attach",
+    "cache_memory": "--memory",
     "coordinator_listen": "--listen",
     "fallback": "--from auto",
     "path": "--from disk",

@@ -44,7 +44,7 @@ class FilesJob:
         self.layout: Layout | None = None
         self.subset: Subset | None = None
         self.node: Node | None = None
-        self.kept = ""
+        self.kept = self.cached_at = ""
         self.reader_id = ""
         self._log = log
         self._done_nbytes = self._total_nbytes = 0

@@ -41,6 +41,7 @@ from mx.swarm.sharing import Sharing
 from mx.swarm.stream import StreamDialer
 from mx.target import whole
 from mx.target.attaching import Attacher
+from mx.target.caching import ask_cache
 from mx.target.chain import Chain
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
@@ -96,6 +97,7 @@ class Job:
         self.arena: Memory | None = None
         self.subset: Subset | None = None  # of a pull of some tensors, with the manifest
         self.node: Node | None = None
+        self.cached_at = ""  # where this host's cache holds the model, as it says
         self.kept = ""  # how to go on from what a failed pull has left on disk
         self.files = SideFiles(options, log)
         #: The source id by which others know this pull; "" if others can't read from it.
@@ -177,6 +179,10 @@ class Job:
         chain, begin_again = self._chain, self._log.begin_again
         if not self.options.from_sources:
             return await chain.whole(None, self._from_store, begin_again)
+        if self.options.cache:
+            self._log.phase = "waiting for the cache"
+            held = await ask_cache(self.options, self._count)
+            self.cached_at = "" if held is None else held.endpoint
         try:
             report = await self._from_newest_peers()
         except MxError as error:
@@ -572,9 +578,6 @@ class Job:
         alone = not (options.pin or expected or options.out or options.selection)
         early = last and alone and options.device == "cpu"
 
-        def count(done: int, total: int) -> None:
-            self._disk_done = (done, total)
-
         # Uncut: once the pull is closed no thread may write to `into`.
         loop = asyncio.get_running_loop()
         loaded = await uncut(
@@ -586,7 +589,7 @@ class Job:
                 expected=expected,
                 opened=lambda found: loop.call_soon_threadsafe(self.files.opened, found),
                 began=self._begin_to_write,
-                progress=count,
+                progress=self._count,
                 early=self._early if early else None,
             )
         )
@@ -620,6 +623,9 @@ class Job:
             self._log.layer_ready(self._log.event(layout.layers[layer], VerifiedBy.DIGEST))
 
         return landed
+
+    def _count(self, done: int, total: int) -> None:
+        self._disk_done = (done, total)
 
     def _begin_to_write(self) -> None:
         self._written = self._written or isinstance(self.options.into, InPlace)

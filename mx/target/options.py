@@ -39,6 +39,7 @@ class PullOptions:
     says which tensors are wanted, None: all; `local_ranks` which pulls of this host share what they
     want. `host` lets others read from the pull;
     `alone_because` says why it is None where users may not expect that.
+    `cache` is the path of the socket of this host's cache, to be asked first; "" for none.
     `coordinate_always` coordinates on every medium when a source says that others read there, not
     only over networks.
     """
@@ -80,6 +81,7 @@ class PullOptions:
     local_ranks: LocalRanks | None = None
     coordinate_always: bool = False
     alone_because: str = ""
+    cache: str = ""
 
     @property
     def key(self) -> ModelKey:

@@ -68,7 +68,7 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 FIRST_MESSAGE_S = 15.0
 
 #: What an error calls the process that offers a service.
-_NAMES = {"Coordinator": "coordinator", "Peer": "source"}
+_NAMES = {"Cache": "cache", "Coordinator": "coordinator", "Peer": "source"}
 
 _DRAIN_TIMEOUT_S = 2.0
 _DRAIN_MESSAGES = 1024  # pages of 1 MiB: more than any registration has
@@ -354,7 +354,8 @@ async def listen(
         remember_unix(address)
     host, port = ("", 0) if is_unix else split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="listen on")
-    await _require_free(host, port)
+    if not is_unix:
+        await _require_free(host, port)
     credentials = None
     if tls is not None:
         check_server_files(tls, dialled or ("" if host in WILDCARDS else host))

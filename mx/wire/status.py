@@ -78,6 +78,7 @@ _CODES: tuple[tuple[type[MxError], grpc.StatusCode], ...] = (
 class Role(enum.Enum):
     COORDINATOR = "coordinator"
     SOURCE = "source"
+    CACHE = "cache"  # its errors are those of a source
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ def _silent(remote: Remote, said: str) -> MxError:
             "`coordinator`" + tls,
         )
     return PeerLostError(
-        f"the source at {remote.address} does not answer: {said}",
+        f"the {remote.role.value} at {remote.address} does not answer: {said}",
         peer=remote.address,
         hint="mx sources lists the sources" + tls,
     )

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mx import api, config
-from mx.api.source import _join_or_embed
+from mx.api.source import join_or_embed
 from mx.core.versions import own
 from mx.errors import (
     EXIT_NO_SOURCE,
@@ -146,7 +146,7 @@ def test_no_coordinator_is_embedded_where_one_of_another_version_answers(
     run_other: RunOther, change: str, settings: config.Settings
 ) -> None:
     address = other_coordinator(run_other, change)
-    joining = _join_or_embed(
+    joining = join_or_embed(
         address, named_by="", embed=True, wait_s=0.0, settings=settings, cancelled=lambda: False
     )
     with pytest.raises(CoordinatorVersionError):

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mx.engines.transformers.arrival import Loading
     from mx.engines.transformers.loader import load, loading
+    from mx.engines.transformers.patched import counts, patch, unpatch
 
 _HOMES = {
     "Loading": "mx.engines.transformers.arrival",
+    "counts": "mx.engines.transformers.patched",
     "load": "mx.engines.transformers.loader",
     "loading": "mx.engines.transformers.loader",
+    "patch": "mx.engines.transformers.patched",
+    "unpatch": "mx.engines.transformers.patched",
 }
 
-__all__ = ["Loading", "load", "loading"]
+__all__ = ["Loading", "counts", "load", "loading", "patch", "unpatch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,328 @@
+"""Holds the models of a host's cache: pulls them, evicts them, and says where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mx import config, discovery, runtime
+from mx.api.common import transports
+from mx.api.options import pull_options
+from mx.api.source import Source
+from mx.api.target import Pull
+from mx.core.cache import CacheTable
+from mx.core.topology import Place
+from mx.core.types import Layout, ManifestRef, ModelKey, SourceRecord
+from mx.errors import (
+    ClosedError,
+    ConfigError,
+    LocalError,
+    MxError,
+    UnknownModelError,
+    another,
+)
+from mx.log import event
+from mx.memory.mapped import mapped_elsewhere
+from mx.runtime import in_thread, uncut
+from mx.target.options import PullOptions
+from mx.target.paths import plan_paths, target_place
+from mx.target.resolver import describe
+from mx.wire.address import is_local, split_address
+from mx.wire.cache import CachedModel, CacheStatus, HeldAt, Wanted
+from mx.wire.locate import Locator
+
+log = logging.getLogger(__name__)
+
+#: How many models a cache pulls at a time; others wait.
+MOST_PULLS = 4
+#: How long readers that copy a model have to finish when it is evicted.
+_DRAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Id:
+    """What the cache holds once: these weights and files under this name, and whether a process
+    of this host offered them."""
+
+    model: ModelKey
+    pin: bytes
+    offered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A model in memory. `inode` is the number of its memory file."""
+
+    pull: Pull
+    source: Source
+    held: HeldAt
+    nbytes: int
+    inode: int
+
+    def close(self) -> None:
+        """Stop giving it, and let go of the memory. Blocks."""
+        self.source.drain(_DRAIN_S)
+        self.pull.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A model that is to be held: its identity here, and the options to pull it with."""
+
+    id: Id
+    options: PullOptions
+    ref: ManifestRef
+    layout: Layout
+    sources: tuple[SourceRecord, ...]
+
+
+class Keeper:
+    """The models of a cache; on the loop. `close` it."""
+
+    def __init__(self, settings: config.Settings, coordinator: str, budget_bytes: int) -> None:
+        """
+        Args:
+            settings: The settings of the process.
+            coordinator: Where models are looked up and registered, HOST:PORT.
+            budget_bytes: What all models together may have.
+        """
+        self._settings = settings
+        self._coordinator = coordinator
+        self._table: CacheTable[Id] = CacheTable(budget_bytes)
+        self._kept: dict[Id, _Kept] = {}
+        self._lingering: dict[Id, int] = {}
+        self._arriving: dict[Id, asyncio.Task[HeldAt]] = {}
+        self._pulls: dict[Id, Pull] = {}
+        self._slots = asyncio.Semaphore(MOST_PULLS)
+        self._evictions = 0
+        self._closed = False
+
+    # -- holding ----------------------------------------------------------------------------------
+
+    async def hold(self, wanted: Wanted, progress: list[tuple[int, int]]) -> HeldAt:
+        """See `mx.wire.cache.Holder`."""
+        if wanted.only_if_held:
+            return self._offered(wanted)
+        found = await self._find(wanted)
+        if self._table.use(found.id):
+            return self._kept[found.id].held
+        arriving = self._arriving.get(found.id)
+        if arriving is None:
+            self._check_needed(found)
+            if self._closed:
+                raise ClosedError("the cache was closed")
+            arriving = asyncio.create_task(self._arrive(found), name="mx-cache-arrive")
+            self._arriving[found.id] = arriving
+            arriving.add_done_callback(lambda task: self._ended(found.id, task))
+        while not arriving.done():
+            pull = self._pulls.get(found.id)
+            if pull is not None:
+                now = pull.progress()
+                progress[0] = now.bytes_done, now.bytes_total
+            await asyncio.wait((arriving,), timeout=0.2)
+        try:
+            return arriving.result()
+        except asyncio.CancelledError:
+            raise ClosedError("the cache was closed") from None
+        except MxError as error:
+            raise another(error) from None  # each client that waited gets one of its own
+
+    def _ended(self, model: Id, task: asyncio.Task[HeldAt]) -> None:
+        del self._arriving[model]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            event(log, "cache.refused", model=str(model.model), reason=str(error))
+
+    def _offered(self, wanted: Wanted) -> HeldAt:
+        name = wanted.name.partition("@")[0]
+        for each, kept in self._kept.items():
+            key = each.model
+            if (
+                each.offered
+                and (key.name, key.variant) == (name, wanted.variant)
+                and wanted.revision in ("", key.revision)
+                and self._table.use(each)
+            ):
+                return kept.held
+        raise UnknownModelError(f"no process has offered {wanted.name}[{wanted.variant}]")
+
+    async def _find(self, wanted: Wanted) -> _Found:
+        offered = bool(wanted.offered_at)
+        if offered and not is_local(wanted.offered_at):
+            raise ConfigError(f"{wanted.offered_at} is not on this host")
+        if not offered and wanted.coordinator != self._coordinator:
+            raise ConfigError(
+                f"it asks the coordinator at {self._coordinator}, not at {wanted.coordinator}"
+            )
+        options = pull_options(
+            wanted.name,
+            self._settings,
+            peer=wanted.offered_at or None,
+            revision=wanted.revision,
+            variant=wanted.variant,
+            coordinator=None if offered else self._coordinator,
+            transport=None,
+            wait_s=0.0 if offered else None,
+            hold=True,
+        )
+        locator = Locator(options)
+        try:
+            located, manifest = await describe(locator)
+        finally:
+            await locator.close()
+        key, ref = located.key, located.ref
+        options = replace(
+            options,
+            name=f"{key.name}@{ref.pin.hex()}",
+            revision=key.revision,
+            variant=key.variant,
+        )
+        model = Id(key, ref.pin, offered)
+        return _Found(model, options, ref, manifest.layout, located.sources)
+
+    def _check_needed(self, found: _Found) -> None:
+        """Raise LocalError if a pull can attach to another process of this host anyway."""
+        if found.id.offered:
+            return
+        options = replace(found.options, hold=False)
+        place = target_place(options)
+        alive = [source for source in found.sources if not _has_ended(source.place, place)]
+        paths = plan_paths(options, place, transports(), alive)
+        for path in paths.paths:
+            if path.attach:
+                raise LocalError(f"{path.source.endpoint} on this host holds it, and is attached")
+
+    async def _arrive(self, found: _Found) -> HeldAt:
+        async with self._slots:
+            nbytes = found.layout.arena_nbytes
+            in_use = await self._in_use()
+            evicted = self._table.reserve(found.id, nbytes, in_use)
+            try:
+                for each in evicted:
+                    await uncut(self._evict(each))
+                if self._closed:
+                    raise ClosedError("the cache was closed")
+                kept = await uncut(in_thread(self._pulled, found, nbytes))
+            except BaseException:
+                self._table.remove(found.id)
+                raise
+            finally:
+                self._pulls.pop(found.id, None)
+            self._kept[found.id] = kept
+            self._table.arrived(found.id)
+            event(log, "cache.holds", model=str(found.id.model), nbytes=nbytes)
+            return kept.held
+
+    def _pulled(self, found: _Found, nbytes: int) -> _Kept:
+        """Pull a model, and serve it. Blocks."""
+        loop = runtime.acquire()
+        try:
+            pull = Pull(loop, found.options, self._settings, time.monotonic())
+        except BaseException:
+            runtime.release(loop)
+            raise
+        self._pulls[found.id] = pull
+        try:
+            if self._closed:
+                raise ClosedError("the cache was closed")
+            source = pull.hold()
+            held = HeldAt(pull.model, found.ref, source.endpoint)
+            memfd = source.memfd
+            inode = 0 if memfd is None else os.fstat(memfd).st_ino
+            return _Kept(pull, source, held, nbytes, inode)
+        except BaseException:
+            pull.close()
+            raise
+
+    # -- evicting ---------------------------------------------------------------------------------
+
+    async def _in_use(self) -> set[Id]:
+        """Return the models that processes use, and forget evicted ones that none maps any more."""
+        inodes = {kept.inode for kept in self._kept.values()} | {*self._lingering.values()}
+        mapped = await in_thread(mapped_elsewhere, inodes)
+        for each, inode in list(self._lingering.items()):
+            if inode not in mapped:
+                del self._lingering[each]
+                self._table.gone(each)
+        return {
+            each
+            for each, kept in self._kept.items()
+            if kept.inode in mapped or kept.source.stats().readers
+        }
+
+    async def _evict(self, model: Id) -> None:
+        kept = self._kept.pop(model)
+        self._evictions += 1
+        event(log, "cache.evicts", model=str(model.model), nbytes=kept.nbytes)
+        with contextlib.suppress(MxError):  # its memory is let go in any case
+            await in_thread(kept.close)
+        if kept.inode in await in_thread(mapped_elsewhere, (kept.inode,)):
+            self._lingering[model] = kept.inode
+            self._table.linger(model, kept.nbytes)
+
+    # -- what is held -----------------------------------------------------------------------------
+
+    async def status(self) -> CacheStatus:
+        """See `mx.wire.cache.Holder`."""
+        in_use = await self._in_use()
+        models = []
+        for each in self._table.held:
+            kept = self._kept.get(each)
+            if kept is not None:
+                models.append(
+                    CachedModel(
+                        kept.held.model,
+                        kept.held.ref,
+                        kept.held.endpoint,
+                        kept.nbytes,
+                        each in in_use,
+                        each.offered,
+                    )
+                )
+        table = self._table
+        return CacheStatus(
+            table.budget_bytes,
+            sum(each.nbytes for each in models),
+            table.lingering_bytes,
+            self._evictions,
+            tuple(models),
+        )
+
+    async def close(self) -> None:
+        """Stop all pulls, and let go of everything."""
+        self._closed = True
+        closing: list[Callable[[], None]] = [pull.close for pull in self._pulls.values()]
+        await _all_in_threads(closing)
+        if self._arriving:
+            await asyncio.wait([*self._arriving.values()])
+        kept, self._kept = [*self._kept.values()], {}
+        await _all_in_threads([each.pull.close for each in kept])
+
+
+def _has_ended(there: Place, here: Place) -> bool:
+    """Return True if a source's process has certainly ended, though it is still listed."""
+    ours = (here.boot_id, here.pid_namespace)
+    return (there.boot_id, there.pid_namespace) == ours and (
+        discovery.process_start_ticks(there.pid) != there.pid_start_ticks
+    )
+
+
+async def _all_in_threads(work: list[Callable[[], None]]) -> None:
+    await asyncio.gather(*(in_thread(each) for each in work), return_exceptions=True)
+
+
+def require_free_port(settings: config.Settings) -> None:
+    """Check that each model of a cache can listen on a port of its own.
+
+    Raises:
+        ConfigError: The settings name one port.
+    """
+    if split_address(settings.listen)[1]:
+        raise ConfigError(
+            f"each model of a cache listens on a port of its own, not all on {settings.listen}",
+            hint="give `listen` with port 0",
+        )

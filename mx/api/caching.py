@@ -1,0 +1,237 @@
+"""A host's cache: `cache` starts it, `cached` says what it holds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+from mx import config, forks, runtime
+from mx.api.cache_keeper import Keeper, require_free_port
+from mx.api.closing import Closable, Step
+from mx.api.source import join_or_embed
+from mx.coordinator.daemon import Coordinator
+from mx.errors import ConfigError, LocalError
+from mx.memory.budget import available_nbytes
+from mx.wire.address import is_local
+from mx.wire.cache import CacheClient, CacheServicer, CacheStatus
+from mx.wire.private import cache_socket, make_folder, socket_in_use
+from mx.wire.server import Listening, Service, listen
+from mx.wire.v1 import cache_pb2
+
+#: How long running calls have when the cache ends.
+_LAST_WORDS_S = 0.2
+
+
+class Cache(Closable):
+    """A running cache; `cache` makes it. Close it, or use it as a context manager.
+
+    `socket` is the path where pulls of this host ask it, `coordinator_address` the coordinator that
+    it asks.
+    """
+
+    def __init__(
+        self,
+        loop: runtime.LoopThread,
+        keeper: Keeper,
+        listening: Listening,
+        lock: _Lock,
+        coordinator_address: str,
+        embedded: Coordinator | None,
+    ) -> None:
+        """Take over what `cache` has started."""
+        self._keeper = keeper
+        self._listening = listening
+        self._lock = lock
+        self._embedded = embedded
+        self._closed = threading.Event()
+        self.socket = lock.socket
+        self.coordinator_address = coordinator_address
+        super().__init__(loop)
+
+    @property
+    def embedded(self) -> bool:
+        """True if the coordinator runs in this process."""
+        return self._embedded is not None
+
+    def status(self) -> CacheStatus:
+        """Return what is held."""
+        self._require_own()
+        return self._loop.run(self._keeper.status())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the cache is closed; return False if `timeout_s` seconds pass first."""
+        return self._closed.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop answering, and let go of all models. Processes keep what they have attached.
+
+        Idempotent; an interrupted close goes on when it is called again.
+        """
+        super().close()
+
+    def _closing_steps(self) -> list[Step]:
+        embedded = [] if self._embedded is None else [self._awaiting(self._embedded.stop)]
+        return [
+            self._awaiting(lambda: self._listening.stop(_LAST_WORDS_S)),
+            self._awaiting(self._keeper.close),
+            *embedded,
+            self._lock.release,
+            self._closed.set,
+        ]
+
+    def forked(self) -> None:
+        super().forked()
+        self._closed = threading.Event()
+        self._closed.set()
+
+
+class _Lock:
+    """Makes sure that one cache at a time listens at a socket."""
+
+    def __init__(self, socket: Path) -> None:
+        """
+        Raises:
+            LocalError: Another cache runs there.
+        """
+        self.socket = socket
+        path = socket.with_name(socket.name + ".lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = open(os.open(path, flags, 0o600), "r+b")  # noqa: SIM115 - until `release`
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise LocalError(
+                f"a cache runs at {socket} already",
+                hint="one is enough; or name another path with `cache_socket`",
+            ) from error
+
+    def release(self) -> None:
+        """Remove the socket, and let another cache listen. Idempotent."""
+        if not self._file.closed:
+            self.socket.unlink(missing_ok=True)
+            self._file.close()
+
+
+forks.recognise(lambda fd, link: link.endswith(".sock.lock"))
+
+
+def cache(
+    *,
+    memory: int | str | None = None,
+    coordinator: str | None = None,
+    embed: bool = True,
+    settings: config.Settings | None = None,
+) -> Cache:
+    """Hold in memory what this host pulls, so that n processes share one copy.
+
+    Each pull of this user on this host asks the cache first: it pulls the model once, and holds it
+    for all that attach. Models that no process uses leave it when there is no room, the least
+    recently used first.
+
+    Args:
+        memory: What all models together may have: "64GB", or bytes. None takes the settings'
+            number, by default half of what is free now.
+        coordinator: HOST:PORT of the coordinator to ask. None takes the address in the settings; if
+            that is the default and no coordinator answers there, embeds one.
+        embed: False never embeds a coordinator.
+        settings: Settings to use; None loads them from the environment and the files. Their
+            `cache_socket` is where it listens.
+
+    Returns:
+        The running cache.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        NotAllowedError: Others may use the folder of its socket.
+        LocalError: Another cache runs at that path.
+        CoordinatorError: The coordinator does not answer.
+    """
+    settings = config.given(settings or config.load(), cache_memory=memory)
+    if settings.cache_socket == "off":
+        raise ConfigError("the settings switch the cache off", hint="leave out `cache_socket=off`")
+    require_free_port(settings)
+    address = coordinator or settings.coordinator
+    if is_local(settings.advertise or settings.listen) and not is_local(address):
+        raise ConfigError(
+            f"the coordinator at {address} is elsewhere, and others can't reach {settings.listen}",
+            hint="give `listen=HOST:0` with an address of this machine",
+        )
+    socket = cache_socket(settings.cache_socket)
+    make_folder(socket)
+    lock = _Lock(socket)
+    try:
+        loop = runtime.acquire()
+        try:
+            return _start(loop, lock, settings, coordinator, address, embed=embed)
+        except BaseException:
+            runtime.release(loop)
+            raise
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _start(
+    loop: runtime.LoopThread,
+    lock: _Lock,
+    settings: config.Settings,
+    coordinator: str | None,
+    address: str,
+    *,
+    embed: bool,
+) -> Cache:
+    named_by = "`coordinator`" if coordinator else ""
+    if settings.is_set("coordinator") and address == settings.coordinator:
+        named_by = settings.origin("coordinator")
+    embedded = loop.run(
+        join_or_embed(
+            address,
+            named_by=named_by,
+            embed=embed,
+            wait_s=settings.wait_s,
+            settings=settings,
+            cancelled=lambda: False,
+        )
+    )
+    try:
+        budget_bytes = settings.cache_memory or available_nbytes() // 2
+        keeper = Keeper(settings, address, budget_bytes)
+        service = Service(cache_pb2.DESCRIPTOR.services_by_name["Cache"], CacheServicer(keeper))
+        listening = loop.run(listen(f"unix:{lock.socket}", [service]))
+    except BaseException:
+        if embedded is not None:
+            loop.run(embedded.stop())
+        raise
+    return Cache(loop, keeper, listening, lock, address, embedded)
+
+
+def cached(*, settings: config.Settings | None = None) -> CacheStatus | None:
+    """Return what this host's cache holds; None if there is no cache.
+
+    Args:
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        NotAllowedError: Others may use the folder of its socket.
+        SourceError: It does not answer.
+    """
+    settings = settings or config.load()
+    where = socket_in_use(settings.cache_socket)
+    if not where:
+        return None
+    loop = runtime.acquire()
+    try:
+        return loop.run(_status(where, settings.connect_timeout_s))
+    finally:
+        runtime.release(loop)
+
+
+async def _status(socket: str, timeout_s: float) -> CacheStatus:
+    client = CacheClient(socket, timeout_s=timeout_s)
+    try:
+        return await client.status()
+    finally:
+        await client.close()

@@ -1,0 +1,171 @@
+"""Serves a diffusers pipeline: a folder whose subfolders are models of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mx import config, runtime
+from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, transports
+from mx.api.source import Source, offer, serve, source_options, start_source
+from mx.codec import check_model_key
+from mx.core import manifest as manifests
+from mx.core.pages import Pages
+from mx.core.reference import parse_reference
+from mx.core.types import ModelKey, Packaging
+from mx.errors import ConfigError
+from mx.memory.arena import MemfdArena
+from mx.source.model import HeldModel
+from mx.storage.names import model_name_of
+from mx.storage.reader import fill_from_tensors
+from mx.storage.side_files import read_side_files
+
+#: The file that names a pipeline's components; also the one tensor of the pipeline's own model.
+INDEX = "model_index.json"
+_TENSORS = ".safetensors"
+
+
+def is_pipeline(path: str | Path) -> bool:
+    """Return True for the folder of a diffusers pipeline."""
+    return (Path(path) / INDEX).is_file()
+
+
+class Pipeline:
+    """A pipeline that this process serves: a source for each component, and one for its files.
+
+    Close it, or use it as a context manager.
+    """
+
+    def __init__(self, sources: list[Source], closing: contextlib.ExitStack) -> None:
+        self.sources = sources
+        self._closing = closing
+
+    @property
+    def model(self) -> ModelKey:
+        """What the pipeline's own files are served as."""
+        return self.sources[-1].model
+
+    def drain(self, grace_s: float = 10.0) -> bool:
+        """Stop giving grants, and wait for the current readers; see `Source.drain`."""
+        return all([source.drain(grace_s) for source in self.sources])
+
+    def close(self) -> None:
+        """Deregister all. Idempotent."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serve_pipeline(
+    path: str | Path,
+    *,
+    model: str = "",
+    revision: str = "",
+    settings: config.Settings | None = None,
+    coordinator: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    **more: Any,
+) -> Pipeline:
+    """Serve each component of a pipeline as NAME/COMPONENT, and its small files as NAME.
+
+    NAME has the configuration of all components, schedulers and tokenizers, and one tensor, the
+    bytes of model_index.json, so that its pin says which components belong together.
+
+    Args:
+        path: The pipeline's folder.
+        model: NAME or NAME:REVISION; by default the folder's name.
+        revision: The revision, where `model` names none.
+        settings: As for `serve`, and so are the others.
+        coordinator: As for `serve`.
+        on_progress: As for `serve`.
+        more: Further arguments of `serve`.
+
+    Returns:
+        The pipeline, once all of it is registered.
+
+    Raises:
+        ConfigError: There is no component with weights.
+        MxError: As `serve`.
+    """
+    settings = settings or config.load()
+    root = Path(path)
+    reference = parse_reference(model or model_name_of(root), revision=revision)
+    revision = reference.revision or DEFAULT_REVISION
+    components = sorted(entry.name for entry in os.scandir(root) if _has_weights(entry))
+    if not components:
+        raise ConfigError(f"{root} is a diffusers pipeline without weights")
+    with contextlib.ExitStack() as failing:
+        sources = []
+        for component in components:
+            source = serve(
+                root / component,
+                model=f"{reference.name}/{component}",
+                revision=revision,
+                settings=settings,
+                coordinator=coordinator,
+                on_progress=on_progress,
+                **more,
+            )
+            # The first may be the coordinator of the others: it is closed last.
+            failing.callback(source.close)
+            sources.append(source)
+        held = _held_files(root, ModelKey(reference.name, revision, DEFAULT_VARIANT))
+        source = _serve_held(held, sources[0].coordinator_address, settings)
+        failing.callback(source.close)
+        return Pipeline([*sources, source], failing.pop_all())
+
+
+def _has_weights(entry: os.DirEntry[str]) -> bool:
+    if not entry.is_dir() or entry.name.startswith("."):
+        return False
+    return any(name.endswith(_TENSORS) for name in os.listdir(entry.path))
+
+
+def _held_files(root: Path, key: ModelKey) -> HeldModel:
+    """Return a model of a pipeline's small files."""
+    check_model_key(key)
+    files, documents, _ = read_side_files(root, None, ())
+    index = (root / INDEX).read_bytes()
+    layout = manifests.plan_layout([manifests.TensorSpec(INDEX, "U8", (len(index),))], ())
+    arena = MemfdArena(layout.arena_nbytes, name=str(key))
+    try:
+        view = arena.view
+        assert isinstance(view, memoryview)
+        filled = fill_from_tensors({INDEX: memoryview(index)}, layout, view, memfd=arena.memfd)
+        del view
+        arena.seal()
+        packaging = Packaging((), files)
+        manifest = manifests.encode(layout, packaging, filled.roots, documents)
+    except BaseException:
+        arena.release()
+        raise
+    return HeldModel(key, manifest, arena, Pages.whole(manifest, filled.pages))
+
+
+def _serve_held(held: HeldModel, coordinator: str, settings: config.Settings) -> Source:
+    loop = runtime.acquire()
+    try:
+        server = loop.run(start_source(source_options(settings, coordinator), transports()))
+        try:
+            loop.run(offer(server, held, coordinator))
+        except BaseException:
+            loop.run(server.close())
+            raise
+    except BaseException:
+        held.release()
+        runtime.release(loop)
+        raise
+    return Source(loop, server, held, coordinator, None, settings)

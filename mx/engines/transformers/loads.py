@@ -1,0 +1,227 @@
+"""One call of `from_pretrained` whose weights come from peers or this host's cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mx.api.offering import ask_offered, offer, pull_offered
+from mx.api.pulling import pull
+from mx.api.target import Pull
+from mx.core.variant import ProcessingKey
+from mx.engines.transformers import converted
+from mx.engines.transformers.counters import served
+from mx.engines.transformers.lookup import Lookup, Served
+from mx.engines.transformers.weights import Weights, WeightsFile
+from mx.errors import MxError
+from mx.log import event
+from mx.target.report import PullReport
+from mx.wire.cache import HeldAt
+
+log = logging.getLogger(__name__)
+
+#: Arguments with which transformers reads something else than the weights that peers serve, and why
+#: such a call is left to it.
+_LEFT_TO_DISK = {
+    "state_dict": "`state_dict` was given",
+    "gguf_file": "`gguf_file` was given",
+    "variant": "`variant` names other files",
+    "trust_remote_code": "remote code never comes from peers",
+    "force_download": "`force_download` asks for the hub",
+    "disable_mmap": "`disable_mmap` reads files whole",
+    "offload_folder": "`offload_folder` reads files again later",
+    "local_checkpoint": "a checkpoint was named",
+}
+
+
+def begin(
+    lookup: Lookup,
+    cls: Any,
+    name: object,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    version: str,
+) -> tuple[Load | None, str]:
+    """Return the load of a model that peers serve; None, and why, if it is to come from disk.
+
+    Args:
+        lookup: Where models are looked up.
+        cls: The model's class.
+        name: What was given to `from_pretrained`.
+        args: Its other positional arguments.
+        kwargs: Its arguments by name.
+        version: The version of transformers.
+    """
+    for argument, why in _LEFT_TO_DISK.items():
+        if kwargs.get(argument):
+            return None, why
+    if kwargs.get("use_safetensors") is False:
+        return None, "`use_safetensors=False` asks for pickled files"
+    revision = kwargs.get("revision")
+    subfolder = str(kwargs.get("subfolder") or "")
+    found = lookup.of_path(Path(str(name)) / subfolder / "config.json")
+    if found is None:
+        found = lookup.find(name, revision)
+        if found is None:
+            return None, lookup.why_not(name, revision)
+        if subfolder:
+            found = lookup.component(found, subfolder)
+            if found is None:
+                return None, f"no source has the weights in {subfolder}"
+    load = Load(found, lookup)
+    load.key = converted.key_of(cls, found, args, kwargs, version)
+    if load.key is not None:
+        load.converted = ask_offered(found.key, load.key, lookup.settings)
+    try:
+        load.start()
+    except MxError as error:
+        return None, str(error)
+    return load, ""
+
+
+class Load:
+    """The weights of one model while it is loaded. A context manager that closes them."""
+
+    def __init__(self, found: Served, lookup: Lookup) -> None:
+        """
+        Args:
+            found: The model.
+            lookup: Where it was looked up.
+        """
+        self.served = found
+        #: Names what transformers makes of the weights; None if others are not to share it.
+        self.key: ProcessingKey | None = None
+        #: Where the cache holds that; None if it does not.
+        self.converted: HeldAt | None = None
+        self._lookup = lookup
+        self._pull: Pull | None = None
+        self._failure: MxError | None = None
+        self._weights: Weights | None = None
+
+    @property
+    def failure(self) -> MxError | None:
+        """The error of the pull, if it failed."""
+        return self._failure if self._weights is None else self._weights.failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._pull is not None:
+            self._pull.close()
+
+    def start(self) -> None:
+        """Start the pull, so that it goes on while transformers builds the model."""
+        if self._pull is None:
+            self._pull = self._begin()
+
+    def file(self, *, owned: bool = False) -> WeightsFile:
+        """Return the weights as a safetensors file.
+
+        Args:
+            owned: Whether closing the file ends the load.
+
+        Raises:
+            MxError: There is no source.
+        """
+        if self._weights is None:
+            self.start()
+            assert self._pull is not None
+            try:
+                self._weights = Weights(self._pull)
+            except MxError as error:
+                self._failure = error
+                raise
+        return WeightsFile(self._weights, self._finished if owned else None)
+
+    def _finished(self) -> None:
+        """Close weights that were read as a file alone."""
+        weights = self._weights
+        assert weights is not None
+        if weights.failure is None:
+            weights.ready()
+            self._tell(self.served.key.name, weights)
+        weights.close()
+
+    def _begin(self) -> Pull:
+        if self.converted is not None:
+            return pull_offered(self.converted, self._lookup.settings)
+        key = self.served.key
+        return pull(
+            self.served.pinned,
+            revision=key.revision,
+            variant=key.variant,
+            coordinator=self._lookup.coordinator,
+            settings=self._lookup.settings,
+        )
+
+    def run(
+        self,
+        original: Callable[..., Any],
+        name: object,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Load the model, and share what was converted.
+
+        Args:
+            original: transformers' own `from_pretrained`, bound to the class.
+            name: What it is given, and `args`, `kwargs`.
+
+        Returns:
+            What it returns.
+        """
+        wants_info = kwargs.get("output_loading_info", False)
+        model, info = original(name, *args, **{**kwargs, "output_loading_info": True})
+        weights = self._weights
+        if weights is not None:
+            weights.ready()
+            self._tell(self.served.key.name, weights)
+            if self.converted is not None:
+                # It was loaded under the model's own names: saving it restores the checkpoint's, as
+                # of a model that was not loaded.
+                vars(model).pop("_weight_conversions", None)
+            elif self.key is not None:
+                self._share(model, info, weights)
+        return (model, info) if wants_info else model
+
+    def _tell(self, name: str, weights: Weights) -> None:
+        report = weights.pull.report
+        assert report is not None
+        served(
+            name,
+            self._place(report, weights),
+            pin=self.served.pinned.rpartition("@")[2][:16],
+            nbytes=report.bytes,
+            seconds=report.seconds,
+        )
+
+    def _place(self, report: PullReport, weights: Weights) -> str:
+        if self.converted is not None:
+            return "converted"
+        if not any(path.attached for path in report.paths):
+            return "peer"
+        at = weights.pull.cached_at
+        return "cache" if any(path.source == at for path in report.paths) else "host"
+
+    def _share(self, model: Any, info: Mapping[str, Any], weights: Weights) -> None:
+        """Offer to the cache what was converted, and use the cache's copy from now on."""
+        assert self.key is not None
+        why_not = converted.why_not(model, info, weights.memory())
+        if why_not:
+            event(log, "converted.kept", level=logging.DEBUG, reason=why_not)
+            return
+        try:
+            held = offer(model.state_dict(), self.served.key, self.key, self._lookup.settings)
+            if held is not None:
+                converted.adopt(model, held, self._lookup.settings)
+        except MxError as error:
+            log.info("%s is not shared with other processes: %s", self.key, error)

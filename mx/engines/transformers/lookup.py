@@ -1,0 +1,197 @@
+"""Finds models by the names that programs give to `from_pretrained`, and puts their small files
+where transformers can open them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx import config, runtime
+from mx.api.listing import asking
+from mx.api.pulling import pull
+from mx.core.reference import pinned_name
+from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
+from mx.errors import CoordinatorError, MxError, UnknownModelError
+
+log = logging.getLogger(__name__)
+
+#: How long the meaning of a name is not asked for again: one call of `from_pretrained` looks for
+#: a dozen files.
+FRESH_S = 5.0
+#: What stands in the folder for the weights: opening it as a file fails, since it is empty.
+WEIGHTS = "model.safetensors"
+PIPELINE_WEIGHTS = "diffusion_pytorch_model.safetensors"
+#: The file that a diffusers pipeline has.
+PIPELINE = "model_index.json"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that peers serve: its pin, and the folder that has its files.
+
+    `folder` has a placeholder for the weights.
+    """
+
+    key: ModelKey
+    pinned: str
+    identity: str
+    folder: Path
+
+
+@dataclass
+class _Meaning:
+    until_s: float
+    served: Served | None
+    reason: str
+
+
+class Lookup:
+    """The models that the coordinator knows, as far as they were asked for. Thread-safe."""
+
+    def __init__(self, settings: config.Settings, coordinator: str) -> None:
+        """
+        Args:
+            settings: The settings of the process.
+            coordinator: Where to look names up, HOST:PORT.
+        """
+        self.settings = settings
+        self.coordinator = coordinator
+        self._lock = threading.RLock()
+        self._meanings: dict[tuple[str, str], _Meaning] = {}
+        self._folders: dict[str, Served] = {}
+        self._root: Path | None = None
+        self._pid = os.getpid()
+
+    def find(self, name: object, revision: str | None) -> Served | None:
+        """Return the model that a program names; None if it is to come from disk.
+
+        Args:
+            name: What was given to `from_pretrained`. A path that exists is no name.
+            revision: What was given as `revision`. "main" is the newest revision.
+        """
+        text = str(name)
+        if os.path.exists(text) or os.path.isabs(text) or os.getpid() != self._pid:
+            return None
+        wanted = "" if revision in (None, "main") else str(revision)
+        with self._lock:
+            known = self._meanings.get((text, wanted))
+            now_s = time.monotonic()
+            if known is None or known.until_s < now_s:
+                known = self._looked_up(text, wanted)
+                known.until_s = time.monotonic() + FRESH_S
+                self._meanings[text, wanted] = known
+            return known.served
+
+    def why_not(self, name: object, revision: str | None) -> str:
+        """Return why `find` returned None."""
+        wanted = "" if revision in (None, "main") else str(revision)
+        known = self._meanings.get((str(name), wanted))
+        return "it is a path" if known is None else known.reason
+
+    def of_path(self, path: object) -> Served | None:
+        """Return the model whose weights a path stands for; None for any other path."""
+        if self._root is None or not str(path).startswith(str(self._root)):
+            return None
+        folder = Path(os.path.abspath(str(path))).parent
+        with self._lock:
+            return next((each for each in self._folders.values() if each.folder == folder), None)
+
+    def component(self, pipeline: Served, name: str) -> Served | None:
+        """Return the component of a pipeline whose files are in the folder `name`, if it is
+        served."""
+        with self._lock:
+            folder = pipeline.folder / name
+            return next((each for each in self._folders.values() if each.folder == folder), None)
+
+    def _looked_up(self, name: str, revision: str) -> _Meaning:
+        try:
+            found = self._resolve(name, revision)
+            pinned = pinned_name(found[0], found[1])
+            served = self._folders.get(pinned)
+            if served is None:
+                served = self._fetched(found[0], pinned, found[1].identity.hex())
+                self._folders[pinned] = served
+        except UnknownModelError:
+            return _Meaning(0.0, None, "the coordinator does not know it")
+        except CoordinatorError as error:
+            return _Meaning(0.0, None, error.message)
+        except MxError as error:
+            return _Meaning(0.0, None, str(error))
+        if not any((served.folder / name).exists() for name in ("config.json", PIPELINE)):
+            return _Meaning(0.0, None, "its sources have no config.json")
+        return _Meaning(0.0, served, "")
+
+    def _resolve(self, name: str, revision: str) -> tuple[ModelKey, ManifestRef]:
+        loop = runtime.acquire()
+        try:
+            found = loop.run(
+                asking(
+                    lambda client: client.resolve(name, revision, CHECKPOINT, documents=False),
+                    self.coordinator,
+                    self.settings,
+                )
+            )
+            return found.model, found.ref
+        finally:
+            runtime.release(loop)
+
+    def _fetched(self, key: ModelKey, pinned: str, identity: str) -> Served:
+        """Fetch a model's files into a folder."""
+        with pull(
+            pinned,
+            revision=key.revision,
+            variant=key.variant,
+            coordinator=self.coordinator,
+            files_only=True,
+            settings=self.settings,
+        ) as running:
+            files = running.files()
+        folder = self._new_folder(pinned)
+        for path, data in files.items():
+            there = folder / path
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.write_bytes(data)
+        if PIPELINE in files:
+            self._add_components(key, files[PIPELINE], folder)
+        else:
+            (folder / WEIGHTS).touch()
+        return Served(key, pinned, identity, folder)
+
+    def _add_components(self, pipeline: ModelKey, index: bytes, folder: Path) -> None:
+        """Put placeholders for the weights of a pipeline's components, which are models of their
+        own, into its folder."""
+        for name, what in json.loads(index).items():
+            library = what[0] if isinstance(what, list) and what else None
+            if library is None or not (folder / name / "config.json").is_file():
+                continue
+            try:
+                key, ref = self._resolve(f"{pipeline.name}/{name}", pipeline.revision)
+            except UnknownModelError:
+                continue  # transformers or diffusers will say what is missing
+            of_diffusers = library != "transformers"
+            (folder / name / (PIPELINE_WEIGHTS if of_diffusers else WEIGHTS)).touch()
+            pinned = pinned_name(key, ref)
+            self._folders[pinned] = Served(key, pinned, ref.identity.hex(), folder / name)
+
+    def _new_folder(self, pinned: str) -> Path:
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix="mx-files-"))
+            atexit.register(self.close)
+        folder = self._root / pinned.rpartition("@")[2][:32]
+        folder.mkdir()
+        return folder
+
+    def close(self) -> None:
+        """Remove the files. Idempotent. In a forked child they are its parent's."""
+        if self._root is not None and os.getpid() == self._pid:
+            root, self._root = self._root, None
+            shutil.rmtree(root, ignore_errors=True)
+            atexit.unregister(self.close)

@@ -1,0 +1,342 @@
+"""Makes transformers' `from_pretrained` take models from peers and from this host's cache.
+
+What is replaced: how transformers finds files (`cached_files` and its like) and opens safetensors
+files (`safe_open`), each for names that the coordinator knows; and
+`PreTrainedModel.from_pretrained` itself, to say where a model came from and to try again from disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mx import config
+from mx.engines.transformers import pipelines
+from mx.engines.transformers.counters import counts, served
+from mx.engines.transformers.loads import Load, begin
+from mx.engines.transformers.lookup import Lookup, Served
+from mx.errors import ConfigError
+
+__all__ = ["counts", "patch", "unpatch"]
+
+log = logging.getLogger(__name__)
+
+#: The versions that this was tried with.
+KNOWN_VERSIONS = ("5.19", "5.23")
+_NEEDED = ("cached_files", "list_repo_templates", "resolve_revision", "has_file")
+
+_lock = threading.RLock()
+_patched: _Patched | None = None
+
+
+class _Here(threading.local):
+    """What this thread loads."""
+
+    def __init__(self) -> None:
+        self.load: Load | None = None
+        self.from_disk = False
+
+
+class _Patched:
+    """The replaced functions, and what they share."""
+
+    def __init__(self, settings: config.Settings, coordinator: str) -> None:
+        self.lookup = Lookup(settings, coordinator)
+        self.here = _Here()
+        #: The loads of components of the pipeline that is loaded.
+        self.loads: list[Load] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def find(self, name: object, revision: str | None) -> Served | None:
+        """Return the served model that a name means at the moment, on this thread."""
+        if self.here.from_disk or name is None:
+            return None
+        return self.lookup.find(name, revision)
+
+    @contextmanager
+    def from_disk(self) -> Iterator[None]:
+        """Leave everything to transformers inside the block, on this thread."""
+        before, self.here.from_disk = self.here.from_disk, True
+        try:
+            yield
+        finally:
+            self.here.from_disk = before
+
+    # -- replacing --------------------------------------------------------------------------------
+
+    def replace(self, module: Any, name: str, new: Any) -> None:
+        """Replace an attribute of a module, wherever it was imported to."""
+        original = vars(module)[name]
+        places = [(module, name)]
+        for each in list(sys.modules.values()):
+            if getattr(each, "__name__", "").partition(".")[0] in ("transformers", "diffusers"):
+                found = [key for key, value in list(vars(each).items()) if value is original]
+                places += [(each, key) for key in found if (each, key) != (module, name)]
+        for place, key in places:
+            setattr(place, key, new)
+            self._undo.append(functools.partial(setattr, place, key, original))
+
+    def replace_method(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace a class method by what `make` returns for the original function."""
+        original = vars(owner)[name]
+        setattr(owner, name, classmethod(make(original.__func__)))
+        self._undo.append(functools.partial(setattr, owner, name, original))
+
+    def when_undone(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when everything is put back."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+        self.lookup.close()
+
+
+def patch(*, coordinator: str | None = None, settings: config.Settings | None = None) -> None:
+    """Let `from_pretrained` take models from peers and from this host's cache, in this process.
+
+    A name such as "org/name" is looked up at the coordinator. If it is known, configuration,
+    tokenizer and weights come from its sources: attached to this host's cache where there is one
+    (`mx serve --cache`), else pulled. Any other name, and any call that a source can't serve, goes
+    to transformers' own files. The logger `mx.engines.transformers` says which, and `counts`
+    counts.
+
+    Args:
+        coordinator: HOST:PORT; None takes the address in the settings.
+        settings: Settings to use; None loads them from the environment and the files.
+
+    Raises:
+        ConfigError: transformers is not installed, or is patched with another coordinator.
+    """
+    global _patched
+    settings = settings or config.load()
+    address = coordinator or settings.coordinator
+    with _lock:
+        if _patched is not None:
+            if _patched.lookup.coordinator != address:
+                raise ConfigError(
+                    f"transformers is patched for the coordinator at {_patched.lookup.coordinator}",
+                    hint="call unpatch() first",
+                )
+            return
+        made = _Patched(settings, address)
+        try:
+            _install(made)
+        except BaseException:
+            made.undo()
+            raise
+        _patched = made
+
+
+def unpatch() -> None:
+    """Undo `patch`. Models that were loaded stay as they are. Idempotent."""
+    global _patched
+    with _lock:
+        made, _patched = _patched, None
+        if made is not None:
+            made.undo()
+
+
+def _install(made: _Patched) -> None:
+    try:
+        import safetensors.torch
+        import transformers
+        from transformers import modeling_utils, tokenization_utils_base
+        from transformers.utils import hub
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"transformers can't be patched: there is no {error.name} here",
+            hint="pip install transformers",
+        ) from error
+    version = str(transformers.__version__)
+    if not version.startswith(tuple(f"{known}." for known in KNOWN_VERSIONS)):
+        log.warning(
+            "transformers %s is not known here (%s are): what does not fit comes from disk",
+            version,
+            ", ".join(KNOWN_VERSIONS),
+        )
+    lacking = [name for name in _NEEDED if name not in vars(hub)]
+    if lacking or "safe_open" not in vars(modeling_utils):
+        log.warning(
+            "transformers %s has no %s: everything comes from disk",
+            version,
+            ", ".join(lacking) or "safe_open",
+        )
+        return
+    for name in _NEEDED:
+        made.replace(hub, name, _FILES[name](made, vars(hub)[name]))
+    opened = _safe_open(made, safetensors.safe_open)
+    made.replace(modeling_utils, "safe_open", opened)
+    made.replace(safetensors, "safe_open", opened)
+    made.replace(safetensors.torch, "safe_open", opened)
+    made.replace(modeling_utils, "get_model_conversion_mapping", _conversions(made, modeling_utils))
+    made.replace_method(
+        modeling_utils.PreTrainedModel,
+        "from_pretrained",
+        lambda original: _from_pretrained(made, original, version),
+    )
+    made.replace_method(
+        tokenization_utils_base.PreTrainedTokenizerBase,
+        "from_pretrained",
+        lambda original: _tokenizer(made, original),
+    )
+    pipelines.install(made)
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
+        found = None if args else made.find(path_or_repo_id, kwargs.get("revision"))
+        if found is None or kwargs.get("repo_type") not in (None, "model"):
+            return original(path_or_repo_id, filenames, *args, **kwargs)
+        return original(found.folder, filenames, **kwargs)
+
+    return cached_files
+
+
+def _list_repo_templates(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def list_repo_templates(repo_id: Any, *args: Any, **kwargs: Any) -> Any:
+        found = made.find(repo_id, kwargs.get("revision"))
+        if found is None:
+            return original(repo_id, *args, **kwargs)
+        folder = found.folder / "additional_chat_templates"
+        return [each.stem for each in folder.glob("*.jinja")]
+
+    return list_repo_templates
+
+
+def _resolve_revision(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def resolve_revision(path_or_repo_id: Any, revision: str | None = None, **kwargs: Any) -> Any:
+        if made.find(path_or_repo_id, revision) is not None:
+            return revision
+        return original(path_or_repo_id, revision, **kwargs)
+
+    return resolve_revision
+
+
+def _has_file(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def has_file(path_or_repo: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+        revision = args[0] if args else kwargs.get("revision")
+        found = made.find(path_or_repo, revision)
+        if found is None:
+            return original(path_or_repo, filename, *args, **kwargs)
+        return (found.folder / filename).is_file()
+
+    return has_file
+
+
+_FILES = {
+    "cached_files": _cached_files,
+    "list_repo_templates": _list_repo_templates,
+    "resolve_revision": _resolve_revision,
+    "has_file": _has_file,
+}
+
+
+def _tokenizer(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = pretrained_model_name_or_path
+        if made.find(name, kwargs.get("revision")) is not None:
+            kwargs["local_files_only"] = True  # all of them are here: nothing to ask the hub
+        return original(cls, name, *args, **kwargs)
+
+    return from_pretrained
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+def _safe_open(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        found = made.lookup.of_path(filename)
+        if found is None:
+            return original(filename, *args, **kwargs)
+        load = made.here.load
+        if load is not None and load.served == found:
+            return load.file()
+        load = Load(found, made.lookup)
+        made.loads.append(load)
+        return load.file(owned=True)
+
+    return safe_open
+
+
+def _conversions(made: _Patched, modeling_utils: Any) -> Callable[..., Any]:
+    original = modeling_utils.get_model_conversion_mapping
+
+    @functools.wraps(original)
+    def get_model_conversion_mapping(*args: Any, **kwargs: Any) -> Any:
+        load = made.here.load
+        if load is not None and load.converted is not None:
+            return []  # the names are the model's own already
+        return original(*args, **kwargs)
+
+    return get_model_conversion_mapping
+
+
+def _from_pretrained(
+    made: _Patched, original: Callable[..., Any], version: str
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = pretrained_model_name_or_path
+        if made.here.load is not None or made.here.from_disk or name is None:
+            return original(cls, name, *args, **kwargs)  # a part of another model
+        found, reason = begin(made.lookup, cls, name, args, kwargs, version)
+        if found is None:
+            with made.from_disk():
+                model = original(cls, name, *args, **kwargs)
+            served(str(name), "disk", reason=reason)
+            return model
+        made.here.load = found
+        try:
+            with found:
+                return found.run(functools.partial(original, cls), name, args, kwargs)
+        except Exception as error:
+            if found.failure is None:
+                raise
+            log.warning("%s: not from peers: %s", name, found.failure)
+            made.here.load = None
+            return _again(made, original, cls, name, args, kwargs, error, str(found.failure))
+        finally:
+            made.here.load = None
+
+    return from_pretrained
+
+
+def _again(
+    made: _Patched,
+    original: Callable[..., Any],
+    cls: Any,
+    name: Any,
+    args: Any,
+    kwargs: Any,
+    error: Exception,
+    reason: str,
+) -> Any:
+    """Load from disk what could not be had from peers."""
+    try:
+        with made.from_disk():
+            model = original(cls, name, *args, **kwargs)
+    except OSError as missing:
+        raise missing from error
+    served(str(name), "disk", reason=reason)
+    return model

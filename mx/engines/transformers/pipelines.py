@@ -1,0 +1,181 @@
+"""Makes diffusers take pipelines and their components from peers and from this host's cache.
+
+diffusers takes seconds to import, so that it is patched when the program imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, Protocol
+
+from mx.engines.transformers.counters import served
+from mx.engines.transformers.loads import Load
+from mx.engines.transformers.lookup import Served
+
+log = logging.getLogger(__name__)
+
+#: What is replaced: module, class, class method.
+_METHODS = (
+    ("diffusers.configuration_utils", "ConfigMixin", "load_config"),
+    ("diffusers.models.modeling_utils", "ModelMixin", "from_pretrained"),
+    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "download"),
+    ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "from_pretrained"),
+)
+#: Arguments that ask for other files than those that peers serve.
+_OTHER_FILES = (
+    "variant",
+    "custom_pipeline",
+    "force_download",
+    "from_flax",
+    "use_onnx",
+    "use_flashpack",
+    "disable_mmap",
+    "trust_remote_code",
+)
+
+
+class Patched(Protocol):
+    """What `mx.engines.transformers.patched` shares with this."""
+
+    loads: list[Load]
+
+    def find(self, name: object, revision: str | None) -> Served | None: ...
+    def from_disk(self) -> AbstractContextManager[None]: ...
+    def replace_method(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None: ...
+    def when_undone(self, undo: Callable[[], None]) -> None: ...
+
+
+def install(made: Patched) -> None:
+    """Patch diffusers now, as far as it is imported, and the rest when it is."""
+    waiting = {module for module, _, _ in _METHODS}
+    for name in sorted(waiting):
+        module = sys.modules.get(name)
+        if module is not None:
+            _replace(made, module)
+            waiting.discard(name)
+    if waiting:
+        finder = _Finder(waiting, lambda module: _replace(made, module))
+        sys.meta_path.insert(0, finder)
+        made.when_undone(functools.partial(_remove, finder))
+
+
+def _remove(finder: _Finder) -> None:
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
+
+
+def _replace(made: Patched, module: ModuleType) -> None:
+    for name, owner, method in _METHODS:
+        if name == module.__name__:
+            make = _MAKERS[owner, method]
+            made.replace_method(vars(module)[owner], method, functools.partial(make, made))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `imported` with each of some modules once it is imported."""
+
+    def __init__(self, names: set[str], imported: Callable[[ModuleType], None]) -> None:
+        self._names = names
+        self._imported = imported
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._names:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._imported)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any, imported: Callable[[ModuleType], None]) -> None:
+        self._inner = inner
+        self._imported = imported
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        found: ModuleType | None = self._inner.create_module(spec)
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._imported(module)
+
+
+def _found(made: Patched, name: object, kwargs: dict[str, Any]) -> Served | None:
+    if any(kwargs.get(argument) for argument in _OTHER_FILES):
+        return None
+    return made.find(name, kwargs.get("revision"))
+
+
+def _in_folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads one configuration or one component."""
+
+    @functools.wraps(original)
+    def replaced(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        name = pretrained_model_name_or_path
+        found = _found(made, name, kwargs)
+        return original(cls, name if found is None else str(found.folder), *args, **kwargs)
+
+    return replaced
+
+
+def _download(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def download(cls: Any, pretrained_model_name: Any, **kwargs: Any) -> Any:
+        found = _found(made, pretrained_model_name, kwargs)
+        if found is None:
+            return original(cls, pretrained_model_name, **kwargs)
+        return str(found.folder)
+
+    return download
+
+
+def _pipeline(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`DiffusionPipeline.from_pretrained`, tried again from disk if a source was lost."""
+
+    @functools.wraps(original)
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = pretrained_model_name_or_path
+        made.loads.clear()
+        if _found(made, name, kwargs) is None:
+            with made.from_disk():
+                pipeline = original(cls, name, *args, **kwargs)
+            served(str(name), "disk")
+            return pipeline
+        try:
+            return original(cls, name, *args, **kwargs)
+        except Exception:
+            failures = [load.failure for load in made.loads if load.failure is not None]
+            if not failures:
+                raise
+            log.warning("%s: not from peers: %s", name, failures[0])
+            with made.from_disk():
+                pipeline = original(cls, name, *args, **kwargs)
+            served(str(name), "disk", reason=str(failures[0]))
+            return pipeline
+        finally:
+            made.loads.clear()
+
+    return from_pretrained
+
+
+_MAKERS = {
+    ("ConfigMixin", "load_config"): _in_folder,
+    ("ModelMixin", "from_pretrained"): _in_folder,
+    ("DiffusionPipeline", "download"): _download,
+    ("DiffusionPipeline", "from_pretrained"): _pipeline,
+}

@@ -1,0 +1,250 @@
+"""The calls between a host's cache and its clients: the client, and the service's side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mx import codec
+from mx.core.types import ManifestRef, ModelKey
+from mx.errors import CapacityError, MxError, PeerTimeoutError
+from mx.wire.channel import Remote, Role, cut, dial, translating
+from mx.wire.rpc import Stub
+from mx.wire.v1 import cache_pb2 as pb
+
+#: How often the cache reports that a model still arrives.
+REPORT_S = 0.5
+#: A cache that reports nothing for so long is given up.
+SILENT_S = 10.0
+#: How many calls a cache answers at a time.
+MOST_CALLS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a client wants held; the fields are those of `HoldRequest`."""
+
+    name: str
+    revision: str = ""
+    variant: str = ""
+    coordinator: str = ""
+    offered_at: str = ""
+    only_if_held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAt:
+    """A model that the cache holds, and the HOST:PORT where it is read."""
+
+    model: ModelKey
+    ref: ManifestRef
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """A model in the cache. `in_use` says that processes map it, `offered` that it came from a
+    process of this host, and that no coordinator knows it."""
+
+    model: ModelKey
+    ref: ManifestRef
+    endpoint: str
+    nbytes: int
+    in_use: bool
+    offered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """What a cache holds, least recently used first. `lingering_bytes` are those of models that
+    were evicted and that processes still map."""
+
+    budget_bytes: int
+    held_bytes: int
+    lingering_bytes: int
+    evictions: int
+    models: tuple[CachedModel, ...]
+
+
+class CacheClient:
+    """A client of the cache behind a unix socket, on the loop; `close` it."""
+
+    def __init__(self, socket: str, *, timeout_s: float) -> None:
+        """
+        Args:
+            socket: The path of the socket.
+            timeout_s: How long to wait for the first answer.
+        """
+        self.remote = Remote(Role.CACHE, f"unix:{socket}")
+        self._timeout_s = timeout_s
+        self._channel = dial(self.remote.address)
+        service = pb.DESCRIPTOR.services_by_name["Cache"]
+        self._stub = Stub(self._channel, service, self.remote)
+
+    async def close(self) -> None:
+        """Cut running calls and close the channel."""
+        await self._channel.close(None)
+
+    async def hold(
+        self, wanted: Wanted, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> HeldAt | str:
+        """Ask the cache to hold a model, and wait until it does.
+
+        Args:
+            wanted: The model.
+            on_progress: Called with (bytes so far, bytes in all).
+
+        Returns:
+            Where it is, or why the cache does not hold it.
+
+        Raises:
+            MxError: The cache does not answer, or refuses.
+        """
+        request = pb.HoldRequest(
+            name=wanted.name,
+            revision=wanted.revision,
+            variant=wanted.variant,
+            coordinator=wanted.coordinator,
+            offered_at=wanted.offered_at,
+            only_if_held=wanted.only_if_held,
+        )
+        call = self._stub.Hold(request)
+        answers, timeout_s = aiter(call), self._timeout_s
+        try:
+            while True:
+                with translating(self.remote):
+                    async with asyncio.timeout(timeout_s):
+                        answer = await anext(answers, None)
+                timeout_s = SILENT_S
+                if answer is None:
+                    return "it ended the call"
+                match answer.WhichOneof("event"):
+                    case "holding":
+                        on_progress(answer.holding.done_bytes, answer.holding.nbytes)
+                    case "held":
+                        return HeldAt(
+                            codec.key_from_wire(answer.held.model),
+                            codec.ref_from_wire(answer.held.manifest),
+                            answer.held.endpoint,
+                        )
+                    case "not_held":
+                        return str(answer.not_held.reason)
+                    case _:
+                        return "its answer is not understood"
+        except TimeoutError as error:
+            raise PeerTimeoutError(
+                f"the cache at {self.remote.address} does not answer", peer=self.remote.address
+            ) from error
+        finally:
+            cut(call)
+
+    async def status(self) -> CacheStatus:
+        """Return what the cache holds.
+
+        Raises:
+            MxError: The cache does not answer.
+        """
+        with translating(self.remote):
+            answer = await self._stub.Status(pb.CacheStatusRequest(), timeout=self._timeout_s)
+        return CacheStatus(
+            answer.budget_bytes,
+            answer.held_bytes,
+            answer.lingering_bytes,
+            answer.evictions,
+            tuple(
+                CachedModel(
+                    codec.key_from_wire(each.model),
+                    codec.ref_from_wire(each.manifest),
+                    each.endpoint,
+                    each.nbytes,
+                    each.in_use,
+                    each.offered,
+                )
+                for each in answer.models
+            ),
+        )
+
+
+class Holder(Protocol):
+    """What holds the models."""
+
+    async def hold(self, wanted: Wanted, progress: list[tuple[int, int]]) -> HeldAt:
+        """Return where a model is, once it is held. `progress[0]` is set meanwhile. Raises
+        MxError: why it is not held."""
+
+    async def status(self) -> CacheStatus:
+        """Return what is held."""
+
+
+class CacheServicer:
+    """Answers the calls of clients."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+        self._calls = 0
+
+    async def Hold(self, request: pb.HoldRequest, context: Any) -> AsyncIterator[pb.HoldEvent]:
+        del context
+        wanted = Wanted(
+            request.name,
+            request.revision,
+            request.variant,
+            request.coordinator,
+            request.offered_at,
+            request.only_if_held,
+        )
+        key = ModelKey(
+            wanted.name.partition("@")[0], wanted.revision or "main", wanted.variant or "checkpoint"
+        )
+        codec.check_model_key(key)
+        if self._calls >= MOST_CALLS:
+            raise CapacityError(f"the cache answers {MOST_CALLS} calls already, its limit")
+        self._calls += 1
+        progress = [(0, 0)]
+        holding = asyncio.ensure_future(self._holder.hold(wanted, progress))
+        try:
+            while not (await asyncio.wait((holding,), timeout=REPORT_S))[0]:
+                done, total = progress[0]
+                yield pb.HoldEvent(holding=pb.Holding(done_bytes=done, nbytes=total))
+            yield _answer(holding)
+        finally:
+            self._calls -= 1
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+
+    async def Status(self, request: pb.CacheStatusRequest, context: Any) -> pb.CacheStatusResponse:
+        del request, context
+        status = await self._holder.status()
+        return pb.CacheStatusResponse(
+            budget_bytes=status.budget_bytes,
+            held_bytes=status.held_bytes,
+            lingering_bytes=status.lingering_bytes,
+            evictions=status.evictions,
+            models=[
+                pb.CachedModel(
+                    model=codec.key_to_wire(each.model),
+                    manifest=codec.ref_to_wire(each.ref),
+                    endpoint=each.endpoint,
+                    nbytes=each.nbytes,
+                    in_use=each.in_use,
+                    offered=each.offered,
+                )
+                for each in status.models
+            ],
+        )
+
+
+def _answer(holding: asyncio.Future[HeldAt]) -> pb.HoldEvent:
+    try:
+        held = holding.result()
+    except MxError as error:
+        return pb.HoldEvent(not_held=pb.NotHeld(reason=str(error)[:1000]))
+    return pb.HoldEvent(
+        held=pb.Held(
+            model=codec.key_to_wire(held.model),
+            manifest=codec.ref_to_wire(held.ref),
+            endpoint=held.endpoint,
+        )
+    )

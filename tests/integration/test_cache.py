@@ -1,0 +1,269 @@
+"""A host's cache: one copy for all, least recently used first out, and what goes wrong with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoints import llama_shapes, write_checkpoint
+from mx import api, config, runtime
+from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
+from mx.units import MIB
+from mx.wire.cache import CacheClient, HeldAt, Wanted
+from tests.integration.conftest import Command, Run, commands, start_coordinator
+from tests.support.caching import Caching, origin, start_cache, unavailable
+
+_REASON = unavailable()
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(_REASON is not None, reason=_REASON or ""),
+]
+
+#: Two of the models fit, three do not.
+MEMORY = "64MB"
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def shared_run() -> Iterator[Run]:
+    with commands() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def elsewhere(
+    shared_run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Command]]:
+    """A coordinator, and a source of each model that can't be attached to."""
+    coordinator, _ = start_coordinator(shared_run)
+    with ExitStack() as stack:
+        for seed, name in enumerate(NAMES):
+            path = tmp_path_factory.mktemp(name) / "model.safetensors"
+            write_checkpoint(path, llama_shapes(8, 384, 1024, 2048), seed=seed)
+            source = stack.enter_context(origin(path, name, coordinator))
+        yield coordinator, source
+
+
+@pytest.fixture
+def caching(run: Run, elsewhere: tuple[str, Command], tmp_path: Path) -> Caching:
+    tmp_path.chmod(0o700)
+    return start_cache(run, elsewhere[0], tmp_path, MEMORY)
+
+
+def attached(pull: api.Pull) -> bool:
+    return all(path.attached for path in pull.wait(60).paths)
+
+
+def ask(caching: Caching, wanted: Wanted) -> HeldAt | str:
+    """Ask the cache itself."""
+
+    async def asking() -> HeldAt | str:
+        client = CacheClient(str(caching.socket), timeout_s=5.0)
+        try:
+            return await client.hold(wanted)
+        finally:
+            await client.close()
+
+    loop = runtime.acquire()
+    try:
+        return loop.run(asking())
+    finally:
+        runtime.release(loop)
+
+
+def test_many_pulls_make_one_and_share_its_memory(caching: Caching) -> None:
+    with ExitStack() as stack:
+        pulls = [stack.enter_context(caching.pull("one")) for _ in range(6)]
+        assert all(attached(pull) for pull in pulls)
+        assert {pull.cached_at for pull in pulls} == {caching.status().models[0].endpoint}
+        expected = pulls[0].buffer().tobytes()
+        mine = pulls[1].buffer()
+        mine[:8] = bytes(8)  # a private copy of that page
+        assert pulls[2].buffer().tobytes() == expected
+        (held,) = caching.status().models
+        assert held.in_use
+        del mine
+    assert caching.held() == ["one"]
+    assert not caching.status().models[0].in_use
+
+
+def test_the_least_recently_used_leaves_and_what_is_in_use_stays(caching: Caching) -> None:
+    for name in ("one", "two", "one"):
+        with caching.pull(name) as pull:
+            assert attached(pull)
+    with caching.pull("three") as three:
+        assert attached(three)
+        assert caching.held() == ["one", "three"]
+        assert caching.status().evictions == 1
+        with caching.pull("one") as one:
+            assert attached(one)
+            with caching.pull("two") as two:  # no room while both are in use: it goes without
+                assert not attached(two)
+                assert two.cached_at == ""
+            assert caching.held() == ["three", "one"]
+    with caching.pull("two") as two:
+        assert attached(two)
+
+
+def test_a_model_that_is_larger_than_the_cache(
+    run: Run, elsewhere: tuple[str, Command], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    caching = start_cache(run, elsewhere[0], tmp_path, "16MB")
+    with caching.pull("one") as pull:
+        assert not attached(pull)
+    assert caching.held() == []
+    refusal = ask(caching, Wanted("one", coordinator=caching.coordinator))
+    assert isinstance(refusal, str) and "the cache's memory is 16 MB" in refusal
+
+
+def test_memory_lives_while_it_is_mapped_when_the_cache_dies(
+    run: Run, elsewhere: tuple[str, Command], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    started: list[Command] = []
+
+    def start(*arguments: str, **more: object) -> Command:
+        started.append(run(*arguments, **more))
+        return started[-1]
+
+    caching = start_cache(start, elsewhere[0], tmp_path, MEMORY)
+    with caching.pull("one") as first:
+        assert attached(first)
+        expected = first.buffer().tobytes()
+        started[-1].signal(signal.SIGKILL)
+        started[-1].wait()
+        assert first.buffer().tobytes() == expected
+        with caching.pull("one") as alone:  # the socket is there, and nobody listens
+            assert not attached(alone)
+            assert alone.buffer().tobytes() == expected
+        again = start_cache(run, elsewhere[0], tmp_path, MEMORY)
+        with again.pull("one") as third:
+            assert attached(third)
+
+
+def test_a_cache_that_is_stopped_is_done_without(
+    run: Run, elsewhere: tuple[str, Command], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    started: list[Command] = []
+
+    def start(*arguments: str, **more: object) -> Command:
+        started.append(run(*arguments, **more))
+        return started[-1]
+
+    caching = start_cache(start, elsewhere[0], tmp_path, MEMORY)
+    started[-1].signal(signal.SIGSTOP)
+    with caching.pull("one") as pull:
+        assert not attached(pull)
+
+
+def test_the_source_dies_while_the_cache_pulls(
+    run: Run, large_checkpoint: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    coordinator, _ = start_coordinator(run)
+    caching = start_cache(run, coordinator, tmp_path, "1GB")
+    with (
+        origin(large_checkpoint, "m", coordinator, "--max-bandwidth", "20MB/s") as source,
+        caching.pull("m") as pull,
+    ):
+        while not pull.progress().bytes_done:
+            time.sleep(0.02)
+        source.signal(signal.SIGKILL)
+        with pytest.raises((IncompleteError, NoSourceError)):
+            pull.wait(60)
+    assert caching.held() == []
+    assert caching.status().held_bytes == 0
+
+
+def test_what_can_be_attached_anyway_is_not_held_twice(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    coordinator, _ = start_coordinator(run)
+    caching = start_cache(run, coordinator, tmp_path, MEMORY)
+    with (
+        api.serve(checkpoint, model="m", coordinator=coordinator, settings=caching.settings),
+        caching.pull("m") as pull,
+    ):
+        assert attached(pull)
+    assert caching.held() == []
+
+
+def test_one_cache_at_a_socket(caching: Caching) -> None:
+    second = caching.start("serve", "--cache", env=caching.environment)
+    assert second.wait() == 1
+    assert "a cache runs at" in second.err
+    assert "Traceback" not in second.err
+
+
+def test_misuse_is_told(caching: Caching) -> None:
+    for arguments, words in (
+        (("serve", "--cache", "x.safetensors"), "serves no CHECKPOINT"),
+        (("serve", "--cache", "--listen", "127.0.0.1:7777"), "a port of its own"),
+        (("serve", "--cache", "--cache-socket", "off"), "switch the cache off"),
+        (("serve", "/x", "--memory", "1GB"), "--memory"),
+    ):
+        command = caching.start(*arguments, env=caching.environment)
+        assert command.wait() == 2, command.err
+        assert words in command.err
+        assert "Traceback" not in command.err
+
+
+def test_hostile_clients_get_errors_and_the_cache_lives(caching: Caching) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(caching.socket))
+        sock.sendall(os.urandom(4096))
+    coordinator = caching.coordinator
+    for wanted in (
+        Wanted("x" * 5000, coordinator=coordinator),
+        Wanted("a\nb", coordinator=coordinator),
+        Wanted("", coordinator=coordinator),
+        Wanted("one@zz", coordinator=coordinator),
+        Wanted("one", variant="tp=9/2", coordinator=coordinator),
+    ):
+        try:
+            answer = ask(caching, wanted)
+        except MxError:
+            continue
+        assert isinstance(answer, str)
+    for wanted, words in (
+        (Wanted("one", coordinator="10.0.0.1:7600"), "asks the coordinator at"),
+        (Wanted("one", offered_at="10.0.0.1:7601"), "not on this host"),
+        (Wanted("one", offered_at="127.0.0.1:1"), ""),
+        (Wanted("one", variant="x=1", only_if_held=True), "no process has offered"),
+    ):
+        answer = ask(caching, wanted)
+        assert isinstance(answer, str) and words in answer
+    assert caching.held() == []
+    with caching.pull("one") as pull:
+        assert attached(pull)
+
+
+def test_a_cache_in_this_process_leaves_nothing(
+    elsewhere: tuple[str, Command], tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    settings = config.load(
+        {"coordinator": elsewhere[0], "cache_socket": str(tmp_path / "cache.sock")},
+        environ={"HOME": "/nonexistent"},
+    )
+    from mx.api.caching import cache, cached
+
+    with cache(memory=64 * MIB, settings=settings) as running:
+        with pytest.raises(LocalError, match="runs at"):
+            cache(settings=settings)
+        with api.pull("one", settings=settings) as pull:
+            assert attached(pull)
+        assert [str(each.model) for each in running.status().models] == ["one"]
+    assert cached(settings=settings) is None
+    assert not (tmp_path / "cache.sock").exists()
