@@ -141,16 +141,24 @@ class Target:
                 os.kill(source, signal.SIGSTOP)
                 stopped.set()
 
-        def computed(*_: object) -> None:
+        def is_stopped() -> bool:
             state = Path(f"/proc/{source}/stat").read_text(encoding="ascii").rpartition(")")[2]
-            seen.append(state.split()[0] == "T" and self._loading(model).report is None)
-            time.sleep(0.3)
+            return state.split()[0] == "T"
+
+        def computes(*_: object) -> None:
+            stopped.wait(60)
+            until_s = time.monotonic() + 10
+            while not is_stopped() and time.monotonic() < until_s:
+                time.sleep(0.001)
+
+        def computed(*_: object) -> None:
+            seen.append(is_stopped() and self._loading(model).report is None)
             os.kill(source, signal.SIGCONT)
 
         model = self._load()
         self._loading(model).on_layer(arrived)
         layer = model.model.layers[0]
-        before = layer.register_forward_pre_hook(lambda *_: stopped.wait(60) and None)
+        before = layer.register_forward_pre_hook(computes)
         after = layer.register_forward_hook(computed)
         model(self._prompt(8))
         before.remove()

@@ -171,8 +171,8 @@ def _plain(model: Any, weights: Mapping[str, Pending], load_config: Any) -> dict
     prefix = model.base_model_prefix
     found = {}
     for name, tensor in weights.items():
-        place = known.get(name)
-        if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
+        place, meta = known.get(name), tensor.mx_value.meta
+        if place is None or place.shape != meta.shape or place.dtype != meta.dtype:
             continue
         if rename_source_key(name, renamings, converters, prefix, known) == (name, None):
             found[name] = tensor
@@ -189,8 +189,12 @@ def _place(model: Any, plain: Mapping[str, Pending]) -> None:
         tensor._is_hf_initialized = True  # else it would be initialised
         if leaf in module._parameters:
             tensor._is_param = True
-            tensor.requires_grad_(tensor.is_floating_point())
-            setattr(module, leaf, tensor)
+            with torch._C.DisableTorchFunctionSubclass():  # as there are many
+                tensor.requires_grad = tensor.mx_value.meta.dtype.is_floating_point
+            if "_flat_weights" in module.__dict__:  # a recurrent module keeps a list of them, too
+                setattr(module, leaf, tensor)
+            else:
+                module._parameters[leaf] = tensor
         else:
             module._buffers[leaf] = tensor
         touched[path] = module
