@@ -91,9 +91,8 @@ class CacheTable(Generic[Id]):
                 f"it has {format_bytes(nbytes)}, and the cache's memory is {budget}",
                 hint="give the cache more with `cache_memory`",
             )
-        for each in in_use:
-            if each in self._entries:
-                self._entries.move_to_end(each)
+        for each in [held for held in self._entries if held in in_use]:
+            self._entries.move_to_end(each)
         free = self.budget_bytes - self.nbytes - self.lingering_bytes
         room = self._most_models - len(self._entries)
         evicted: list[Id] = []
