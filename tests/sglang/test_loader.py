@@ -52,7 +52,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: group)
     monkeypatch.setattr(loaders, "_initialize_model", lambda *_, **__: Plain())
     monkeypatch.setattr(loaders, "_get_quantization_config", lambda *_, **__: None)
-    monkeypatch.setattr(loaders, "get_server_args", lambda: None)
     monkeypatch.setattr(ours, "_loadings", [])
 
 
@@ -97,12 +96,20 @@ def test_checkpoint_then_a_replica_then_an_update(
     assert states == ["withdrawn", "withdrawn"]
 
 
-def test_ordinary_loader_takes_over(engine: None, coordinator: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+def test_ordinary_loader_takes_over(
+    engine: None, coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
 
     weights = Plain().state_dict()
     folder = bare(tmp_path / "whole")
     save_file(weights, str(folder / "model.safetensors"))
+    # SGLang's own reader of files asks for a server's arguments.
+    monkeypatch.setattr(
+        loaders.DefaultModelLoader,
+        "_get_weights_iterator",
+        lambda _, source: iter(load_file(Path(source.model_or_path, "model.safetensors")).items()),
+    )
     model = load(folder, coordinator, model="unknown")
     loading = ours._loadings[-1]
     assert loading.loads == {"ordinary": 1} and loading.lender is not None
