@@ -86,7 +86,8 @@ def load(
         "coordinator": coordinator,
         "transport": transport,
         "wait_s": wait_s,
-        "settings": settings,
+        # A cache would have the whole model before it gave a layer. One that has it is a source.
+        "settings": config.given(settings or config.load(), cache_socket="off"),
     }
     which: dict[str, Any] = {"revision": revision, "variant": variant}
     how: dict[str, Any] = {"verify": verify, "attach": attach}
