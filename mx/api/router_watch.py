@@ -23,6 +23,7 @@ from mx.errors import (
     PeerUntrustedError,
     another,
 )
+from mx.runtime import unexpected
 from mx.wire.client import CoordinatorClient
 from mx.wire.watching import WatchKind
 
@@ -160,6 +161,10 @@ class Watch(Closable):
                     told = True
                     log.info("a watch was interrupted: %s", str(error))
                     self._publish([FleetEvent(EventKind.DISCONNECTED, reason=str(error))])
+            except Exception as error:  # noqa: BLE001 - the consumer would wait for ever
+                self._error = unexpected(error)
+                self._changed.set()
+                return
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
