@@ -133,8 +133,7 @@ async def run(model: str, coordinator: str, listen: str, seconds: float, demo: b
             coordinator = demonstration.coordinator
         router = await stack.enter_async_context(mx.Router(coordinator))
         service = Service(router, model)
-        server = await http.start(service.handle, listen)
-        await stack.enter_async_context(server)
+        server = await stack.enter_async_context(http.serving(service.handle, listen))
         address = http.address_of(server)
         print(f"the page: http://{address}/   requests: POST http://{address}/generate", flush=True)
         async with asyncio.TaskGroup() as tasks:
@@ -164,6 +163,12 @@ def main() -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
     except mx.MxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ExceptionGroup as group:  # of the tasks
+        error = group.exceptions[0]
+        if not isinstance(error, mx.MxError):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

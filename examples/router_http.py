@@ -68,26 +68,40 @@ async def read_request(reader: asyncio.StreamReader) -> Request:
     return Request(method, url.path, dict(parse_qsl(url.query)), await reader.readexactly(length))
 
 
-async def start(handle: Callable[[Request], Awaitable[Answer]], listen: str) -> asyncio.Server:
-    """Serve at HOST:PORT. Each connection has one request."""
-    connections = 0
+@contextlib.asynccontextmanager
+async def serving(
+    handle: Callable[[Request], Awaitable[Answer]], listen: str
+) -> AsyncIterator[asyncio.Server]:
+    """Serve at HOST:PORT until the block ends. Each connection has one request."""
+    running: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
+        task = asyncio.current_task()
+        running[task] = writer
         try:
-            if connections <= MAX_CONNECTIONS:
+            if len(running) <= MAX_CONNECTIONS:
                 await _answer(handle, reader, writer)
+            writer.close()
+            await writer.wait_closed()
         except (OSError, EOFError, asyncio.LimitOverrunError, TimeoutError):
             pass  # the client has gone, or sends no request
+        except asyncio.CancelledError:
+            pass  # the server ends
         finally:
-            connections -= 1
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            del running[task]
+            writer.transport.abort()
 
     host, _, port = listen.rpartition(":")
-    return await asyncio.start_server(connected, host.strip("[]"), int(port))
+    server = await asyncio.start_server(connected, host.strip("[]"), int(port))
+    try:
+        yield server
+    finally:
+        # The server's own end waits for the clients, and a page that follows along never leaves.
+        server.close()
+        tasks = [task for task in running if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _answer(

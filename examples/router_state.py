@@ -8,7 +8,7 @@ import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mx
 
@@ -44,6 +44,7 @@ class Replicas:
         self._started_s = time.monotonic()
         self._known: OrderedDict[str, Known] = OrderedDict()
         self._queues: set[asyncio.Queue[str | None]] = set()
+        self._untold: set[str] = set()  # known before events were missed, and not told again
         self._connected = False
         self._events: Counter[str] = Counter()
 
@@ -59,12 +60,16 @@ class Replicas:
         self._events[kind] += 1
         if event.kind is mx.EventKind.SYNCED:
             self._connected = True
+            self._lose_untold()
+        elif event.kind is mx.EventKind.MISSED:
+            self._untold = {key for key, known in self._known.items() if not _is_lost(known)}
         elif event.kind is mx.EventKind.DISCONNECTED:
             self._connected = False
         replica = event.replica
         if replica is None:
             self._publish({"kind": kind, "at_s": now_s, "reason": event.reason})
             return
+        self._untold.discard(replica.replica_id)
         known = self._known.get(replica.replica_id)
         if known is None or event.kind is mx.EventKind.REPLICA_UP:
             known = self._known[replica.replica_id] = Known(replica, now_s)
@@ -75,9 +80,17 @@ class Replicas:
             known.layers = {}
         elif event.kind is not mx.EventKind.LAYERS_READY:
             known.marks.append((kind, now_s))
+            del known.marks[: -2 * MAX_MARKS]
         if event.kind is mx.EventKind.LOST:
             self._forget()
         self._publish({"kind": kind, "at_s": now_s, "replica": self._object(known)})
+
+    def _lose_untold(self) -> None:
+        """Lose what is gone without an event: it was among those that were missed."""
+        for key in sorted(self._untold & self._known.keys()):
+            gone = replace(self._known[key].replica, state=mx.ReplicaState.LOST, requests="")
+            self.take(mx.FleetEvent(mx.EventKind.LOST, gone, reason="it is not there any more"))
+        self._untold = set()
 
     def _forget(self) -> None:
         lost = [key for key, known in self._known.items() if _is_lost(known)]

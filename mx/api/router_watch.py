@@ -23,12 +23,13 @@ from mx.errors import (
     PeerUntrustedError,
     another,
 )
+from mx.runtime import unexpected
 from mx.wire.client import CoordinatorClient
 from mx.wire.watching import WatchKind
 
 log = logging.getLogger(__name__)
 
-#: A watch that has so many unread events begins again.
+#: A watch that has so many unread events begins again; the events that it then tells don't count.
 MAX_UNREAD = 8192
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 2.0
@@ -65,6 +66,7 @@ class Watch(Closable):
         # All of this is changed on the loop alone, but for what the consumer takes from `_unread`.
         self._fleet = Fleet()
         self._unread: deque[FleetEvent] = deque()
+        self._told = 0  # how many events told everything again
         self._changed = asyncio.Event()
         self._synced = False
         self._over = False
@@ -159,6 +161,10 @@ class Watch(Closable):
                     told = True
                     log.info("a watch was interrupted: %s", str(error))
                     self._publish([FleetEvent(EventKind.DISCONNECTED, reason=str(error))])
+            except Exception as error:  # noqa: BLE001 - the consumer would wait for ever
+                self._error = unexpected(error)
+                self._changed.set()
+                return
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
@@ -220,11 +226,11 @@ class Watch(Closable):
     def _publish(self, events: Sequence[FleetEvent]) -> None:
         if not events:
             return
-        if len(self._unread) + len(events) > MAX_UNREAD:
+        if len(self._unread) + len(events) > self._told + MAX_UNREAD:
             again = [FleetEvent(EventKind.MISSED), *self._fleet.told()]
             if self._synced:
                 again.append(FleetEvent(EventKind.SYNCED))
-            self._unread = deque(again)
+            self._unread, self._told = deque(again), len(again)
         else:
             self._unread.extend(events)
         self._changed.set()

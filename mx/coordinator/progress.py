@@ -69,7 +69,8 @@ class PullsServicer:
                 found = changes.after(seen, request.name)
                 seen = changes.latest
                 gone = [change.pull_id for change in found if change.status is None]
-                pulls = [pull_to_wire(change.status) for change in found if change.status]
+                # One page at a time: a watch that is read slowly holds no more messages.
+                pulls = (pull_to_wire(change.status) for change in found if change.status)
                 for page in pages_of(pulls, _WATCH_BYTES):
                     if page:
                         yield pb.WatchPullsResponse(pulls=page)
@@ -113,8 +114,8 @@ class PullsServicer:
     async def ListPulls(
         self, request: pb.ListPullsRequest, context: Any
     ) -> AsyncIterator[pb.ListPullsResponse]:
-        pulls = [pull_to_wire(status) for status in self._board.pulls(self._now(), request.name)]
-        for page in pages_of(pulls):
+        pulls = self._board.pulls(self._now(), request.name)
+        for page in pages_of(map(pull_to_wire, pulls)):
             yield pb.ListPullsResponse(pulls=page)
 
 

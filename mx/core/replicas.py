@@ -35,7 +35,7 @@ class EventKind(enum.Enum):
     LOADS_AGAIN: layers that were there are not any more, since others replace them. DISCONNECTED:
     the coordinator does not answer, and what was told stays true as far as is known. SYNCED: the
     coordinator has told everything that it knows. MISSED: the watch was read too slowly, and tells
-    everything again up to the next SYNCED.
+    everything again up to the next SYNCED; a replica that it does not tell again is gone.
     """
 
     REPLICA_UP = "replica_up"

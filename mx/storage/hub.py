@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mx.core.packaging import TENSOR_SUFFIX
-from mx.errors import CheckpointError, ClosedError, ConfigError, LocalError, StoreError
+from mx.errors import ClosedError, ConfigError, LocalError, StoreError
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import HUB, Opening
 from mx.text import plain
@@ -59,8 +59,9 @@ class HubStore:
             try:
                 return open_checkpoint(path)
             except ConfigError as error:
-                raise CheckpointError(
-                    f"{self.place} has no safetensors checkpoint: {error.message}"
+                # Offline, what the cache has may be a tokenizer's files alone.
+                raise StoreError(
+                    f"{self.place} has no safetensors checkpoint: {error.message}", peer=self.place
                 ) from error
         said = plain(found.get("error", "it said nothing"))
         match found.get("kind"):

@@ -44,10 +44,14 @@ _LOOK_S = 0.2
 
 def check_url(url: str) -> None:
     """Raise ConfigError if this is not the URL of an object store."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
     if parts.scheme not in _SCHEMES or not (parts.netloc or parts.path.strip("/")):
+        shown = shown_url(url) if parts.scheme else ""
         raise ConfigError(
-            f"`object_url={shown_url(url)}` is not the URL of an object store",
+            f"`object_url={shown}` is not the URL of an object store",
             hint="write s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER",
         )
 

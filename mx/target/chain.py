@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -275,19 +276,21 @@ class Chain:
         def idle() -> None:
             loop.call_soon_threadsafe(outcome.changed.set)
 
-        checkpoint = await open_store(store, self.options)
+        over = threading.Event()  # set once nothing is to be read any more
+        checkpoint = await open_store(store, self.options, over)
         model = StoredModel(checkpoint, manifest.layout, store.place)
         session: StoreSession | None = None
         try:
             await stoppable(
-                lambda over: find_pages(
+                lambda cancelled: find_pages(
                     model,
                     manifest,
                     pages,
                     transfer.put_page,
                     threads=store.threads,
-                    cancelled=over,
-                )
+                    cancelled=cancelled,
+                ),
+                over,
             )
             session = StoreSession(model, store.threads, idle)
             source = StoreSource(f"{store.step} {store.place}", store.place)
@@ -301,6 +304,7 @@ class Chain:
                 transfer.connection_lost(number, ClosedError("the store is not read any more"))
                 outcome.lost.pop(number, None)
         finally:
+            over.set()
             if session is not None:
                 session.close()
                 await uncut(in_thread(session.join))

@@ -18,10 +18,13 @@ from mx.target.options import PullOptions
 T = TypeVar("T")
 
 
-async def stoppable(work: Callable[[Callable[[], bool]], T]) -> T:
+async def stoppable(
+    work: Callable[[Callable[[], bool]], T], over: threading.Event | None = None
+) -> T:
     """Await `work` on a thread. If the caller is cancelled, what `work` was given returns True from
-    then on, and the cancellation is passed on once `work` has ended."""
-    over = threading.Event()
+    then on, and the cancellation is passed on once `work` has ended. `over`, if given, is the event
+    that it asks, which is set then."""
+    over = over or threading.Event()
     task = asyncio.ensure_future(in_thread(work, over.is_set))
     try:
         return await asyncio.shield(task)
@@ -35,10 +38,17 @@ async def stoppable(work: Callable[[Callable[[], bool]], T]) -> T:
         raise
 
 
-async def open_store(store: Store, options: PullOptions) -> Checkpoint:
-    """Open a store. Raises as `Store.open`."""
+async def open_store(
+    store: Store, options: PullOptions, over: threading.Event | None = None
+) -> Checkpoint:
+    """Open a store. Once `over` is set, reads of what was opened end soon. Raises as
+    `Store.open`."""
     loop = asyncio.get_running_loop()
-    return await stoppable(lambda over: store.open(Opening(over, loop, options.store_timeout_s)))
+
+    def work(cancelled: Callable[[], bool]) -> Checkpoint:
+        return store.open(Opening(cancelled, loop, options.store_timeout_s))
+
+    return await stoppable(work, over)
 
 
 async def stored_files(

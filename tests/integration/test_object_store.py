@@ -123,6 +123,21 @@ def test_an_interrupt_ends_a_request(run: Run, store: Store) -> None:
     assert stopped.wait(30) == 128 + signal.SIGINT
 
 
+def test_an_interrupt_ends_a_request_for_the_rest(
+    run: Run, coordinator: str, store: Store, folder: Path
+) -> None:
+    store.after = (1, "serving", False)
+    source = serve(run, folder, "m", coordinator, "--max-bandwidth", "3MB/s")
+    settings: dict[str, object] = {"object_url": "s3://models/m", "stall_timeout_s": 1.0}
+    settings["store_timeout_s"] = 3600
+    with pulling(coordinator, environment(**s3_environment(store)), settings) as running:
+        running.going()
+        source.signal(signal.SIGKILL)
+        store.until_stopped()
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(30) != 0
+
+
 @pytest.mark.parametrize("honours", [True, False])
 def test_an_object_that_changes_while_it_is_read(run: Run, store: Store, *, honours: bool) -> None:
     store.honours_conditions = honours

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,6 +51,14 @@ class Store:
                 if count <= 0:
                     self.after = None
                     setattr(self, name, value)
+
+    def until_stopped(self) -> None:
+        """Wait until requests get no answer any more."""
+        for _ in range(1200):
+            if not self.serving:
+                return
+            time.sleep(0.05)
+        raise AssertionError("the store still serves")
 
     def files(self) -> list[Path]:
         """Return all files, sorted."""

@@ -108,7 +108,7 @@ def test_ids_and_urls() -> None:
     assert shown_url("s3://key:secret@bucket/a?sig=secret#x") == "s3://bucket/a"
     for url in ("s3://b/p", "gs://b", "az://b/p", "file:///p"):
         check_url(url)
-    for url in ("http://host/p", "s3://", "/folder", ""):
+    for url in ("http://host/p", "s3://", "s3://[b/p", "/folder", ""):
         with pytest.raises(ConfigError):
             check_url(url)
     assert "secret" not in repr(ObjectStore("az://b/p?sig=secret"))
