@@ -87,7 +87,7 @@ def _disk(settings: config.Settings, model: ModelReference) -> Store | str:
 def _hub(settings: config.Settings, model: ModelReference) -> Store | str:
     named = settings.hub_id or (model.name if "/" in model.name else "")
     if not named:
-        return "no `hub_id` is set, and the name of the model is none"
+        return f"no `hub_id` is set, and {model.name} is not of the form ORGANISATION/MODEL"
     repository, _, revision = named.replace("{name}", model.name).partition("@")
     if not is_hub_id(repository):
         return f"{repository} is not the id of a model on the hub"

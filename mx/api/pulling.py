@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mx import config, runtime
-from mx.api.common import resolve_device
+from mx.api.common import check_type, resolve_device
 from mx.api.options import destination, pull_options
 from mx.api.reuse import Holder, held_by
 from mx.api.target import Pull
@@ -125,6 +125,8 @@ def pull(
     where = resolve_device(device)
     if into is not None and where != "cpu":
         raise ConfigError("`into` is host memory", hint="leave out either `into` or `device`")
+    if settings is not None:
+        check_type("settings", settings, config.Settings, "make them by `mx.config.load({...})`")
     settings = settings or config.load()
     if verify not in ("chunks", "strong"):
         raise ConfigError(f"`verify={verify}` is not understood", hint="it is chunks or strong")

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from mx.coordinator.bounds import StreamBounds
+from mx.coordinator.bounds import StreamBounds, address_of
 from mx.coordinator.paging import pages_of
 from mx.coordinator.watchers import INTERVAL_S
 from mx.core.progress import MAX_PULLS, ProgressBoard
-from mx.errors import ClosedError, PeerProtocolError
+from mx.errors import ClosedError, NotAllowedError, PeerProtocolError
 from mx.wire.address import host_of_peer
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
@@ -31,10 +31,20 @@ _MAX_SOURCE_HOSTS = 256
 
 
 class PullsServicer:
-    """The calls Progress and ListPulls. `now` is the coordinator's clock, in seconds."""
+    """The calls Progress, ListPulls, WatchPulls and ListRates.
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    Args:
+        now: The coordinator's clock, in seconds.
+        registered_from: Returns the address that a listed source registered from; None for others.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        registered_from: Callable[[str], Awaitable[str | None]],
+    ) -> None:
         self._now = now
+        self._registered_from = registered_from
         self._board = ProgressBoard()
         self._reporting = StreamBounds("pulls that report", in_all=MAX_PULLS, per_address=2048)
         self._watching_pulls = StreamBounds("watches of pulls", in_all=1024, per_address=256)
@@ -49,6 +59,12 @@ class PullsServicer:
             try:
                 while (request := await _next(requests)) is not None:
                     status = pull_from_wire(request.pull)
+                    # Ids of sources are known to all: whoever reports as one is taken for it.
+                    registered_from = await self._registered_from(status.pull_id)
+                    if registered_from not in (None, address_of(context)):
+                        raise NotAllowedError(
+                            f"pull {status.pull_id} is the source of another address"
+                        )
                     if status.requests_port and not status.requests_host:
                         host = host_of_peer(context.peer())
                         status = replace(status, requests_host=host)

@@ -17,7 +17,7 @@ from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.named import Meant
 from mx.core.registry import Change, ChangeKind
-from mx.errors import ClosedError, PeerProtocolError
+from mx.errors import ClosedError, PeerProtocolError, UnknownSourceError
 from mx.wire.documents import pages
 from mx.wire.rows import RowsDecoder
 from mx.wire.v1 import common_pb2 as pb_common
@@ -42,7 +42,7 @@ class CoordinatorServicer(PullsServicer):
     """The Coordinator service, for `mx.wire.server.listen`."""
 
     def __init__(self, state: StateStore) -> None:
-        super().__init__(state.now)
+        super().__init__(state.now, self._registered_from)
         self._state = state
         self._messages = SourceMessages()
         self._log = WatchLog()
@@ -54,6 +54,12 @@ class CoordinatorServicer(PullsServicer):
         self._watching = StreamBounds("watches", in_all=4096, per_address=1024)
         self._stopping = False
         state.subscribe(self._on_changes)
+
+    async def _registered_from(self, source_id: str) -> str | None:
+        try:
+            return (await self._state.source(source_id)).address
+        except UnknownSourceError:
+            return None
 
     def stop(self) -> None:
         """End every watch and heartbeat stream, and refuse new ones."""

@@ -49,7 +49,7 @@ def check_url(url: str) -> None:
     except ValueError:
         parts = urlsplit("")
     if parts.scheme not in _SCHEMES or not (parts.netloc or parts.path.strip("/")):
-        shown = shown_url(url) if parts.scheme else ""
+        shown = shown_url(url) if "@" not in url and parts.geturl() else ""
         raise ConfigError(
             f"`object_url={shown}` is not the URL of an object store",
             hint="write s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER",
@@ -59,7 +59,8 @@ def check_url(url: str) -> None:
 def shown_url(url: str) -> str:
     """Return a URL without what may be a credential: user, password and query."""
     parts = urlsplit(url)
-    return plain(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
+    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
+    return plain(shown.geturl())
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,13 @@ class Chain:
             given[ATTACH if path.attached else HOST if on_host else PEERS] += path.bytes
         near, far = any(self._near.values()), not all(self._near.values())
         untried = {
-            ATTACH: "" if self._attachable else "no memory of this host can be attached",
+            ATTACH: "" if self._attachable else "no path attaches to memory of this host",
             HOST: "" if near else "no source is on this host",
             PEERS: "" if far or not self._near else "no source is elsewhere",
         }
         reason = "" if error is None else error.message
+        if not self._near:  # no source was ever listed: the error says why
+            untried = dict.fromkeys(untried, reason)
         left = sum(given.values())
         for step, nbytes in given.items():
             left -= nbytes

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 import mx
 from mx import api, config
 from mx.errors import ConfigError
-from mx.target import job, ring
+from mx.target import ranks as ranks_on_host
+from mx.target import ring
 from mx.target.exchange import Exchange
 from mx.target.ranks import _address, meet
 from tests.integration.conftest import Run, error_of, serve
@@ -145,7 +146,7 @@ def test_a_pull_that_is_closed_as_ranks_meet_leaves_nothing_open(
             assert closing.wait(60)
         return found
 
-    monkeypatch.setattr(job, "meet", slow)
+    monkeypatch.setattr(ranks_on_host, "meet", slow)
     with pulling(coordinator) as pulls:
         assert met.wait(60)
         ending = threading.Thread(target=pulls[rank].close)

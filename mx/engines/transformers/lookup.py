@@ -51,6 +51,7 @@ class _Meaning:
     until_s: float
     served: Served | None
     reason: str
+    asked: bool = False  # a coordinator has answered
 
 
 class Lookup:
@@ -87,6 +88,9 @@ class Lookup:
             if known is None or known.until_s < now_s:
                 known = self._looked_up(text, wanted)
                 known.until_s = time.monotonic() + FRESH_S
+                if known.served is None:
+                    level = logging.INFO if known.asked else logging.WARNING
+                    log.log(level, "%s does not come from peers: %s", text, known.reason)
                 self._meanings[text, wanted] = known
             return known.served
 
@@ -120,13 +124,14 @@ class Lookup:
                 served = self._fetched(found[0], pinned, found[1].identity.hex())
                 self._folders[pinned] = served
         except UnknownModelError:
-            return _Meaning(0.0, None, "the coordinator does not know it")
+            why = f"the coordinator at {self.coordinator} does not know it"
+            return _Meaning(0.0, None, why, asked=True)
         except CoordinatorError as error:
             return _Meaning(0.0, None, error.message)
         except MxError as error:
             return _Meaning(0.0, None, str(error))
         if not any((served.folder / name).exists() for name in ("config.json", PIPELINE)):
-            return _Meaning(0.0, None, "its sources have no config.json")
+            return _Meaning(0.0, None, "its sources have no config.json", asked=True)
         return _Meaning(0.0, served, "")
 
     def _resolve(self, name: str, revision: str) -> tuple[ModelKey, ManifestRef]:

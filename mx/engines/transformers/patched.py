@@ -197,7 +197,12 @@ def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[...,
     def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
         found = None if args else made.find(path_or_repo_id, kwargs.get("revision"))
         if found is None or kwargs.get("repo_type") not in (None, "model"):
-            return original(path_or_repo_id, filenames, *args, **kwargs)
+            try:
+                return original(path_or_repo_id, filenames, *args, **kwargs)
+            except OSError as error:
+                why = made.lookup.why_not(path_or_repo_id, kwargs.get("revision"))
+                error.add_note(f"{path_or_repo_id} did not come from peers either: {why}")
+                raise
         return original(found.folder, filenames, **kwargs)
 
     return cached_files
