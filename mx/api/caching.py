@@ -93,12 +93,23 @@ class _Lock:
     def __init__(self, socket: Path) -> None:
         """
         Raises:
+            ConfigError: Something else has that path, or nothing can be written there.
             LocalError: Another cache runs there.
         """
+        if os.path.lexists(socket) and not _is_socket(socket):
+            raise ConfigError(
+                f"{socket} is no socket", hint="name another path with `cache_socket`"
+            )
         self.socket = socket
         path = socket.with_name(socket.name + ".lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = open(os.open(path, flags, 0o600), "r+b")  # noqa: SIM115 - until `release`
+        try:
+            self._file = open(os.open(path, flags, 0o600), "r+b")  # noqa: SIM115 - until `release`
+        except OSError as error:
+            raise ConfigError(
+                f"{path} can't be opened: {error.strerror}",
+                hint="name another path with `cache_socket`",
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -111,8 +122,14 @@ class _Lock:
     def release(self) -> None:
         """Remove the socket, and let another cache listen. Idempotent."""
         if not self._file.closed:
-            self.socket.unlink(missing_ok=True)
+            if _is_socket(self.socket):
+                self.socket.unlink(missing_ok=True)
             self._file.close()
+
+
+def _is_socket(path: Path) -> bool:
+    """Return True if a path is a socket itself, no link to one."""
+    return path.is_socket() and not path.is_symlink()
 
 
 forks.recognise(lambda fd, link: link.endswith(".sock.lock"))

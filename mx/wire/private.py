@@ -89,7 +89,12 @@ def socket_in_use(where: str) -> str:
     if where == "off":
         return ""
     socket = cache_socket(where)
-    if not socket.is_socket():
+    try:
+        if not stat.S_ISSOCK(socket.stat().st_mode):
+            return ""
+    except (FileNotFoundError, NotADirectoryError):
         return ""
+    except OSError as error:  # another user may have made the folder
+        raise NotAllowedError(f"{socket} can't be used: {error.strerror}") from error
     check_folder(socket)
     return str(socket)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mx import config
+from mx.api.caching import cache
 from mx.errors import ConfigError, NotAllowedError
 from mx.wire.private import cache_socket, check_folder, default_folder, make_folder, socket_in_use
 
@@ -57,3 +58,28 @@ def test_the_users_own_folder() -> None:
 def test_the_setting_is_checked(value: object) -> None:
     with pytest.raises(ConfigError, match="auto, off, or the path"):
         config.load({"cache_socket": value}, environ={"HOME": "/nonexistent"})
+
+
+def test_a_folder_that_is_anothers_alone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(path: Path, **_: object) -> os.stat_result:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(NotAllowedError, match="can't be used: Permission denied"):
+        socket_in_use(str(tmp_path / "cache.sock"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "lock"])
+def test_what_is_no_socket_stays(tmp_path: Path, kind: str) -> None:
+    tmp_path.chmod(0o700)
+    there = tmp_path / "precious"
+    if kind == "file":
+        there.write_bytes(b"data")
+    else:
+        (there if kind == "folder" else tmp_path / "precious.lock").mkdir()
+    settings = config.load({"cache_socket": str(there)}, environ={"HOME": "/nonexistent"})
+    with pytest.raises(ConfigError, match="is no socket|can't be opened"):
+        cache(memory="1GB", settings=settings)
+    assert kind == "lock" or there.exists()
