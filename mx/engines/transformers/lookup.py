@@ -13,13 +13,15 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mx import config, runtime
 from mx.api.listing import asking
 from mx.api.pulling import pull
+from mx.core.json_bounds import check_json
 from mx.core.reference import pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
-from mx.errors import CoordinatorError, MxError, UnknownModelError
+from mx.errors import CoordinatorError, ManifestError, MxError, UnknownModelError
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,9 @@ class Lookup:
         self.coordinator = coordinator
         self._lock = threading.RLock()
         self._meanings: dict[tuple[str, str], _Meaning] = {}
-        self._folders: dict[str, Served] = {}
+        self._models: dict[str, Served] = {}
+        #: The same, and the components of pipelines.
+        self._folders: dict[Path, Served] = {}
         self._root: Path | None = None
         self._pid = os.getpid()
 
@@ -102,29 +106,30 @@ class Lookup:
             return None
         folder = Path(os.path.abspath(str(path))).parent
         with self._lock:
-            return next((each for each in self._folders.values() if each.folder == folder), None)
+            return self._folders.get(folder)
 
     def component(self, pipeline: Served, name: str) -> Served | None:
         """Return the component of a pipeline whose files are in the folder `name`, if it is
         served."""
         with self._lock:
-            folder = pipeline.folder / name
-            return next((each for each in self._folders.values() if each.folder == folder), None)
+            return self._folders.get(pipeline.folder / name)
 
     def _looked_up(self, name: str, revision: str) -> _Meaning:
         try:
             found = self._resolve(name, revision)
             pinned = pinned_name(found[0], found[1])
-            served = self._folders.get(pinned)
+            served = self._models.get(pinned)
             if served is None:
                 served = self._fetched(found[0], pinned, found[1].identity.hex())
-                self._folders[pinned] = served
+                self._models[pinned] = self._folders[served.folder] = served
         except UnknownModelError:
             return _Meaning(0.0, None, "the coordinator does not know it")
         except CoordinatorError as error:
             return _Meaning(0.0, None, error.message)
         except MxError as error:
             return _Meaning(0.0, None, str(error))
+        except OSError as error:  # a full disk, or paths that can't be there together
+            return _Meaning(0.0, None, f"its files can't be written: {error.strerror}")
         if not any((served.folder / name).exists() for name in ("config.json", PIPELINE)):
             return _Meaning(0.0, None, "its sources have no config.json")
         return _Meaning(0.0, served, "")
@@ -154,23 +159,33 @@ class Lookup:
             settings=self.settings,
         ) as running:
             files = running.files()
-        folder = self._new_folder(pinned)
-        for path, data in files.items():
-            there = folder / path
-            there.parent.mkdir(parents=True, exist_ok=True)
-            there.write_bytes(data)
-        if PIPELINE in files:
-            self._add_components(key, files[PIPELINE], folder)
-        else:
-            (folder / WEIGHTS).touch()
+        folder = self._new_folder()
+        try:
+            for path, data in files.items():
+                there = folder / path
+                there.parent.mkdir(parents=True, exist_ok=True)
+                there.write_bytes(data)
+            if PIPELINE in files:
+                self._add_components(key, files[PIPELINE], folder)
+            else:
+                (folder / WEIGHTS).touch()
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return Served(key, pinned, identity, folder)
 
     def _add_components(self, pipeline: ModelKey, index: bytes, folder: Path) -> None:
         """Put placeholders for the weights of a pipeline's components, which are models of their
         own, into its folder."""
-        for name, what in json.loads(index).items():
+        for name, what in _index(index).items():
             library = what[0] if isinstance(what, list) and what else None
-            if library is None or not (folder / name / "config.json").is_file():
+            # A source wrote the names: none may lead out of the folder.
+            if (
+                library is None
+                or name in ("", ".", "..")
+                or "/" in name
+                or not (folder / name / "config.json").is_file()
+            ):
                 continue
             try:
                 key, ref = self._resolve(f"{pipeline.name}/{name}", pipeline.revision)
@@ -179,15 +194,13 @@ class Lookup:
             of_diffusers = library != "transformers"
             (folder / name / (PIPELINE_WEIGHTS if of_diffusers else WEIGHTS)).touch()
             pinned = pinned_name(key, ref)
-            self._folders[pinned] = Served(key, pinned, ref.identity.hex(), folder / name)
+            self._folders[folder / name] = Served(key, pinned, ref.identity.hex(), folder / name)
 
-    def _new_folder(self, pinned: str) -> Path:
+    def _new_folder(self) -> Path:
         if self._root is None:
             self._root = Path(tempfile.mkdtemp(prefix="mx-files-"))
             atexit.register(self.close)
-        folder = self._root / pinned.rpartition("@")[2][:32]
-        folder.mkdir()
-        return folder
+        return Path(tempfile.mkdtemp(dir=self._root))
 
     def close(self) -> None:
         """Remove the files. Idempotent. In a forked child they are its parent's."""
@@ -195,3 +208,15 @@ class Lookup:
             root, self._root = self._root, None
             shutil.rmtree(root, ignore_errors=True)
             atexit.unregister(self.close)
+
+
+def _index(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in a pipeline's file. Raises ManifestError."""
+    try:
+        check_json(data)
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"the {PIPELINE} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ManifestError(f"the {PIPELINE} is not a JSON object")
+    return found
