@@ -66,7 +66,8 @@ class _Kept:
 
     def close(self) -> None:
         """Stop giving it, and let go of the memory. Blocks."""
-        self.source.drain(_DRAIN_S)
+        with contextlib.suppress(MxError):  # its memory is let go in any case
+            self.source.drain(_DRAIN_S)
         self.pull.close()
 
 
@@ -201,9 +202,11 @@ class Keeper:
             nbytes = found.layout.arena_nbytes
             in_use = await self._in_use()
             evicted = self._table.reserve(found.id, nbytes, in_use)
+            # At once: one of them may be asked for, and arrive anew, while others are let go.
+            leaving = [(each, self._kept.pop(each)) for each in evicted]
             try:
-                for each in evicted:
-                    await uncut(self._evict(each))
+                for each, left in leaving:
+                    await uncut(self._evict(each, left))
                 if self._closed:
                     raise ClosedError("the cache was closed")
                 kept = await uncut(in_thread(self._pulled, found, nbytes))
@@ -254,11 +257,10 @@ class Keeper:
             if kept.inode in mapped or kept.source.stats().readers
         }
 
-    async def _evict(self, model: Id) -> None:
-        kept = self._kept.pop(model)
+    async def _evict(self, model: Id, kept: _Kept) -> None:
         self._evictions += 1
         event(log, "cache.evicts", model=str(model.model), nbytes=kept.nbytes)
-        with contextlib.suppress(MxError):  # its memory is let go in any case
+        with contextlib.suppress(MxError):
             await in_thread(kept.close)
         if kept.inode in await in_thread(mapped_elsewhere, (kept.inode,)):
             self._lingering[model] = kept.inode

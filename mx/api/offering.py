@@ -56,8 +56,12 @@ def offer(
             server = loop.run(start_source(source_options(local, live=True), here))
             try:
                 loop.run(serve_here(server, held, None))
+                # By its pin: nobody else can answer there in this process's place.
                 wanted = Wanted(
-                    model.name, model.revision, model.variant, offered_at=server.endpoint
+                    f"{model.name}@{held.manifest.ref.pin.hex()}",
+                    model.revision,
+                    model.variant,
+                    offered_at=server.endpoint,
                 )
                 return loop.run(_ask(socket, wanted, settings.connect_timeout_s))
             finally:

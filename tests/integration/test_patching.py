@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers.utils import hub
 
 from mx import config
 from mx.engines.transformers import patch, unpatch
+from mx.engines.transformers.lookup import Lookup
 from mx.errors import ConfigError
 
 NOWHERE = "127.0.0.1:9"
@@ -77,3 +80,33 @@ def test_an_unknown_version_is_told(
     assert "has no safe_open: everything comes from disk" in caplog.text
     monkeypatch.undo()
     assert replaced() == before
+
+
+def test_modules_that_were_imported_meanwhile_get_it_back(
+    settings: config.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = hub.cached_files
+    patch(coordinator=NOWHERE, settings=settings)
+    late = types.ModuleType("transformers.models.late")
+    vars(late)["cached_files"] = hub.cached_files
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    unpatch()
+    assert vars(late)["cached_files"] is before
+
+
+@pytest.mark.parametrize("kind", ["AutoConfig", "AutoModel", "AutoTokenizer", "AutoProcessor"])
+def test_what_may_run_code_asks_no_peers(
+    settings: config.Settings, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A configuration names the code, so that it must not come from peers either."""
+    asked = []
+    monkeypatch.setattr(Lookup, "find", lambda _, name, revision: asked.append(name))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    patch(coordinator=NOWHERE, settings=settings)
+    auto = getattr(transformers, kind)
+    with pytest.raises((OSError, ValueError)):
+        auto.from_pretrained("org/unknown", trust_remote_code=True, local_files_only=True)
+    assert not asked
+    with pytest.raises((OSError, ValueError)):
+        auto.from_pretrained("org/unknown", local_files_only=True)
+    assert asked

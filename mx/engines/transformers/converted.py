@@ -63,6 +63,8 @@ def key_of(
     dtype = kwargs.get("dtype") if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")
     if args or given - _NEUTRAL or isinstance(dtype, dict) or kwargs.get("adapter_kwargs"):
         return None
+    if not cls.__module__.startswith("transformers."):  # another class may have the same name
+        return None
     import torch
 
     try:
@@ -73,7 +75,7 @@ def key_of(
             torch=torch.__version__,
             model_class=cls.__name__,
             config=_digest_of(kwargs.get("config")),
-            checkpoint=found.identity[:32],
+            checkpoint=found.pinned.rpartition("@")[2][:32],  # the files too: they configure it
         )
     except ConfigError:  # a dtype without a name of its own
         return None

@@ -123,6 +123,12 @@ class Load:
         if self._pull is None:
             self._pull = self._begin()
 
+    def unconverted(self) -> Load:
+        """Return a load of the same model as its sources have it."""
+        load = Load(self.served, self._lookup)
+        load.key = self.key
+        return load
+
     def file(self, *, owned: bool = False) -> WeightsFile:
         """Return the weights as a safetensors file.
 
@@ -133,9 +139,9 @@ class Load:
             MxError: There is no source.
         """
         if self._weights is None:
-            self.start()
-            assert self._pull is not None
             try:
+                self.start()
+                assert self._pull is not None
                 self._weights = Weights(self._pull)
             except MxError as error:
                 self._failure = error

@@ -8,6 +8,7 @@ files (`safe_open`), each for names that the coordinator knows; and
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 import threading
@@ -28,6 +29,16 @@ log = logging.getLogger(__name__)
 
 #: The versions that this was tried with.
 KNOWN_VERSIONS = ("5.19", "5.23")
+#: What chooses a class by a configuration, which may name code of its own.
+_AUTO = (
+    ("modeling_auto", "_BaseAutoModelClass"),
+    ("configuration_auto", "AutoConfig"),
+    ("feature_extraction_auto", "AutoFeatureExtractor"),
+    ("image_processing_auto", "AutoImageProcessor"),
+    ("processing_auto", "AutoProcessor"),
+    ("tokenization_auto", "AutoTokenizer"),
+    ("video_processing_auto", "AutoVideoProcessor"),
+)
 _NEEDED = ("cached_files", "list_repo_templates", "resolve_revision", "has_file")
 
 _lock = threading.RLock()
@@ -72,14 +83,9 @@ class _Patched:
     def replace(self, module: Any, name: str, new: Any) -> None:
         """Replace an attribute of a module, wherever it was imported to."""
         original = vars(module)[name]
-        places = [(module, name)]
-        for each in list(sys.modules.values()):
-            if getattr(each, "__name__", "").partition(".")[0] in ("transformers", "diffusers"):
-                found = [key for key, value in list(vars(each).items()) if value is original]
-                places += [(each, key) for key in found if (each, key) != (module, name)]
-        for place, key in places:
-            setattr(place, key, new)
-            self._undo.append(functools.partial(setattr, place, key, original))
+        _put(module, original, new)
+        # Modules that are imported meanwhile take the new one.
+        self._undo.append(functools.partial(_put, module, new, original))
 
     def replace_method(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a class method by what `make` returns for the original function."""
@@ -96,6 +102,15 @@ class _Patched:
         while self._undo:
             self._undo.pop()()
         self.lookup.close()
+
+
+def _put(module: Any, old: Any, new: Any) -> None:
+    """Replace a value in a module, and wherever it was imported to."""
+    for each in [module, *sys.modules.values()]:
+        name = getattr(each, "__name__", "").partition(".")[0]
+        if each is module or name in ("transformers", "diffusers"):
+            for key in [key for key, value in list(vars(each).items()) if value is old]:
+                setattr(each, key, new)
 
 
 def patch(*, coordinator: str | None = None, settings: config.Settings | None = None) -> None:
@@ -186,6 +201,13 @@ def _install(made: _Patched) -> None:
         "from_pretrained",
         lambda original: _tokenizer(made, original),
     )
+    for name, owner in _AUTO:
+        try:
+            auto = vars(importlib.import_module(f"transformers.models.auto.{name}"))[owner]
+        except (ImportError, KeyError):  # another version, or one that needs what is not here
+            continue
+        for each in _with_subclasses(auto):
+            made.replace_method(each, "from_pretrained", functools.partial(_auto, made))
     pipelines.install(made)
 
 
@@ -195,7 +217,8 @@ def _install(made: _Patched) -> None:
 def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
-        found = None if args else made.find(path_or_repo_id, kwargs.get("revision"))
+        other = args or _has_code(filenames)  # code never comes from peers
+        found = None if other else made.find(path_or_repo_id, kwargs.get("revision"))
         if found is None or kwargs.get("repo_type") not in (None, "model"):
             try:
                 return original(path_or_repo_id, filenames, *args, **kwargs)
@@ -206,6 +229,11 @@ def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[...,
         return original(found.folder, filenames, **kwargs)
 
     return cached_files
+
+
+def _has_code(filenames: Any) -> bool:
+    names = [filenames] if isinstance(filenames, str) else filenames
+    return any(str(name).endswith(".py") for name in names)
 
 
 def _list_repo_templates(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,6 +268,25 @@ def _has_file(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any
         return (found.folder / filename).is_file()
 
     return has_file
+
+
+def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A class method that may run code which a configuration names: then it is not a peer's."""
+
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("trust_remote_code"):
+            return original(cls, *args, **kwargs)
+        with made.from_disk():
+            return original(cls, *args, **kwargs)
+
+    return from_pretrained
+
+
+def _with_subclasses(owner: Any) -> set[Any]:
+    """Return those of a class and all that derive from it that have the method themselves."""
+    found = set[Any]().union(*map(_with_subclasses, owner.__subclasses__()))
+    return found | {owner} if "from_pretrained" in vars(owner) else found
 
 
 _FILES = {
@@ -312,9 +359,18 @@ def _from_pretrained(
             served(str(name), "disk", reason=reason)
             return model
         made.here.load = found
+        bound = functools.partial(original, cls)
         try:
-            with found:
-                return found.run(functools.partial(original, cls), name, args, kwargs)
+            try:
+                with found:
+                    return found.run(bound, name, args, kwargs)
+            except Exception:
+                if found.failure is None or found.converted is None:
+                    raise
+                log.info("%s: what was converted could not be had: %s", name, found.failure)
+                found = made.here.load = found.unconverted()  # the cache may be gone
+                with found:
+                    return found.run(bound, name, args, kwargs)
         except Exception as error:
             if found.failure is None:
                 raise
