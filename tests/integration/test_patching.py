@@ -66,7 +66,8 @@ def test_another_coordinator_is_refused(settings: config.Settings) -> None:
 def test_an_unknown_version_is_told(
     settings: config.Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", "9.1.0")
+    # Importing its image processors replaces the module.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "9.1.0")
     with caplog.at_level(logging.WARNING):
         patch(coordinator=NOWHERE, settings=settings)
     assert "transformers 9.1.0 is not known here" in caplog.text

@@ -16,7 +16,7 @@ from mx import runtime
 from mx.api.target import Pull
 from mx.core.progress import Progress
 from mx.engines.transformers.pending import Pending, Values
-from mx.errors import ClosedError, MxError, another
+from mx.errors import ClosedError, ConfigError, MxError, another
 from mx.target.report import LayerEvent, PullReport
 
 #: What ends the thread that follows a pull: the pull's end, or the model's.
@@ -132,7 +132,16 @@ class Loading:
             runtime.closed(self)
         with self._values.changed:
             self._report = report
+            # All has arrived: what is still waited for is no parameter and no buffer.
+            self._values.error = self._values.error or _homeless()
             self._values.changed.notify_all()
+
+
+def _homeless() -> MxError:
+    return ConfigError(
+        "the model computes with a tensor that is neither a parameter nor a buffer of it",
+        hint="load it by `from_pretrained`",
+    )
 
 
 class _Place:

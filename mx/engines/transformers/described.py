@@ -102,9 +102,13 @@ def _check_layers(name: str, fields: Mapping[str, Any]) -> None:
     for field, value in fields.items():
         if isinstance(value, dict):
             _check_layers(name, value)
-        elif isinstance(value, int) and value > MOST_LAYERS and "layer" in field:
+        if not any(word in field for word in ("layer", "depth")):
+            continue
+        counts = value if isinstance(value, list) else [value]
+        most = max((each for each in counts if isinstance(each, int)), default=0)
+        if most > MOST_LAYERS:
             raise ConfigError(
-                f"the {CONFIG} of {name} asks for {value} layers ({shown(field)})",
+                f"the {CONFIG} of {name} asks for {most} layers ({shown(field)})",
                 hint=f"a model has {MOST_LAYERS} at most",
             )
 
@@ -146,7 +150,7 @@ def _is_model_class(what: object) -> bool:
 def _model_class(name: str, config: Any) -> Any:
     """Return the class that the configuration names."""
     named = getattr(config, "architectures", None) or []
-    known = getattr(transformers(), named[0], None) if named else None
+    known = getattr(transformers(), str(named[0]), None) if named else None
     if known is not None and _is_model_class(known):
         return known
     version = transformers().__version__
