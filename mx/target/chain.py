@@ -119,7 +119,7 @@ class Chain:
         }
         reason = "" if error is None else error.message
         if not self._near:  # no source was ever listed: the error says why
-            untried = dict.fromkeys(untried, reason)
+            untried = {ATTACH: reason, HOST: reason, PEERS: ""}
         left = sum(given.values())
         for step, nbytes in given.items():
             left -= nbytes
