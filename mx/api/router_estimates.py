@@ -203,5 +203,5 @@ def _listed(host: str, listed: Sequence[SourceRecord]) -> Place:
             return record.place
     raise ConfigError(
         f"nothing is known of the host {host[:80]!r}: no source is listed there",
-        hint="give its Place, which `mx topo --json` shows on that host",
+        hint="give its Place, which `mx.topology().topology.place` is on that host",
     )
