@@ -60,6 +60,7 @@ class Embedded(Protocol):
 _servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _open: weakref.WeakSet[Embedded] = weakref.WeakSet()
 _workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_libraries: set[str] = set()
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> T:
@@ -312,6 +313,27 @@ def _stop_at_exit() -> None:
     until_s = time.monotonic() + _STOP_TIMEOUT_S
     for worker in list(_workers):
         worker.join(max(0.0, until_s - time.monotonic()))
+    calm = 0 if _libraries else 2
+    while calm < 2 and time.monotonic() < until_s:
+        time.sleep(0.01)  # without the interpreter's lock, for which such a thread may wait
+        calm = 0 if _runs_any(tuple(_libraries)) else calm + 1
+
+
+def settle_at_exit(thread_name: str) -> None:
+    """Let a library's own threads come to rest before the interpreter ends, which would abort the
+    process beneath one that wants its lock. `thread_name` is how the kernel's names of them
+    begin."""
+    _libraries.add(thread_name)
+
+
+def _runs_any(names: tuple[str, ...]) -> bool:
+    """Return True if a thread with such a name runs, or waits for a processor."""
+    for number in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{number}/stat") as stat:
+            name, _, rest = stat.read().partition("(")[2].rpartition(")")
+            if name.startswith(names) and rest.split()[0] == "R":
+                return True
+    return False
 
 
 # -- in a forked child -------------------------------------------------------------------------

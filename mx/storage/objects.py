@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from mx import runtime
 from mx.buffers import copy_bytes
 from mx.core.naming import natural_key
 from mx.core.packaging import MAX_SIDE_FILE_BYTES
@@ -102,6 +103,7 @@ class Requests:
                 "object stores need obstore, which is not installed",
                 hint="pip install obstore, or from a clone of mx: pip install '.[objects]'",
             ) from error
+        runtime.settle_at_exit("tokio")
         self.where = shown_url(url).rstrip("/")
         self._opening = opening
         self._errors: Any = exceptions
