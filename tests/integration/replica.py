@@ -2,8 +2,8 @@
 
     python replica.py COORDINATOR MODEL MODE ACCEPT_AT_LAYER
 
-It prints a line for each layer, and at the end. MODE is "plain", "hold",
-"attach", "only" (one layer) or "callback" (which says so).
+It prints a line for each layer, and at the end. MODE is "plain", "hold", "attach",
+"only" (one layer), "alone" (the blocks, which it gives to no others) or "callback" (which says so).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
         attach=mode == "attach",
         transport=None if mode == "attach" else "tcp",
         hold=mode == "hold",
-        only="*layers.0.*" if mode == "only" else None,
+        only={"only": "*layers.0.*", "alone": "*layers.*"}.get(mode),
         wait_s=60,  # one that was stopped goes on
     )
     with pull:

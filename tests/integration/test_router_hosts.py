@@ -93,9 +93,10 @@ def test_a_replica_elsewhere_is_reached_at_an_address_of_its_host(
     place = json.dumps(run_in("far", "topo", "--json").json()["place"])
     assert Place.from_json(place).addresses
     router = script_in("near", "-c", ROUTER, coordinator, place)
-    # One says where it is reached, the other does not: it reports from there.
+    # One says where it is reached, the other does not: it reports from there. They are no sources,
+    # or the far host would have one that a pull there attaches to.
     for where in ({"MX_PEER_LISTEN": f"{far}:0"}, {}):
-        script_in("far", REPLICA, coordinator, "m", "plain", "0", **where)
+        script_in("far", REPLICA, coordinator, "m", "alone", "0", **where)
     said = json.loads(router.communicate(timeout=60)[0])
     assert said["requests"] == [f"{far}:{PORT}"] * 2
     # On the source's own host it would be attached; over the link it takes more than two seconds.
