@@ -66,7 +66,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if model_config is not vllm_config.model_config or prefix:
             return super().load_model(vllm_config, model_config, prefix)
         run = self._run = self._begin(vllm_config)
-        # vLLM's kernels for CPUs repack linear weights, which nobody else can read then.
+        # vLLM's kernels for CPUs repack linear weights, which no other process can read then.
         plain = PROCESSED in run.keys and processed.on_cpu()
         try:
             model = None
