@@ -30,7 +30,11 @@ class Known(Lookup):
     def _resolve(self, name: str, revision: str) -> tuple[ModelKey, ManifestRef]:
         if name not in self.models:
             raise UnknownModelError(name)
-        return ModelKey(name, "main", "checkpoint"), REF
+        return key_of(name), REF
+
+
+def key_of(name: str) -> ModelKey:
+    return ModelKey(name, "main", "checkpoint")
 
 
 @pytest.fixture
@@ -38,9 +42,13 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[Known]:
     made = Known({})
 
     @contextmanager
-    def pull(pinned: str, **_: Any) -> Iterator[Any]:
-        files = made.models[pinned.partition("@")[0].partition("[")[0]]
-        yield SimpleNamespace(files=lambda: files)
+    def pull(name: str, **_: Any) -> Iterator[Any]:
+        if name not in made.models:
+            raise UnknownModelError(name)
+        manifest = SimpleNamespace(ref=REF)
+        yield SimpleNamespace(
+            files=lambda: made.models[name], model=key_of(name), wait_manifest=lambda: manifest
+        )
 
     monkeypatch.setattr(lookups, "pull", pull)
     yield made

@@ -21,7 +21,7 @@ from mx.api.pulling import pull
 from mx.core.json_bounds import check_json
 from mx.core.reference import pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
-from mx.errors import CoordinatorError, ManifestError, MxError, UnknownModelError
+from mx.errors import CoordinatorError, ManifestError, MxError, NoSourceError, UnknownModelError
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +120,10 @@ class Lookup:
 
     def _looked_up(self, name: str, revision: str) -> _Meaning:
         try:
-            found = self._resolve(name, revision)
-            pinned = pinned_name(found[0], found[1])
-            served = self._models.get(pinned)
+            served = self._known_still(name, revision)
             if served is None:
-                served = self._fetched(found[0], pinned, found[1].identity.hex())
-                self._models[pinned] = self._folders[served.folder] = served
+                served = self._fetched(name, revision)
+                self._models[served.pinned] = self._folders[served.folder] = served
         except UnknownModelError:
             why = f"the coordinator at {self.coordinator} does not know it"
             return _Meaning(0.0, None, why, asked=True)
@@ -153,17 +151,31 @@ class Lookup:
         finally:
             runtime.release(loop)
 
-    def _fetched(self, key: ModelKey, pinned: str, identity: str) -> Served:
+    def _known_still(self, name: str, revision: str) -> Served | None:
+        """Return what a name means, if its files are here; None if they are to be fetched."""
+        if (name, revision) not in self._meanings:
+            return None
+        return self._models.get(pinned_name(*self._resolve(name, revision)))
+
+    def _fetched(self, name: str, revision: str, wait_s: float = 0.0) -> Served:
         """Fetch a model's files into a folder."""
-        with pull(
-            pinned,
-            revision=key.revision,
-            variant=key.variant,
-            coordinator=self.coordinator,
-            files_only=True,
-            settings=self.settings,
-        ) as running:
-            files = running.files()
+        try:
+            with pull(
+                name,
+                revision=revision,
+                variant=CHECKPOINT,
+                coordinator=self.coordinator,
+                files_only=True,
+                wait_s=wait_s,
+                settings=self.settings,
+            ) as running:
+                files = running.files()
+                key, ref = running.model, running.wait_manifest().ref
+        except NoSourceError:
+            # Only a name that the coordinator knows is worth waiting for.
+            if wait_s or not self.settings.wait_s:
+                raise
+            return self._fetched(name, revision, self.settings.wait_s)
         folder = self._new_folder()
         try:
             for path, data in files.items():
@@ -177,7 +189,7 @@ class Lookup:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Served(key, pinned, identity, folder)
+        return Served(key, pinned_name(key, ref), ref.identity.hex(), folder)
 
     def _add_components(self, pipeline: ModelKey, index: bytes, folder: Path) -> None:
         """Put placeholders for the weights of a pipeline's components, which are models of their

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from mx.engines.transformers.counters import served
 from mx.engines.transformers.loads import Load
-from mx.engines.transformers.lookup import Served
+from mx.engines.transformers.lookup import Lookup, Served
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,20 @@ _OTHER_FILES = (
 )
 
 
+class Here(Protocol):
+    """What this thread loads."""
+
+    #: The weights that were opened for the pipeline or model of diffusers; None: there is none.
+    loads: list[Load] | None
+
+
 class Patched(Protocol):
     """What `mx.engines.transformers.patched` shares with this."""
 
-    loads: list[Load]
-
+    @property
+    def here(self) -> Here: ...
+    @property
+    def lookup(self) -> Lookup: ...
     def find(self, name: object, revision: str | None) -> Served | None: ...
     def from_disk(self) -> AbstractContextManager[None]: ...
     def replace_method(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None: ...
@@ -119,16 +128,21 @@ def _found(made: Patched, name: object, kwargs: dict[str, Any]) -> Served | None
     return made.find(name, kwargs.get("revision"))
 
 
-def _in_folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that reads one configuration or one component."""
+def _why_not(made: Patched, name: object, kwargs: dict[str, Any]) -> str:
+    given = [argument for argument in _OTHER_FILES if kwargs.get(argument)]
+    return f"`{given[0]}` was given" if given else made.lookup.why_not(name, kwargs.get("revision"))
+
+
+def _config(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ConfigMixin.load_config`, which schedulers too read."""
 
     @functools.wraps(original)
-    def replaced(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_config(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         name = pretrained_model_name_or_path
         found = _found(made, name, kwargs)
         return original(cls, name if found is None else str(found.folder), *args, **kwargs)
 
-    return replaced
+    return load_config
 
 
 def _download(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,40 +156,46 @@ def _download(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]
     return download
 
 
-def _pipeline(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DiffusionPipeline.from_pretrained`, tried again from disk if a source was lost."""
+def _from_pretrained(
+    made: Patched, original: Callable[..., Any], *, by_name: bool
+) -> Callable[..., Any]:
+    """A pipeline or one model of diffusers, loaded again from disk if a source was lost. With
+    `by_name` the original finds the folder itself."""
 
     @functools.wraps(original)
     def from_pretrained(
         cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
     ) -> Any:
         name = pretrained_model_name_or_path
-        made.loads.clear()
-        if _found(made, name, kwargs) is None:
-            with made.from_disk():
-                pipeline = original(cls, name, *args, **kwargs)
-            served(str(name), "disk")
-            return pipeline
+        if made.here.loads is not None:
+            return original(cls, name, *args, **kwargs)  # a part of a pipeline
+        loads = made.here.loads = []
         try:
-            return original(cls, name, *args, **kwargs)
-        except Exception:
-            failures = [load.failure for load in made.loads if load.failure is not None]
-            if not failures:
-                raise
-            log.warning("%s: not from peers: %s", name, failures[0])
+            found = _found(made, name, kwargs)
+            reason = _why_not(made, name, kwargs) if found is None else ""
+            if found is not None:
+                where = name if by_name else str(found.folder)
+                try:
+                    return original(cls, where, *args, **kwargs)
+                except Exception:
+                    failures = [load.failure for load in loads if load.failure is not None]
+                    if not failures:
+                        raise
+                    reason = str(failures[0])
+                    log.warning("%s: not from peers: %s", name, reason)
             with made.from_disk():
-                pipeline = original(cls, name, *args, **kwargs)
-            served(str(name), "disk", reason=str(failures[0]))
-            return pipeline
+                model = original(cls, name, *args, **kwargs)
+            served(str(name), "disk", reason=reason)
+            return model
         finally:
-            made.loads.clear()
+            made.here.loads = None
 
     return from_pretrained
 
 
-_MAKERS = {
-    ("ConfigMixin", "load_config"): _in_folder,
-    ("ModelMixin", "from_pretrained"): _in_folder,
+_MAKERS: dict[tuple[str, str], Callable[..., Callable[..., Any]]] = {
+    ("ConfigMixin", "load_config"): _config,
+    ("ModelMixin", "from_pretrained"): functools.partial(_from_pretrained, by_name=False),
     ("DiffusionPipeline", "download"): _download,
-    ("DiffusionPipeline", "from_pretrained"): _pipeline,
+    ("DiffusionPipeline", "from_pretrained"): functools.partial(_from_pretrained, by_name=True),
 }
