@@ -30,8 +30,6 @@ from mx.units import MIB, format_bytes
 HUGE_PAGE_BYTES = 2 * MIB
 _MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
 _MAP_FIXED = 0x10
-_MADV_POPULATE_READ = 22
-_POPULATE_BYTES = 8 * MIB
 
 #: Prefix of the names of memory files, whose descriptors other processes have received too.
 _MEMFD_PREFIX = "mx:"
@@ -52,20 +50,6 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.mmap.restype = ctypes.c_void_p
-
-
-def populate(memory: memoryview, stopped: Callable[[], bool]) -> None:
-    """Map the pages of attached memory ahead of their first use; blocks, without the GIL.
-
-    Args:
-        memory: The memory. Pages that the file does not have are not made.
-        stopped: Asked between pieces of 8 MiB, for which other calls that map memory may wait.
-    """
-    begin = address_of(memory)
-    for offset in range(0, memory.nbytes, _POPULATE_BYTES):
-        nbytes = min(_POPULATE_BYTES, memory.nbytes - offset)
-        if stopped() or _libc.madvise(begin + offset, nbytes, _MADV_POPULATE_READ):
-            return  # before Linux 5.14 there is no such advice
 
 
 class Hasher(Protocol):

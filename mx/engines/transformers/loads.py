@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +18,6 @@ from mx.engines.transformers.lookup import Lookup, Served
 from mx.engines.transformers.weights import Weights, WeightsFile
 from mx.errors import MxError
 from mx.log import event
-from mx.memory.arena import populate
 from mx.target.report import PullReport
 from mx.wire.cache import HeldAt
 
@@ -103,8 +100,6 @@ class Load:
         self._pull: Pull | None = None
         self._failure: MxError | None = None
         self._weights: Weights | None = None
-        self._populating: threading.Thread | None = None
-        self._ended = False
 
     @property
     def failure(self) -> MxError | None:
@@ -120,30 +115,13 @@ class Load:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._ended = True
         if self._pull is not None:
             self._pull.close()
-        if self._populating is not None:
-            self._populating.join()
 
     def start(self) -> None:
         """Start the pull, so that it goes on while transformers builds the model."""
         if self._pull is None:
             self._pull = self._begin()
-            self._populating = threading.Thread(
-                target=self._populate, args=(self._pull,), name="mx-populate", daemon=True
-            )
-            self._populating.start()
-
-    def _populate(self, running: Pull) -> None:
-        """Map the pages of attached memory while transformers builds the model: each first touch of
-        64 KiB costs some 5 us otherwise, 0.15 s for 2 GB."""
-        with contextlib.suppress(MxError):
-            if any(path.attached for path in running.wait().paths):
-                populate(running.buffer(), lambda: self._ended)
 
     def unconverted(self) -> Load:
         """Return a load of the same model as its sources have it."""
@@ -178,7 +156,6 @@ class Load:
             weights.ready()
             self._tell(self.served.key.name, weights)
         weights.close()
-        self._close()
 
     def _begin(self) -> Pull:
         if self.converted is not None:
