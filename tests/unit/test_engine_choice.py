@@ -68,6 +68,14 @@ def test_missing_ranks() -> None:
     assert found.state == "" and "1 of 2 ranks have no source" in found.why
 
 
+def test_a_replica_without_source_is_no_other_one() -> None:
+    """Of one rank, whose own name is the bundle's."""
+    text = str(KEY).replace("tp=1/2", "tp=0/1")
+    alone = ProcessingKey.parse(text)
+    found = choose({"loaded": alone}, [listed(text, missing=1)], {})
+    assert "have no source" in found.why and "another" not in found.why
+
+
 def test_newest_revision_or_the_named_one() -> None:
     bundles = [replicas(named=False), replicas(revision="main.2")]
     assert choose({"loaded": KEY}, bundles, {}).revision == "main.2"

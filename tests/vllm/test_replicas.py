@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,13 +123,13 @@ def test_source_killed_in_mid_load(
     """With a checkpoint on disk the ordinary loader takes over; else the error is typed."""
     b = hosts[1]
     for folder, outcome in ((checkpoint, "ordinary"), (bare(checkpoint), "error")):
-        with ended(python(SLOW_SOURCE, str(checkpoint), "slow", coordinator)) as source:
-            wait_for(lambda: mx.list_sources("slow", coordinator=coordinator))
-            extra = {"model": "slow", "transport": "tcp", "fallback": outcome == "ordinary"}
+        name = f"slow-{outcome}"  # a killed source stays listed for a while, with its reader
+        listed = functools.partial(mx.list_sources, name, coordinator=coordinator)
+        with ended(python(SLOW_SOURCE, str(checkpoint), name, coordinator)) as source:
+            wait_for(listed)
+            extra = {"model": name, "transport": "tcp", "fallback": outcome == "ordinary"}
             b.begin("start", str(folder), model_loader_extra_config=extra)
-            wait_for(
-                lambda: any(s.readers for s in mx.list_sources("slow", coordinator=coordinator))
-            )
+            wait_for(lambda listed=listed: any(each.readers for each in listed()))
             source.kill()
             if outcome == "ordinary":
                 assert same(b.end(), reference)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import mx
 from mx.core.reference import parse_reference
-from mx.core.variant import ProcessingKey, differences, membership, nearest
+from mx.core.variant import ProcessingKey, differences, nearest
 from mx.errors import ConfigError, UnknownModelError
 from mx.wire.listing import BundleStatus
 
@@ -168,12 +168,12 @@ def _other_keys(
 
     What another engine holds is not mentioned.
     """
+    if any(_made_as(each, key) for each in current for key in keys.values()):
+        return
     states = {str(_plain(variant)) for each in current for variant in _variants_of(each)}
     for key in keys.values():
         asked = next(_plain(str(key)).members())  # of listed bundles, too, the first rank is shown
         engine = [each for each in states if f"engine={asked.fields.get('engine')}," in each]
-        if str(asked.bundle) in {membership(each).bundle for each in engine}:
-            continue
         found = nearest(str(asked), engine)
         if found is not None:
             fields = "; ".join(
