@@ -1,6 +1,6 @@
 """Measures `from_pretrained` from this host's cache against the same call from disk.
 
-    python -m benchmarks.from_pretrained [--rounds 3] [--layers 19] [--processes 3]
+    python -m benchmarks.from_pretrained [--rounds 3] [--layers 19] [--processes 3] [--svg FILE]
 
 Each call is a process of its own, which has imported everything, and touches each page of the model
 inside the timed region. Cold: the checkpoint is not in the page cache; warm: it is. A source in a
@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import MX, Bar, picture
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from benchmarks.harness import machine
 from benchmarks.processes import Cluster
@@ -162,6 +163,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=19, help="19 are 2.1 GB")
     parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the times")
     parser.add_argument("--folder", type=Path, default=Path(".bench"))
     arguments = parser.parse_args()
     checkpoint = make_checkpoint(arguments.folder.absolute(), arguments.layers)
@@ -193,7 +195,26 @@ def main() -> int:
     row("cache - warm", 1000 * (found["cache"] - found["warm"]), "ms", 50)
     row("converted / disk", found["cache, converted"] / found["disk, converted"], "x", 0.15)
     row(f"memory of {arguments.processes} processes / the model", shared / nbytes, "x", 1.1)
+    if arguments.svg is not None:
+        arguments.svg.write_text(drawn(found, nbytes))
     return 0
+
+
+def drawn(found: Mapping[str, float], nbytes: int) -> str:
+    """Return a picture of the calls' times."""
+    plain = [
+        Bar("from disk", found["cold"]),
+        Bar("from disk, in the page cache", found["warm"]),
+        Bar("from this host's cache", found["cache"], MX),
+    ]
+    cast = [
+        Bar("from disk, in the page cache", found["disk, converted"]),
+        Bar("from this host's cache", found["cache, converted"], MX),
+    ]
+    return picture(
+        f"from_pretrained of {nbytes / 1e9:.1f} GB in bf16, every page touched",
+        [("as the checkpoint has it", plain), ("cast to fp32, by another process before", cast)],
+    )
 
 
 def proportional(environment: Mapping[str, str], processes: int) -> int:

@@ -1,6 +1,6 @@
 """Measures when a model of transformers gives its first token: while it arrives, and after.
 
-    python -m benchmarks.progressive [--rounds 3] [--tokens 0] [--json]
+    python -m benchmarks.progressive [--rounds 3] [--json] [--svg FILE]
 
 Needs root: source and target are in two network namespaces, joined by a link of 500 Mbit/s. The
 model has 24 layers and 325 MB; it computes on one thread, with prompts so long that computing takes
@@ -27,6 +27,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import BOUND, MX, Bar, picture
 from benchmarks.harness import machine
 from benchmarks.hosts import Hosts, Link, unavailable
 from mx import config
@@ -258,6 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the first tokens")
     parser.add_argument("--target", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.target:
@@ -270,6 +272,8 @@ def main() -> None:
         with closing(Rig(hosts, Path(folder))) as rig:
             found = measured(rig, hosts, asked.rounds)
     print(json.dumps(found) if asked.json else table(found))
+    if asked.svg is not None:
+        asked.svg.write_text(drawn(found))
 
 
 def measured(rig: Rig, hosts: Hosts, rounds: int) -> dict[str, Any]:
@@ -295,6 +299,7 @@ def measured(rig: Rig, hosts: Hosts, rounds: int) -> dict[str, Any]:
             "compute_by_loading": _median(s["computed_s"] / s["loaded_s"] for s, _ in runs),
             "sequential_s": _median(s["seconds"] for s, _ in runs),
             "progressive_s": _median(p["seconds"] for _, p in runs),
+            "bound_s": _median(s["bound_s"] for s, _ in runs),
             "by_bound": [p["seconds"] / s["bound_s"] for s, p in runs],
             "by_sequential": [p["seconds"] / s["seconds"] for s, p in runs],
         }
@@ -328,6 +333,25 @@ def table(found: dict[str, Any]) -> str:
             f"layer 0's output while the source is stopped after layer 1: {seen}",
             _line("70B: meta and plan", found["meta_s"], META_BAR_S, "s"),
         ]
+    )
+
+
+def drawn(found: dict[str, Any]) -> str:
+    """Return a picture of the first tokens' times."""
+    title = f"First token of a 24-layer model over a link of {MBIT_PER_S:g} Mbit/s"
+    return picture(
+        title,
+        [
+            (
+                f"computing takes {'as long as' if share == 1 else f'{name} of'} loading",
+                [
+                    Bar("load, then compute", found[name]["sequential_s"]),
+                    Bar("compute while it arrives", found[name]["progressive_s"], MX),
+                    Bar("the bound: no order is faster", found[name]["bound_s"], BOUND),
+                ],
+            )
+            for name, (share, _) in SHARES.items()
+        ],
     )
 
 

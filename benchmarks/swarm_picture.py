@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from .svg import INK, document, dot, line, text
 from .swarm_setting import Row, Setting
 
 #: Colours of medium lightness, visible on white and on black.
@@ -25,7 +26,6 @@ NAMES = {
     "chain": "chain",
     "ours": "mx",
 }
-INK = "#7d8590"
 WIDTH, HEIGHT = 960, 430
 LABEL_PX = 15  # the least distance between two labels
 #: Shifts of labels away from the bold line.
@@ -55,34 +55,34 @@ class Panel:
 
     def draw(self, rows: Sequence[Row]) -> list[str]:
         bottom = self.top + self.height
-        parts = [_text(self.left, self.top - 16, self.title, INK, size=14)]
+        parts = [text(self.left, self.top - 16, self.title, INK, size=14)]
         for tick in self.ticks:
             y = self.y(tick)
-            parts.append(_line([(self.left, y), (self.left + self.width, y)], INK, 0.6, 0.35))
-            parts.append(_text(self.left - 8, y + 4, f"{tick:g}", INK, anchor="end"))
+            parts.append(line([(self.left, y), (self.left + self.width, y)], INK, 0.6, 0.35))
+            parts.append(text(self.left - 8, y + 4, f"{tick:g}", INK, anchor="end"))
         for n in (1, 3, 10, 31, 100, 300, 1000):
-            parts.append(_text(self.x(n), bottom + 20, f"{n:,}", INK, anchor="middle"))
-        parts.append(_text(self.left + self.width, bottom + 40, "receivers", INK, anchor="end"))
+            parts.append(text(self.x(n), bottom + 20, f"{n:,}", INK, anchor="middle"))
+        parts.append(text(self.left + self.width, bottom + 40, "receivers", INK, anchor="end"))
         labels: list[tuple[float, float, str]] = []
         for policy, color in COLORS.items():
-            line = sorted(
+            values = sorted(
                 (row.setting.n, self.value(row)) for row in rows if row.setting.policy == policy
             )
-            if not line:
+            if not values:
                 continue
-            points = [(self.x(n), self.y(value)) for n, value in line]
+            points = [(self.x(n), self.y(value)) for n, value in values]
             bold = policy == "ours"
-            parts.append(_line(points, color, 3.5 if bold else 2))
-            parts += [_dot(x, y, color, 3.6 if bold else 2.6) for x, y in points]
+            parts.append(line(points, color, 3.5 if bold else 2))
+            parts += [dot(x, y, color, 3.6 if bold else 2.6) for x, y in points]
             x, y = points[-1]
             if bold:
-                parts.append(_text(x, y - 12, NAMES[policy], color, 15, "end", bold=True))
+                parts.append(text(x, y - 12, NAMES[policy], color, 15, "end", bold=True))
             else:
                 labels.append((y + SHIFT_PX.get(policy, 0), x, policy))
         above = -math.inf
         for y, x, policy in sorted(labels):
             above = max(y + 4, above + LABEL_PX)
-            parts.append(_text(x + 10, above, NAMES[policy], COLORS[policy]))
+            parts.append(text(x + 10, above, NAMES[policy], COLORS[policy]))
         return parts
 
 
@@ -117,42 +117,4 @@ def picture(rows: Sequence[Row]) -> str:
             (0.25, 0.5, 1, 2, 4, 8),
         ),
     ]
-    parts = [_text(24, 32, title, INK, size=16)]
-    for panel in panels:
-        parts += panel.draw(drawn)
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="system-ui, sans-serif" role="img" aria-label="{title}">\n{body}\n</svg>\n'
-    )
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    color: str,
-    size: int = 12,
-    anchor: str = "start",
-    *,
-    bold: bool = False,
-) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{color}" font-size="{size}" '
-        f'text-anchor="{anchor}"{weight}>{text}</text>'
-    )
-
-
-def _line(
-    points: Sequence[tuple[float, float]], color: str, width: float, opacity: float = 1.0
-) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return (
-        f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" '
-        f'stroke-opacity="{opacity}" stroke-linejoin="round"/>'
-    )
-
-
-def _dot(x: float, y: float, color: str, radius: float) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{color}"/>'
+    return document(title, WIDTH, HEIGHT, [part for panel in panels for part in panel.draw(drawn)])
