@@ -56,7 +56,7 @@ def offer(
             server = loop.run(start_source(source_options(local, live=True), here))
             try:
                 loop.run(serve_here(server, held, None))
-                # By its pin: nobody else can answer there in this process's place.
+                # By its pin: no other process can answer there in this one's place.
                 wanted = Wanted(
                     f"{model.name}@{held.manifest.ref.pin.hex()}",
                     model.revision,

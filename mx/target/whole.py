@@ -41,8 +41,8 @@ def load(
         began: Called once the memory is there, before anything is written to it.
         progress: Called with (bytes so far, bytes in total), from reader threads.
         early: Called with the layout and the memory; returns what is called with each layer that
-            is complete, before anything says that the checkpoint is. None: nobody may see a layer
-            before, since a pin, `out` or another step has to wait for the whole.
+            is complete, before anything says that the checkpoint is. None: no caller may see
+            a layer before, since a pin, `out` or another step has to wait for the whole.
 
     Raises:
         CheckpointError: The checkpoint is malformed, or not the pinned or expected one.

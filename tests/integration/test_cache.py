@@ -142,7 +142,7 @@ def test_memory_lives_while_it_is_mapped_when_the_cache_dies(
         started[-1].signal(signal.SIGKILL)
         started[-1].wait()
         assert first.buffer().tobytes() == expected
-        with caching.pull("one") as alone:  # the socket is there, and nobody listens
+        with caching.pull("one") as alone:  # the socket is there, and no process listens
             assert not attached(alone)
             assert alone.buffer().tobytes() == expected
         again = start_cache(run, elsewhere[0], tmp_path, MEMORY)

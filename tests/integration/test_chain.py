@@ -167,8 +167,8 @@ def test_what_the_coordinator_says_holds_where_no_source_is_left(
 def test_without_any_source_the_disk_defines_the_model(
     run: Run, kept: Path, tmp_path: Path
 ) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    where = ("--coordinator", nobody, "--from", "auto", "--checkpoint-root", str(kept))
+    unused = f"127.0.0.1:{free_port()}"
+    where = ("--coordinator", unused, "--from", "auto", "--checkpoint-root", str(kept))
     found = run("pull", "m", *where, "--json").json()
     assert (found["fallback"], found["defined_by"]) == ("disk", "disk")
     outcomes = steps(found)
@@ -178,17 +178,17 @@ def test_without_any_source_the_disk_defines_the_model(
     wrong = run("pull", f"m@{'0' * 64}", *where, "--out", str(tmp_path / "out"))
     assert wrong.wait(60) == EXIT_INTEGRITY, wrong.err
     assert not (tmp_path / "out").exists()
-    said = run("pull", "m", "--from", f"auto={kept / 'm'}", "--coordinator", nobody)
+    said = run("pull", "m", "--from", f"auto={kept / 'm'}", "--coordinator", unused)
     assert said.wait(60) == 0 and "compared with nothing (no pin)" in said.out
 
 
 def test_all_steps_are_named_where_none_works(run: Run, kept: Path) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    nothing = run("pull", "m", "--coordinator", nobody, "--from", "auto")
+    unused = f"127.0.0.1:{free_port()}"
+    nothing = run("pull", "m", "--coordinator", unused, "--from", "auto")
     assert nothing.wait(60) == EXIT_NO_SOURCE
     for said in ("peers: ", "disk: no --checkpoint-root is set", "hub: no --hub-id", "objects: no"):
         assert said in nothing.err
-    absent = run("pull", "x", "--coordinator", nobody, "--from", "auto",
+    absent = run("pull", "x", "--coordinator", unused, "--from", "auto",
                  "--checkpoint-root", str(kept), "--json")  # fmt: skip
     error = absent.json()["error"]
     assert error["exit_code"] == EXIT_NO_SOURCE and str(kept / "x") in error["message"]
@@ -206,8 +206,8 @@ def test_peers_are_enough(run: Run, coordinator: str, kept: Path) -> None:
 
 
 def test_files_alone_from_the_chain(run: Run, kept: Path, tmp_path: Path) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    pull = run("pull", "m", "--coordinator", nobody, "--from", "auto", "--checkpoint-root",
+    unused = f"127.0.0.1:{free_port()}"
+    pull = run("pull", "m", "--coordinator", unused, "--from", "auto", "--checkpoint-root",
                str(kept), "--files-only", "--out", str(tmp_path / "out"), "--json")  # fmt: skip
     assert pull.json()["fallback"] == "disk"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]

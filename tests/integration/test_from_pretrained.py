@@ -222,7 +222,7 @@ def test_unknown_names_come_from_disk(site: Site, caching: Caching, tmp_path: Pa
 def test_a_source_that_is_lost_midway_is_replaced_by_the_disk(
     run: Run, site: Site, tmp_path: Path
 ) -> None:
-    """The name is that of a folder in the working directory of nobody: the hub's cache has it."""
+    """The name is that of a folder in the working directory of no model: the hub's cache has it."""
     tmp_path.chmod(0o700)
     hub = tmp_path / "hub" / "models--org--slow"
     (hub / "refs").mkdir(parents=True)

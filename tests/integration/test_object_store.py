@@ -87,8 +87,8 @@ def test_the_store_gives_the_rest(run: Run, coordinator: str, store: Store, fold
 def test_layers_are_ready_while_later_ones_are_not_there(store: Store) -> None:
     store.after = (4, "serving", False)
     settings: dict[str, object] = {"object_url": "s3://models/m"}
-    nobody = f"127.0.0.1:{free_port()}"
-    with pulling(nobody, environment(**s3_environment(store)), settings) as running:
+    unused = f"127.0.0.1:{free_port()}"
+    with pulling(unused, environment(**s3_environment(store)), settings) as running:
         running.going()
     assert not store.serving
 

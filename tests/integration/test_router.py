@@ -445,7 +445,7 @@ def test_hostile_reports_are_refused(site: str, field: dict[str, Any]) -> None:
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value
 
 
-def test_nobody_else_speaks_for_a_pull_that_reports(
+def test_no_other_process_speaks_for_a_pull_that_reports(
     site: str, router: mx.Router, replica: Start
 ) -> None:
     process = replica(site, "plain", 0)

@@ -269,7 +269,7 @@ def test_a_model_can_be_cast_and_saved_while_it_arrives(
 def test_a_model_comes_from_disk_or_from_a_fallback(coordinator: str, small: Path) -> None:
     reference = families.reference(small)
     for where in ({"path": small}, {"fallback": small, "coordinator": coordinator}):
-        model = engine.load("nobody-serves-this", settings=SETTINGS, **where)
+        model = engine.load("no-source-serves-this", settings=SETTINGS, **where)
         assert torch.equal(families.outputs(model), families.outputs(reference))
         report = engine.loading(model).wait()
         assert [path.transport for path in report.paths] == ["disk"]

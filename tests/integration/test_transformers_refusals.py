@@ -98,7 +98,7 @@ def test_arguments_that_make_no_sense_are_refused(coordinator: str, small: Path)
     with pytest.raises(ConfigError, match="device_map"):
         load("x", coordinator, device_map="auto")
     with pytest.raises(UnknownModelError):
-        load("nobody-serves-this", coordinator, wait_s=0.0)
+        load("no-source-serves-this", coordinator, wait_s=0.0)
     with pytest.raises(ConfigError, match="only one of"):
         load("x", coordinator, path=small, fallback=small)
     with pytest.raises(ConfigError, match="model_class"):

@@ -30,7 +30,7 @@ def test_other_processes_count_and_own_children_do_not(tmp_path: Path) -> None:
     assert mapped_elsewhere((), tmp_path) == frozenset()
 
 
-def test_an_arena_that_nobody_maps() -> None:
+def test_an_arena_without_maps() -> None:
     arena = MemfdArena(4096, name="test")
     try:
         assert arena.memfd is not None
