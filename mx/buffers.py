@@ -1,8 +1,11 @@
-"""Addresses of byte views, and copies between them that hold no interpreter lock."""
+"""Addresses of byte views, copies between them that hold no interpreter lock, and private maps of
+memory files."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -82,3 +85,45 @@ def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     array.owner = owner  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+HUGE_PAGE_BYTES = 2 << 20
+_MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
+_MAP_FIXED = 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.mmap.restype = ctypes.c_void_p
+
+
+def map_private(descriptor: int, nbytes: int) -> memoryview:
+    """Map a memory file privately, at an address at which its huge pages can be mapped as such.
+
+    Args:
+        descriptor: The file; it may be closed afterwards.
+        nbytes: How many bytes from its start; at least 1.
+
+    Returns:
+        A writable view, which keeps the map. A page that is written to becomes this process's own;
+        no memory is reserved for those that are not.
+
+    Raises:
+        OSError: It can't be mapped.
+    """
+    # The map of a file can't be placed by Python: it replaces one of nothing that is large enough.
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    whole = memoryview(mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags, prot=protection))
+    skip = -address_of(whole) % HUGE_PAGE_BYTES
+    view = whole[skip : skip + nbytes]
+    address = address_of(view)
+    if _libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, descriptor, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return view

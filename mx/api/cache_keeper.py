@@ -27,6 +27,7 @@ from mx.errors import (
     another,
 )
 from mx.log import event
+from mx.memory.huge import Collapser
 from mx.memory.mapped import mapped_elsewhere
 from mx.runtime import in_thread, uncut
 from mx.target.options import PullOptions
@@ -56,16 +57,19 @@ class Id:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A model in memory. `inode` is the number of its memory file."""
+    """A model in memory. `inode` is the number of its memory file, `let_go` ends what gives it huge
+    pages."""
 
     pull: Pull
     source: Source
     held: HeldAt
     nbytes: int
     inode: int
+    let_go: Callable[[], None]
 
     def close(self) -> None:
         """Stop giving it, and let go of the memory. Blocks."""
+        self.let_go()
         with contextlib.suppress(MxError):  # its memory is let go in any case
             self.source.drain(_DRAIN_S)
         self.pull.close()
@@ -100,6 +104,7 @@ class Keeper:
         self._arriving: dict[Id, asyncio.Task[HeldAt]] = {}
         self._pulls: dict[Id, Pull] = {}
         self._slots = asyncio.Semaphore(MOST_PULLS)
+        self._collapser = Collapser()
         self._evictions = 0
         self._closed = False
 
@@ -235,8 +240,10 @@ class Keeper:
             source = pull.hold()
             held = HeldAt(pull.model, found.ref, source.endpoint)
             memfd = source.memfd
-            inode = 0 if memfd is None else os.fstat(memfd).st_ino
-            return _Kept(pull, source, held, nbytes, inode)
+            if memfd is None:
+                return _Kept(pull, source, held, nbytes, 0, lambda: None)
+            let_go = self._collapser.add(memfd, nbytes)
+            return _Kept(pull, source, held, nbytes, os.fstat(memfd).st_ino, let_go)
         except BaseException:
             pull.close()
             raise
@@ -302,7 +309,10 @@ class Keeper:
         if self._arriving:
             await asyncio.wait([*self._arriving.values()])
         kept, self._kept = [*self._kept.values()], {}
+        for each in kept:
+            each.let_go()
         await _all_in_threads([each.pull.close for each in kept])
+        await in_thread(self._collapser.close)
 
 
 def _has_ended(there: Place, here: Place) -> bool:

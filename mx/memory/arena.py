@@ -19,16 +19,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mx import forks
-from mx.buffers import address_of
+from mx.buffers import HUGE_PAGE_BYTES, address_of, map_private
 from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
 from mx.memory.device import DeviceArena
 from mx.transport import DeviceView, Span, host_view
-from mx.units import MIB, format_bytes
+from mx.units import format_bytes
 
-HUGE_PAGE_BYTES = 2 * MIB
-_MAP_NORESERVE = 0x4000  # Python names it from 3.12 on
 _MAP_FIXED = 0x10
 
 #: Prefix of the names of memory files, whose descriptors other processes have received too.
@@ -233,18 +231,11 @@ class MemfdArena(_HostMemory):
         if not self.nbytes:
             return memoryview(bytearray())
         try:
-            # NORESERVE: pages that are never written to need no memory of their own.
-            mapping = mmap.mmap(
-                self.memfd,
-                self.nbytes,
-                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            return map_private(self.memfd, self.nbytes)
         except OSError as error:
             raise LocalError(
                 f"{format_bytes(self.nbytes)} could not be mapped: {error.strerror}"
             ) from error
-        return memoryview(mapping)
 
     def release(self) -> None:
         """Close the descriptor and drop the map. Idempotent."""

@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from mx.buffers import HUGE_PAGE_BYTES
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory import budget
-from mx.memory.arena import (
-    HUGE_PAGE_BYTES,
-    SEALS,
-    HostArena,
-    MemfdArena,
-)
+from mx.memory.arena import SEALS, HostArena, MemfdArena
 from mx.units import MIB
 from tests.support.daemon import ended, python
 

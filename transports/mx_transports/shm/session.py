@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from mx.buffers import map_private
 from mx.errors import ClosedError, LocalError, NotAllowedError, PeerLostError, PeerRefusedError
 from mx.transport import (
     BLOCK_DIGEST_BYTES,
@@ -46,8 +47,6 @@ from mx_transports.toolkit.session import ThreadedSession
 
 #: 1, 2 and 4 MiB were tried: 2 was a tenth faster than 1, and no slower than 4.
 STEP_BYTES = 2 * MIB
-#: The same on every architecture that torch has wheels for; Python names it from 3.12 on.
-_MAP_NORESERVE = 0x4000
 
 
 @dataclass(slots=True)
@@ -253,17 +252,9 @@ class ShmSession(ThreadedSession):
                     f"{self.peer}: region {region} is not as large as the source says"
                 )
             try:
-                # Private: a page that is written to becomes this process's own. No swap or
-                # overcommit is reserved for pages that are never written to.
-                mapped = mmap.mmap(
-                    descriptor,
-                    found.nbytes,
-                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
+                return map_private(descriptor, found.nbytes)
             except OSError as error:
                 raise LocalError(f"can't map {found.nbytes} bytes: {error.strerror}") from error
-            return memoryview(mapped)
 
     def vouched_digests(self) -> memoryview | None:
         """See `mx.transport.Vouching`."""
