@@ -15,6 +15,7 @@ import fcntl
 import gc
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -174,14 +175,7 @@ class MemfdArena(_HostMemory):
                     self._mapping.close()
                 except BufferError as error:
                     raise LocalError("the arena can't be sealed: a view of it is left") from error
-        try:
-            fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
-        except OSError as error:
-            if error.errno == errno.EBUSY:
-                raise LocalError(
-                    "the arena can't be sealed: a writable map of it is left"
-                ) from None
-            raise
+        _seal_writes(self.memfd)
         if self._mapping is not None:
             self._mapping = mmap.mmap(self.memfd, self.nbytes, prot=mmap.PROT_READ)
             self.view = memoryview(self._mapping)
@@ -210,10 +204,7 @@ class MemfdArena(_HostMemory):
                 raise LocalError(
                     f"the arena could not be mapped read-only: {os.strerror(ctypes.get_errno())}"
                 )
-        try:
-            fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
-        except OSError as error:
-            raise LocalError(f"the arena can't be sealed: {error.strerror}") from error
+        _seal_writes(self.memfd)
         self.view = self.view.toreadonly()
         self.sealed = True
 
@@ -244,6 +235,28 @@ class MemfdArena(_HostMemory):
         if self.memfd is not None:
             os.close(self.memfd)
             self.memfd = None
+
+
+def _seal_writes(descriptor: int) -> None:
+    """Seal a memory file against writing, and against other seals.
+
+    Raises:
+        LocalError: A writable map exists, or something keeps its pages.
+    """
+    for pause_s in (0.05, 0.1, 0.2, 0.4, None):
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise LocalError(f"the arena can't be sealed: {error.strerror}") from error
+            if pause_s is None:
+                raise LocalError(
+                    "the arena can't be sealed: a writable map of it is left"
+                ) from None
+            # Pages that the kernel moves at the moment (compaction, reclaim) count as in use too:
+            # it waits 0.15 s for them, which is too short where memory is scarce.
+            time.sleep(pause_s)
 
 
 class BorrowedArena(_HostMemory):
