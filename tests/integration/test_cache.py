@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from mx import api, config, runtime
+from mx.api.cache_keeper import Id, Keeper
+from mx.api.caching import cache, cached
 from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
 from mx.units import MIB
 from mx.wire.cache import CacheClient, HeldAt, Wanted
@@ -257,8 +261,6 @@ def test_a_cache_in_this_process_leaves_nothing(
         {"coordinator": elsewhere[0], "cache_socket": str(tmp_path / "cache.sock")},
         environ={"HOME": "/nonexistent"},
     )
-    from mx.api.caching import cache, cached
-
     with cache(memory=64 * MIB, settings=settings) as running:
         with pytest.raises(LocalError, match="runs at"):
             cache(settings=settings)
@@ -267,3 +269,64 @@ def test_a_cache_in_this_process_leaves_nothing(
         assert [str(each.model) for each in running.status().models] == ["one"]
     assert cached(settings=settings) is None
     assert not (tmp_path / "cache.sock").exists()
+
+
+def test_a_model_that_is_evicted_twice_counts_for_each_of_its_readers(
+    run: Run, elsewhere: tuple[str, Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers that attach between the look at who reads and the eviction keep the memory."""
+    tmp_path.chmod(0o700)
+    caching = Caching(elsewhere[0], tmp_path / "cache.sock", run)
+    looked = Keeper._in_use
+
+    async def too_early(keeper: Keeper) -> set[Id]:
+        await looked(keeper)
+        return set()
+
+    def evict_one(*names: str) -> None:
+        for name in names:
+            with caching.pull(name) as pull:
+                assert attached(pull)
+        assert "one" not in caching.held()
+
+    monkeypatch.setattr(Keeper, "_in_use", too_early)
+    with cache(memory=MEMORY, settings=caching.settings):
+        with _reader(caching) as first:
+            evict_one("two", "three")
+            nbytes = caching.status().lingering_bytes
+            assert nbytes > 20 * MIB
+            with _reader(caching):
+                evict_one("two")
+                assert caching.status().lingering_bytes == 2 * nbytes
+                assert first.stdin is not None
+                first.stdin.close()
+                first.wait(30)
+                assert caching.status().lingering_bytes == nbytes
+        assert caching.status().lingering_bytes == 0
+
+
+@contextmanager
+def _reader(caching: Caching) -> Iterator[subprocess.Popen[str]]:
+    """A process that has attached "one"; it ends with its standard input."""
+    code = (
+        "import sys\n"
+        "from mx import api\n"
+        "with api.pull('one') as pull:\n"
+        "    print(all(path.attached for path in pull.wait(60).paths), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        # A cache does not count its own children: the shell's child is none.
+        ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=caching.environment,
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        try:
+            assert process.stdout.readline() == "True\n"
+            yield process
+        finally:
+            process.stdin.close()
+            process.wait(30)
