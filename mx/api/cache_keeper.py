@@ -100,7 +100,6 @@ class Keeper:
         self._coordinator = coordinator
         self._table: CacheTable[Id] = CacheTable(budget_bytes)
         self._kept: dict[Id, _Kept] = {}
-        self._lingering: dict[Id, int] = {}
         self._arriving: dict[Id, asyncio.Task[HeldAt]] = {}
         self._pulls: dict[Id, Pull] = {}
         self._slots = asyncio.Semaphore(MOST_PULLS)
@@ -252,12 +251,11 @@ class Keeper:
 
     async def _in_use(self) -> set[Id]:
         """Return the models that processes use, and forget evicted ones that none maps any more."""
-        inodes = {kept.inode for kept in self._kept.values()} | {*self._lingering.values()}
+        inodes = {kept.inode for kept in self._kept.values()} | {*self._table.lingering}
         mapped = await in_thread(mapped_elsewhere, inodes)
-        for each, inode in list(self._lingering.items()):
+        for inode in self._table.lingering:
             if inode not in mapped:
-                del self._lingering[each]
-                self._table.gone(each)
+                self._table.gone(inode)
         return {
             each
             for each, kept in self._kept.items()
@@ -270,8 +268,7 @@ class Keeper:
         with contextlib.suppress(MxError):
             await in_thread(kept.close)
         if kept.inode in await in_thread(mapped_elsewhere, (kept.inode,)):
-            self._lingering[model] = kept.inode
-            self._table.linger(model, kept.nbytes)
+            self._table.linger(kept.inode, kept.nbytes)
 
     # -- what is held -----------------------------------------------------------------------------
 

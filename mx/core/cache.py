@@ -3,7 +3,8 @@
 Each model has the bytes that were reserved for it. It *arrives* until it is ready, and is then
 *held*. Models that processes use stay: to evict them would free nothing, since memory that is
 mapped lives until its last reader lets go. What was evicted and is mapped all the same, because a
-reader came meanwhile, *lingers*, and counts until it is gone.
+reader came meanwhile, *lingers*, and counts until it is gone. A model may linger several times: it
+can arrive anew, and be evicted again, while readers keep the memory that it had.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class CacheTable(Generic[Id]):
         self.budget_bytes = budget_bytes
         self._most_models = most_models
         self._entries: OrderedDict[Id, _Entry] = OrderedDict()
-        self._lingering: dict[Id, int] = {}
+        self._lingering: dict[int, int] = {}  # memory: bytes
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +59,8 @@ class CacheTable(Generic[Id]):
         return tuple(model for model, entry in self._entries.items() if entry.held)
 
     @property
-    def lingering(self) -> tuple[Id, ...]:
-        """The models that were evicted and are still mapped."""
+    def lingering(self) -> tuple[int, ...]:
+        """The memory of models that were evicted and are still mapped."""
         return tuple(self._lingering)
 
     def use(self, model: Id) -> bool:
@@ -124,10 +125,15 @@ class CacheTable(Generic[Id]):
         """A model did not arrive, or its memory was let go. Idempotent."""
         self._entries.pop(model, None)
 
-    def linger(self, model: Id, nbytes: int) -> None:
-        """A model that was evicted is still mapped: its bytes count until it is `gone`."""
-        self._lingering[model] = nbytes
+    def linger(self, memory: int, nbytes: int) -> None:
+        """The memory of a model that was evicted is still mapped: it counts until it is `gone`.
 
-    def gone(self, model: Id) -> None:
-        """No process maps an evicted model any more. Idempotent."""
-        self._lingering.pop(model, None)
+        Args:
+            memory: The number of its memory file, which is another each time that a model arrives.
+            nbytes: Its bytes.
+        """
+        self._lingering[memory] = nbytes
+
+    def gone(self, memory: int) -> None:
+        """No process maps the memory of an evicted model any more. Idempotent."""
+        self._lingering.pop(memory, None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +22,8 @@ from mx.storage.stores import HUB, Opening
 from mx.text import plain
 from mx.units import format_seconds
 
+log = logging.getLogger(__name__)
+
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 #: What is downloaded: the weights, and the files that may travel with them.
 _PATTERNS = (
@@ -29,6 +34,9 @@ _CHILD = Path(__file__).with_name("hub_child.py")
 _PAUSE_S = 0.1
 #: A child that imports and asks the hub writes nothing for a while.
 _LEAST_STALL_S = 10.0
+#: The child says each second that it waits for another process's download: it does so no more if it
+#: has not said so for this long.
+_WAITED_S = 4.0
 
 
 def is_hub_id(text: str) -> bool:
@@ -91,15 +99,15 @@ class HubStore:
             except OSError as error:
                 raise LocalError(f"no process could be started: {error.strerror}") from error
             try:
-                self._wait(child, opening)
+                self._wait(child, out.fileno(), opening)
             finally:
                 child.kill()
                 child.wait()
                 assert child.stdin is not None
                 child.stdin.close()
-            out.seek(0)
+            out.seek(max(0, out.seek(0, os.SEEK_END) - 64 * 1024))
             try:
-                found = json.loads(out.read(64 * 1024).splitlines()[-1])
+                found = json.loads(out.read().splitlines()[-1])
             except (ValueError, IndexError):
                 said.seek(0)
                 last = plain(said.read(64 * 1024).decode(errors="replace")[-300:])
@@ -109,27 +117,82 @@ class HubStore:
                 ) from None
         return {str(name): str(value) for name, value in dict(found).items()}
 
-    def _wait(self, child: subprocess.Popen[bytes], opening: Opening) -> None:
-        """Wait for the child's end, for as long as it writes anything to disk or elsewhere."""
+    def _wait(self, child: subprocess.Popen[bytes], said: int, opening: Opening) -> None:
+        """Wait for the child's end, for as long as it gets on, or the process that it waits for.
+
+        Args:
+            child: The child.
+            said: A descriptor of what it has printed.
+            opening: See `open`.
+        """
         limit_s = max(_LEAST_STALL_S, opening.timeout_s)
-        written, since_s = -1, time.monotonic()
+        waits = _Waits(said)
+        before: object = None
+        since_s = time.monotonic()
         while child.poll() is None:
             if opening.cancelled():
                 raise ClosedError("the download was cancelled")
-            now_written = _written_nbytes(child.pid)
-            if now_written != written:
-                written, since_s = now_written, time.monotonic()
-            elif time.monotonic() - since_s > limit_s:
+            was_waiting, folder = waits.folder, waits.update()
+            if folder and not was_waiting:
+                log.info("%s: another process downloads it, and is waited for", self.place)
+            now = _state(folder) if folder else _written_nbytes(child.pid)
+            if now != before:
+                before, since_s = now, time.monotonic()
+            # Another pull gives up after as long: then this one takes over.
+            elif time.monotonic() - since_s > (2 * limit_s if folder else limit_s):
+                who = "another process that downloads it got" if folder else "the hub sent"
                 raise StoreError(
-                    f"the hub sent nothing of {self.place} for {format_seconds(limit_s)}",
+                    f"{who} nothing of {self.place} for {format_seconds(limit_s)}",
                     peer=self.place,
-                    hint="`store_timeout_s` is how long it may take",
+                    hint="end that process"
+                    if folder
+                    else "`store_timeout_s` is how long it may take",
                 )
             time.sleep(_PAUSE_S)
 
 
+class _Waits:
+    """Whether a child waits for another process's download, by what it prints. `folder` is where
+    that process writes; empty while it does not wait."""
+
+    def __init__(self, said: int) -> None:
+        self.folder = ""
+        self._said = said
+        self._read_nbytes = 0
+        self._until_s = 0.0
+
+    def update(self) -> str:
+        """Read what is new, and return `folder`."""
+        new = os.pread(self._said, 64 * 1024, self._read_nbytes)
+        new = new[: new.rfind(b"\n") + 1]
+        self._read_nbytes += len(new)
+        for line in new.splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                self.folder = str(json.loads(line)["waits_for"])
+                self._until_s = time.monotonic() + _WAITED_S
+        if time.monotonic() > self._until_s:
+            self.folder = ""
+        return self.folder
+
+
+def _state(folder: str) -> tuple[int, int, int]:
+    """Return what changes while files are written in a folder: their number, blocks and newest
+    time."""
+    files = blocks = newest_ns = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    found = entry.stat(follow_symlinks=False)
+                    files, blocks = files + 1, blocks + found.st_blocks
+                    newest_ns = max(newest_ns, found.st_mtime_ns)
+    except OSError:
+        pass  # it is not made yet
+    return files, blocks, newest_ns
+
+
 def _written_nbytes(pid: int) -> int:
-    """Return how much a process has written so far, to files and sockets."""
+    """Return how much a process has written so far."""
     try:
         with open(f"/proc/{pid}/io", encoding="ascii") as file:
             lines = dict(line.split(": ") for line in file.read().splitlines())

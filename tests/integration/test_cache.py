@@ -5,15 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from mx import api, config, runtime
+from mx.api.cache_keeper import Id, Keeper
+from mx.api.caching import cache, cached
+from mx.api.common import transports
+from mx.api.holding import lend
+from mx.api.offering import ask_offered, offer, pull_offered
+from mx.api.source import offer as serve_here
+from mx.api.source import source_options, start_source
+from mx.core.types import ManifestRef, ModelKey
+from mx.core.variant import ProcessingKey
 from mx.errors import IncompleteError, LocalError, MxError, NoSourceError
 from mx.units import MIB
 from mx.wire.cache import CacheClient, HeldAt, Wanted
@@ -257,8 +270,6 @@ def test_a_cache_in_this_process_leaves_nothing(
         {"coordinator": elsewhere[0], "cache_socket": str(tmp_path / "cache.sock")},
         environ={"HOME": "/nonexistent"},
     )
-    from mx.api.caching import cache, cached
-
     with cache(memory=64 * MIB, settings=settings) as running:
         with pytest.raises(LocalError, match="runs at"):
             cache(settings=settings)
@@ -267,3 +278,121 @@ def test_a_cache_in_this_process_leaves_nothing(
         assert [str(each.model) for each in running.status().models] == ["one"]
     assert cached(settings=settings) is None
     assert not (tmp_path / "cache.sock").exists()
+
+
+def test_a_model_that_is_evicted_twice_counts_for_each_of_its_readers(
+    run: Run, elsewhere: tuple[str, Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers that attach between the look at who reads and the eviction keep the memory."""
+    tmp_path.chmod(0o700)
+    caching = Caching(elsewhere[0], tmp_path / "cache.sock", run)
+    looked = Keeper._in_use
+
+    async def too_early(keeper: Keeper) -> set[Id]:
+        await looked(keeper)
+        return set()
+
+    def evict_one(*names: str) -> None:
+        for name in names:
+            with caching.pull(name) as pull:
+                assert attached(pull)
+        assert "one" not in caching.held()
+
+    monkeypatch.setattr(Keeper, "_in_use", too_early)
+    with cache(memory=MEMORY, settings=caching.settings):
+        with _reader(caching) as first:
+            evict_one("two", "three")
+            nbytes = caching.status().lingering_bytes
+            assert nbytes > 20 * MIB
+            with _reader(caching):
+                evict_one("two")
+                assert caching.status().lingering_bytes == 2 * nbytes
+                assert first.stdin is not None
+                first.stdin.close()
+                first.wait(30)
+                assert caching.status().lingering_bytes == nbytes
+        assert caching.status().lingering_bytes == 0
+
+
+# -- what processes offer -------------------------------------------------------------------------
+
+MADE_FROM = ModelKey("one", "main")
+KEY = ProcessingKey(engine="test", dtype="float32")
+
+
+@contextmanager
+def _answering(value: float, settings: config.Settings) -> Iterator[tuple[str, ManifestRef]]:
+    """A source of other processes' offers: its endpoint, and what its weights are."""
+    key = ModelKey(MADE_FROM.name, MADE_FROM.revision, str(KEY))
+    held = lend({"weight": torch.full((1 << 20,), value)}, key, settings)
+    loop = runtime.acquire()
+    try:
+        local = config.given(settings, listen="127.0.0.1:0")
+        server = loop.run(start_source(source_options(local, live=True), transports()))
+        try:
+            loop.run(serve_here(server, held, None))
+            yield server.endpoint, held.manifest.ref
+        finally:
+            loop.run(server.close())
+    finally:
+        runtime.release(loop)
+        held.release()
+
+
+def test_no_other_process_answers_in_the_place_of_one_that_offers(caching: Caching) -> None:
+    """It may listen at the port that the first one had, under the same name."""
+    settings = caching.settings
+    with _answering(1.0, settings) as (_, right), _answering(2.0, settings) as (endpoint, other):
+        assert right.pin != other.pin
+        name = f"{MADE_FROM.name}@{right.pin.hex()}"
+        wanted = Wanted(name, MADE_FROM.revision, str(KEY), offered_at=endpoint)
+        answer = ask(caching, wanted)
+        assert isinstance(answer, str)
+        assert f"does not hold one[{KEY}]@{right.pin.hex()}" in answer
+        assert caching.held() == []
+    assert ask_offered(MADE_FROM, KEY, settings) is None
+
+
+def test_no_other_process_answers_in_the_place_of_the_cache(caching: Caching) -> None:
+    settings = caching.settings
+    held = offer({"weight": torch.ones(1 << 20)}, MADE_FROM, KEY, settings)
+    assert held is not None and held == ask_offered(MADE_FROM, KEY, settings)
+    with pull_offered(held, settings) as pull:
+        assert torch.equal(pull.state_dict()["weight"], torch.ones(1 << 20))
+    with _answering(2.0, settings) as (endpoint, _):
+        elsewhere = replace(held, endpoint=endpoint)
+        with (
+            pytest.raises(MxError, match=held.ref.pin.hex()[:8]),
+            pull_offered(elsewhere, settings) as pull,
+        ):
+            pull.wait(60)
+    other = ProcessingKey(engine="test", dtype="bfloat16")
+    assert ask_offered(MADE_FROM, other, settings) is None
+    assert ask_offered(replace(MADE_FROM, revision="v2"), KEY, settings) is None
+
+
+@contextmanager
+def _reader(caching: Caching) -> Iterator[subprocess.Popen[str]]:
+    """A process that has attached "one"; it ends with its standard input."""
+    code = (
+        "import sys\n"
+        "from mx import api\n"
+        "with api.pull('one') as pull:\n"
+        "    print(all(path.attached for path in pull.wait(60).paths), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        # A cache does not count its own children: the shell's child is none.
+        ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=caching.environment,
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        try:
+            assert process.stdout.readline() == "True\n"
+            yield process
+        finally:
+            process.stdin.close()
+            process.wait(30)

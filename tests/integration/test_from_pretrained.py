@@ -194,6 +194,42 @@ def test_what_is_converted_is_shared(site: Site, caching: Caching, name: str, dt
     assert said["models"][0]["same"]
 
 
+def test_a_cache_that_dies_before_it_gives_what_was_converted(
+    site: Site, run: Run, tmp_path: Path
+) -> None:
+    """The checkpoint's own weights are pulled then, and converted again."""
+    tmp_path.chmod(0o700)
+    started: list[Command] = []
+
+    def start(*arguments: str, **more: Any) -> Command:
+        started.append(run(*arguments, **more))
+        return started[-1]
+
+    caching = start_cache(start, site.coordinator, tmp_path, "1GB")
+    folder = site.folders["org/mixtral"]
+    site.user(caching.environment, ["org/mixtral"], folder)
+    assert [each.offered for each in caching.status().models] == [False, True]
+    script = tmp_path / "user.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from mx.engines.transformers import loads\n"
+        "asked = loads.ask_offered\n"
+        "def killing(*args):\n"
+        "    held = asked(*args)\n"
+        "    assert held is not None\n"
+        "    os.kill(int(sys.argv.pop()), signal.SIGKILL)\n"
+        "    loads.ask_offered = asked\n"
+        "    return held\n"
+        "loads.ask_offered = killing\n" + _USER
+    )
+    dying = Site(site.coordinator, {}, {}, script)
+    arguments = json.dumps(["org/mixtral"]), str(folder), "", str(started[0].process.pid)
+    said, log = dying.ran(caching.environment, *arguments)
+    assert said["models"][0]["same"]
+    assert said["counts"] == {"converted": 0, "cache": 0, "host": 0, "peer": 1, "disk": 1}
+    assert "org/mixtral: what was converted could not be had" in log
+
+
 def test_without_a_cache_from_a_peer(site: Site, caching: Caching) -> None:
     environment = {**caching.environment, "MX_PEER_CACHE_SOCKET": "off"}
     said = site.user(environment, ["org/mixtral"], site.folders["org/mixtral"])

@@ -94,6 +94,29 @@ def test_the_cache_gives_the_rest(run: Run, coordinator: str, cache: Path, folde
     assert came["tcp"] > 0 and came["hub"] > 0 and sum(came.values()) == report["bytes"]
 
 
+def test_a_download_of_another_process_is_waited_for(
+    run: Run, store: Store, tmp_path: Path
+) -> None:
+    """For as long as it gets on, here beyond the time after which a hub is given up; and when it
+    dies this process downloads."""
+    env = of(tmp_path, HF_ENDPOINT=store.url, MX_PEER_STORE_TIMEOUT_S="1")
+    store.slow_nbytes_per_s = 500_000
+    first = pull(run, env, "--hub-id", "org/model")
+    blobs = tmp_path / "hub" / "models--org--model" / "blobs"
+    first.until(lambda: any(each.stat().st_size > 1 << 20 for each in blobs.glob("*")), "bytes")
+    second = pull(run, env, "--hub-id", "org/model", "--log-level", "info")
+    second.until(lambda: "another process downloads it" in second.err, "a word of waiting")
+    began_s = time.monotonic()
+    while time.monotonic() < began_s + 12:  # it would be given up after 10
+        assert second.process.poll() is None, second.err
+        assert first.process.poll() is None, first.err
+        time.sleep(0.1)
+    first.signal(signal.SIGKILL)
+    store.slow_nbytes_per_s = 0
+    found = second.json()
+    assert steps(found)["hub"] == "used", found
+
+
 def test_a_hub_that_refuses(run: Run, store: Store, tmp_path: Path) -> None:
     store.status = 404
     refused = pull(run, of(tmp_path, HF_ENDPOINT=store.url), "--hub-id", "org/model")

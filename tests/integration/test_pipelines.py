@@ -86,6 +86,75 @@ def test_components_come_from_the_cache(run: Run, tmp_path: Path) -> None:
         serving.end()
 
 
+#: Its source is killed when the first tensor is asked for.
+_LOSING = """
+import json, os, signal, sys
+import torch
+from diffusers import AutoencoderKL
+from mx.engines.transformers import counts, weights
+
+source, folder, link = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+tensor = weights.Weights.tensor
+
+def killing(self, name):
+    os.kill(source, signal.SIGKILL)
+    return tensor(self, name)
+
+weights.Weights.tensor = killing
+try:
+    AutoencoderKL.from_pretrained("org/sd", subfolder="vae")
+except OSError as error:
+    cause = error.__cause__
+weights.Weights.tensor = tensor
+os.symlink(folder, link)  # now the hub's cache has it
+found = AutoencoderKL.from_pretrained("org/sd", subfolder="vae").state_dict()
+expected = AutoencoderKL.from_pretrained(folder, subfolder="vae").state_dict()
+same = all(torch.equal(each, found[name]) for name, each in expected.items())
+print(json.dumps({
+    "cause": [type(cause).__module__, str(cause)], "same": same, "counts": counts()
+}))
+"""
+
+
+@pytest.mark.skipif(_REASON is not None, reason=_REASON or "")
+def test_a_model_whose_source_is_lost_comes_from_disk(run: Run, tmp_path: Path) -> None:
+    """Outside a pipeline. Where no files are, the error says why there is no source."""
+    folder = make_pipeline(tmp_path)
+    coordinator, _ = start_coordinator(run)
+    hub = tmp_path / "hub" / "models--org--sd"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("0" * 40)
+    (hub / "snapshots").mkdir()
+    script = tmp_path / "program.py"
+    script.write_text(_LOSING)
+    more = ("--coordinator", coordinator, "--json", "--max-bandwidth", "1MB/s")
+    serving = _Apart("serve", str(folder), "--model", "org/sd", *more)
+    try:
+        serving.json()
+        link = hub / "snapshots" / ("0" * 40)
+        arguments = [str(serving.process.pid), str(folder), str(link)]
+        done = subprocess.run(
+            [sys.executable, "-m", "mx.engines.transformers", str(script), *arguments],
+            env=environment(
+                MX_PEER_COORDINATOR=coordinator,
+                MX_PEER_CACHE_SOCKET="off",
+                HF_HUB_OFFLINE="1",
+                HF_HUB_CACHE=str(tmp_path / "hub"),
+            ),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found["cause"][0] == "mx.errors", found
+        assert found["same"]
+        assert found["counts"] == {"converted": 0, "cache": 0, "host": 0, "peer": 0, "disk": 2}
+        assert "org/sd: not from peers: " in done.stderr
+    finally:
+        serving.end()
+
+
 def test_the_example_runs() -> None:
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "examples" / "diffusers_pipeline.py")],

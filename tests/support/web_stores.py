@@ -31,6 +31,7 @@ class Store:
         self.version = ""  # a part of all entity tags
         self.honours_conditions = True
         self.short = False  # bodies end before their length
+        self.slow_nbytes_per_s = 0  # how fast bodies are sent; 0: at once
         self.after: tuple[int, str, object] | None = None  # a fault, after so many ranged reads
         self.url = ""
         self.ended = threading.Event()
@@ -131,8 +132,20 @@ class _Handler(BaseHTTPRequestHandler):
         if body and self.store.short and status == 206:
             data, self.close_connection = data[: len(data) // 2], True
         if body:
-            self.store.sent_nbytes += len(data)
-            self.wfile.write(data)
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        step_nbytes = 64 * 1024
+        for at in range(0, len(data), step_nbytes):
+            part = data[at : at + step_nbytes]
+            if pace := self.store.slow_nbytes_per_s:
+                self.store.ended.wait(len(part) / pace)
+            try:
+                self.wfile.write(part)
+            except ConnectionError:  # the client has ended
+                self.close_connection = True
+                return
+            self.store.sent_nbytes += len(part)
 
 
 class _Bucket(_Handler):

@@ -49,11 +49,29 @@ def test_memory_that_lingers_counts_until_it_is_gone() -> None:
     table = filled(60)
     assert table.reserve(1, 60, ()) == (0,)
     table.remove(1)
-    table.linger(0, 60)
+    table.linger(1000, 60)
     with pytest.raises(CapacityError, match="at most 40 B"):
         table.reserve(1, 60, ())
-    table.gone(0)
+    table.gone(1000)
     assert table.reserve(1, 60, ()) == ()
+
+
+def test_a_model_that_is_evicted_twice_lingers_twice() -> None:
+    """Readers keep the memory of each time that it arrived."""
+    table = filled(30)
+    for memory in (1000, 1001):
+        assert table.reserve(1, 100 - table.lingering_bytes, ()) == (0,)
+        table.linger(memory, 30)
+        table.remove(1)
+        table.reserve(0, 30, ())
+        table.arrived(0)
+    assert table.lingering_bytes == 60
+    with pytest.raises(CapacityError, match="at most 40 B"):
+        table.reserve(1, 41, ())
+    table.gone(1000)
+    table.gone(1000)
+    assert table.lingering == (1001,)
+    assert table.lingering_bytes == 30
 
 
 def test_the_number_of_models_has_a_bound() -> None:
@@ -75,6 +93,7 @@ class Caching(RuleBasedStateMachine):
         self.held: list[int] = []  # least recently used first
         self.arriving: list[int] = []
         self.sizes: dict[int, int] = {}
+        self.lingering: dict[int, int] = {}
         self.next = 0
 
     @rule(nbytes=st.integers(0, BUDGET + 1), used=st.sets(st.integers(0, 20)))
@@ -86,7 +105,7 @@ class Caching(RuleBasedStateMachine):
         except CapacityError:
             kept = sum(self.sizes[m] for m in self.held if m in in_use)
             kept += sum(self.sizes[m] for m in self.arriving)
-            assert nbytes + kept > BUDGET
+            assert nbytes + kept + sum(self.lingering.values()) > BUDGET
             # Which were in use is noted only for a model that may fit.
             if nbytes <= BUDGET:
                 self.held.sort(key=lambda m: m in in_use)
@@ -119,6 +138,16 @@ class Caching(RuleBasedStateMachine):
         self.arriving.remove(model)
         self.table.remove(model)
 
+    @rule(memory=st.integers(0, 3), nbytes=st.integers(0, 30))
+    def linger(self, memory: int, nbytes: int) -> None:
+        self.table.linger(memory, nbytes)
+        self.lingering[memory] = nbytes
+
+    @rule(memory=st.integers(0, 3))
+    def gone(self, memory: int) -> None:
+        self.table.gone(memory)
+        self.lingering.pop(memory, None)
+
     @rule(model=st.integers(0, 20))
     def use(self, model: int) -> None:
         assert self.table.use(model) == (model in self.held)
@@ -131,6 +160,7 @@ class Caching(RuleBasedStateMachine):
         assert self.table.held == tuple(self.held)
         assert self.table.nbytes == sum(self.sizes[m] for m in (*self.held, *self.arriving))
         assert self.table.nbytes <= BUDGET
+        assert self.table.lingering_bytes == sum(self.lingering.values())
 
 
 TestCaching = Caching.TestCase

@@ -284,16 +284,24 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the hub's process ----------------------------------------------------------------------------
 
 
-def test_a_download_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_stands_still_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(hub, "_LEAST_STALL_S", 0.3)
+    monkeypatch.setattr(hub, "_WAITED_S", 600.0)
     loop = asyncio.new_event_loop()
     store = HubStore("org/model", "main")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        with pytest.raises(StoreError, match="sent nothing"):
-            store._wait(child, Opening(lambda: False, loop, 0.3))
-        with pytest.raises(ClosedError):
-            store._wait(child, Opening(lambda: True, loop, 600.0))
+        with (tmp_path / "said").open("w+b", buffering=0) as said:
+            with pytest.raises(StoreError, match="the hub sent nothing"):
+                store._wait(child, said.fileno(), Opening(lambda: False, loop, 0.3))
+            with pytest.raises(ClosedError):
+                store._wait(child, said.fileno(), Opening(lambda: True, loop, 600.0))
+            # Another process that downloads stands still, too.
+            said.write(b'not JSON\n{"waits_for": "' + bytes(tmp_path) + b'"}\n{"waits')
+            with pytest.raises(StoreError, match="another process"):
+                store._wait(child, said.fileno(), Opening(lambda: False, loop, 0.3))
     finally:
         child.kill()
         child.wait()

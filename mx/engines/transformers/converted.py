@@ -63,6 +63,9 @@ def key_of(
     dtype = kwargs.get("dtype") if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")
     if args or given - _NEUTRAL or isinstance(dtype, dict) or kwargs.get("adapter_kwargs"):
         return None
+    given_config = kwargs.get("config")
+    if given_config is not None and not hasattr(given_config, "to_dict"):
+        return None  # a path, behind which there may be anything
     if not cls.__module__.startswith("transformers."):  # another class may have the same name
         return None
     import torch
@@ -74,7 +77,7 @@ def key_of(
             dtype="" if dtype in (None, "auto") else dtype,
             torch=torch.__version__,
             model_class=cls.__name__,
-            config=_digest_of(kwargs.get("config")),
+            config="" if given_config is None else _digest_of(given_config),
             checkpoint=found.pinned.rpartition("@")[2][:32],  # the files too: they configure it
         )
     except ConfigError:  # a dtype without a name of its own
@@ -82,10 +85,6 @@ def key_of(
 
 
 def _digest_of(given: Any) -> str:
-    if given is None:
-        return ""
-    if not hasattr(given, "to_dict"):
-        return "path"
     fields = {name: v for name, v in given.to_dict().items() if name not in _NOT_OF_WEIGHTS}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from mx.engines.transformers.counters import served
 from mx.engines.transformers.loads import Load
 from mx.engines.transformers.lookup import Lookup, Served
+from mx.errors import MxError
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +171,7 @@ def _from_pretrained(
         if made.here.loads is not None:
             return original(cls, name, *args, **kwargs)  # a part of a pipeline
         loads = made.here.loads = []
+        failures: list[MxError] = []
         try:
             found = _found(made, name, kwargs)
             reason = _why_not(made, name, kwargs) if found is None else ""
@@ -183,8 +185,13 @@ def _from_pretrained(
                         raise
                     reason = str(failures[0])
                     log.warning("%s: not from peers: %s", name, reason)
-            with made.from_disk():
-                model = original(cls, name, *args, **kwargs)
+            try:
+                with made.from_disk():
+                    model = original(cls, name, *args, **kwargs)
+            except OSError as missing:
+                if not failures:
+                    raise
+                raise missing from failures[0]
             served(str(name), "disk", reason=reason)
             return model
         finally:
