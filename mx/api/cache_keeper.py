@@ -110,7 +110,7 @@ class Keeper:
         if wanted.only_if_held:
             return self._offered(wanted)
         found = await self._find(wanted)
-        if self._table.use(found.id):
+        if self._table.use(found.id, time.monotonic()):
             return self._kept[found.id].held
         arriving = self._arriving.get(found.id)
         if arriving is None:
@@ -146,7 +146,7 @@ class Keeper:
                 each.offered
                 and (key.name, key.variant) == (name, wanted.variant)
                 and wanted.revision in ("", key.revision)
-                and self._table.use(each)
+                and self._table.use(each, time.monotonic())
             ):
                 return kept.held
         raise UnknownModelError(f"no process has offered {wanted.name}[{wanted.variant}]")
@@ -216,7 +216,7 @@ class Keeper:
             finally:
                 self._pulls.pop(found.id, None)
             self._kept[found.id] = kept
-            self._table.arrived(found.id)
+            self._table.arrived(found.id, time.monotonic())
             event(log, "cache.holds", model=str(found.id.model), nbytes=nbytes)
             return kept.held
 
@@ -243,8 +243,9 @@ class Keeper:
 
     # -- evicting ---------------------------------------------------------------------------------
 
-    async def _in_use(self) -> set[Id]:
-        """Return the models that processes use, and forget evicted ones that none maps any more."""
+    async def _in_use(self) -> dict[Id, int]:
+        """Return the models that processes use, and how many map each; forget evicted ones that
+        none maps any more."""
         inodes = {kept.inode for kept in self._kept.values()} | {*self._lingering.values()}
         mapped = await in_thread(mapped_elsewhere, inodes)
         for each, inode in list(self._lingering.items()):
@@ -252,7 +253,7 @@ class Keeper:
                 del self._lingering[each]
                 self._table.gone(each)
         return {
-            each
+            each: mapped[kept.inode]
             for each, kept in self._kept.items()
             if kept.inode in mapped or kept.source.stats().readers
         }
@@ -271,7 +272,7 @@ class Keeper:
     async def status(self) -> CacheStatus:
         """See `mx.wire.cache.Holder`."""
         in_use = await self._in_use()
-        models = []
+        now_s, models = time.monotonic(), []
         for each in self._table.held:
             kept = self._kept.get(each)
             if kept is not None:
@@ -283,6 +284,8 @@ class Keeper:
                         kept.nbytes,
                         each in in_use,
                         each.offered,
+                        self._table.idle_s(each, now_s),
+                        in_use.get(each, 0),
                     )
                 )
         table = self._table

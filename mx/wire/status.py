@@ -183,10 +183,13 @@ def _silent(remote: Remote, said: str) -> MxError:
             hint="start one with mx-coordinator (mx serve alone is one too), or name another with "
             "`coordinator`" + tls,
         )
+    hint = "mx sources lists the sources" + tls
+    if remote.role is Role.CACHE:
+        hint = "if it has ended, start it again"
     return PeerLostError(
         f"the {remote.role.value} at {remote.address} does not answer: {said}",
         peer=remote.address,
-        hint="mx sources lists the sources" + tls,
+        hint=hint,
     )
 
 
