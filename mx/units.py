@@ -127,9 +127,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """Return a rate like "2.15 GB/s" or "4.7 MB/s", in a unit in which it is not 0.00."""
-    if bytes_per_s >= 1e8:
-        return f"{bytes_per_s / 1e9:.2f} GB/s"
+    """Return a rate like "2.15 GB/s" or "4.7 MB/s": bytes per second, scaled as sizes are.
+
+    Rates are in bytes per second everywhere; only what an interface declares is in Gbit/s, as its
+    vendor has it.
+    """
     return f"{format_bytes(bytes_per_s)}/s"
 
 

@@ -114,7 +114,7 @@ class Keeper:
         if wanted.only_if_held:
             return self._offered(wanted)
         found = await self._find(wanted)
-        if self._table.use(found.id):
+        if self._table.use(found.id, time.monotonic()):
             return self._kept[found.id].held
         arriving = self._arriving.get(found.id)
         if arriving is None:
@@ -150,7 +150,7 @@ class Keeper:
                 each.offered
                 and (key.name, key.variant) == (name, wanted.variant)
                 and wanted.revision in ("", key.revision)
-                and self._table.use(each)
+                and self._table.use(each, time.monotonic())
             ):
                 return kept.held
         raise UnknownModelError(f"no process has offered {wanted.name}[{wanted.variant}]")
@@ -220,7 +220,7 @@ class Keeper:
             finally:
                 self._pulls.pop(found.id, None)
             self._kept[found.id] = kept
-            self._table.arrived(found.id)
+            self._table.arrived(found.id, time.monotonic())
             event(log, "cache.holds", model=str(found.id.model), nbytes=nbytes)
             return kept.held
 
@@ -249,15 +249,16 @@ class Keeper:
 
     # -- evicting ---------------------------------------------------------------------------------
 
-    async def _in_use(self) -> set[Id]:
-        """Return the models that processes use, and forget evicted ones that none maps any more."""
+    async def _in_use(self) -> dict[Id, int]:
+        """Return the models that processes use, and how many map each; forget evicted ones that
+        none maps any more."""
         inodes = {kept.inode for kept in self._kept.values()} | {*self._table.lingering}
         mapped = await in_thread(mapped_elsewhere, inodes)
         for inode in self._table.lingering:
             if inode not in mapped:
                 self._table.gone(inode)
         return {
-            each
+            each: mapped[kept.inode]
             for each, kept in self._kept.items()
             if kept.inode in mapped or kept.source.stats().readers
         }
@@ -275,7 +276,7 @@ class Keeper:
     async def status(self) -> CacheStatus:
         """See `mx.wire.cache.Holder`."""
         in_use = await self._in_use()
-        models = []
+        now_s, models = time.monotonic(), []
         for each in self._table.held:
             kept = self._kept.get(each)
             if kept is not None:
@@ -287,6 +288,8 @@ class Keeper:
                         kept.nbytes,
                         each in in_use,
                         each.offered,
+                        self._table.idle_s(each, now_s),
+                        in_use.get(each, 0),
                     )
                 )
         table = self._table

@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 from pathlib import Path
+from typing import IO
 
 from mx import config, forks, runtime
 from mx.api.cache_keeper import Keeper, require_free_port
@@ -101,29 +102,48 @@ class _Lock:
                 f"{socket} is no socket", hint="name another path with `cache_socket`"
             )
         self.socket = socket
-        path = socket.with_name(socket.name + ".lock")
+        self._path = socket.with_name(socket.name + ".lock")
+        self._file = self._open()
+        # A cache that ends removes its lock file: what was opened just before is locked in vain.
+        while not self._is_listed():
+            self._file.close()
+            self._file = self._open()
+
+    def _open(self) -> IO[bytes]:
+        """Return the lock file, locked."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._file = open(os.open(path, flags, 0o600), "r+b")  # noqa: SIM115 - until `release`
+            file = open(os.open(self._path, flags, 0o600), "r+b")  # noqa: SIM115 - until `release`
         except OSError as error:
             raise ConfigError(
-                f"{path} can't be opened: {error.strerror}",
+                f"{self._path} can't be opened: {error.strerror}",
                 hint="name another path with `cache_socket`",
             ) from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._file.close()
+            file.close()
             raise LocalError(
-                f"a cache runs at {socket} already",
+                f"a cache runs at {self.socket} already",
                 hint="one is enough; or name another path with `cache_socket`",
             ) from error
+        return file
+
+    def _is_listed(self) -> bool:
+        """Return True if the path still names the file that is locked."""
+        try:
+            named = self._path.stat(follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(named, os.fstat(self._file.fileno()))
 
     def release(self) -> None:
-        """Remove the socket, and let another cache listen. Idempotent."""
+        """Remove the socket and the lock file, and let another cache listen. Idempotent."""
         if not self._file.closed:
             if _is_socket(self.socket):
                 self.socket.unlink(missing_ok=True)
+            if self._is_listed():
+                self._path.unlink(missing_ok=True)
             self._file.close()
 
 

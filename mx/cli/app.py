@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mx.cli import bench, demo, listing, options, plan, pull, serve, show, top, topo
+from mx.cli import bench, cache, demo, listing, options, plan, pull, serve, show, top, topo
 from mx.cli.commands import Command, Group
 
 app = typer.Typer(
@@ -43,6 +43,7 @@ app.command("pull", cls=Command)(pull.pull)
 app.command("plan", cls=Command)(plan.plan)
 app.command("models", cls=Command)(listing.models)
 app.command("sources", cls=Command)(listing.sources)
+app.command("cache", cls=Command)(cache.cache)
 app.command("top", cls=Command)(top.top)
 app.command("topo", cls=Command)(topo.topo)
 app.command("demo", cls=Command)(demo.demo)

@@ -1,18 +1,20 @@
-"""`mx serve --cache`: hold what this host pulls until it is stopped."""
+"""`mx serve --cache`: hold what this host pulls until it is stopped. `mx cache`: what it holds."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import typer
+from rich.table import Table
 
 from mx.cli import options, outcome
 from mx.cli.stop import Stop
-from mx.errors import ConfigError
-from mx.units import format_bytes
+from mx.errors import ConfigError, NoSourceError, PeerLostError
+from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from mx.api.caching import Cache
+    from mx.wire.cache import CacheStatus
 
 
 def run_cache(context: typer.Context, checkpoint: str, *, as_json: bool) -> None:
@@ -60,3 +62,94 @@ def _announce(cache: Cache, *, as_json: bool) -> None:
         f"  at {cache.socket}, coordinator: {where} {cache.coordinator_address}\n"
         f"  stop with Ctrl-C"
     )
+
+
+def cache(
+    context: typer.Context,
+    cache_socket: options.CacheSocket = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Show what this host's cache holds, the least recently used first.
+
+    A model that processes have mapped stays in the cache; others leave it when there is no room.
+    `mx serve --cache` starts a cache.
+
+    **Example**
+
+    - `mx cache`
+    """
+    settings = options.settings_of(context)
+    if settings.cache_socket == "off":
+        raise ConfigError(
+            f"{settings.origin('cache_socket')} switches the cache off",
+            hint="give --cache-socket auto, or its path",
+        )
+    from mx.api.caching import cached
+    from mx.wire.private import cache_socket as path_of
+
+    where = path_of(settings.cache_socket)
+    hint = "start one with mx serve --cache --memory 64GB"
+    try:
+        found = cached(settings=settings)
+    except PeerLostError as error:
+        raise NoSourceError(
+            f"no cache runs at {where}; the one whose socket this is was killed", hint=hint
+        ) from error
+    if found is None:
+        raise NoSourceError(f"no cache runs at {where}", hint=hint)
+    if as_json:
+        outcome.emit(_object(str(where), found))
+        return
+    lingering = ""
+    if found.lingering_bytes:
+        lingering = f" ({format_bytes(found.lingering_bytes)} were evicted and are still mapped)"
+    outcome.write(
+        f"{format_bytes(found.held_bytes + found.lingering_bytes)} of "
+        f"{format_bytes(found.budget_bytes)} used{lingering}, "
+        f"{count(len(found.models), 'model')}, {count(found.evictions, 'eviction')}, at {where}"
+    )
+    if not found.models:
+        return
+    table = Table("model", "revision", "variant", box=None, pad_edge=False)
+    for name in ("size", "last asked for", "attached by"):
+        table.add_column(name, justify="right")
+    table.add_column("from")
+    for each in found.models:
+        table.add_row(
+            each.model.name,
+            each.model.revision,
+            each.model.variant.replace(",", ", "),  # so that a terminal may break it
+            format_bytes(each.nbytes),
+            f"{format_seconds(each.idle_s)} ago",
+            str(each.mapped_by),
+            "a process here" if each.offered else "sources",
+        )
+    outcome.write("")
+    outcome.show(table)
+
+
+def _object(where: str, status: CacheStatus) -> dict[str, object]:
+    return {
+        "cache": where,
+        "memory_bytes": status.budget_bytes,
+        "held_bytes": status.held_bytes,
+        "lingering_bytes": status.lingering_bytes,
+        "evictions": status.evictions,
+        "models": [
+            {
+                "model": each.model.name,
+                "revision": each.model.revision,
+                "variant": each.model.variant,
+                "pin": each.ref.pin.hex(),
+                "bytes": each.nbytes,
+                "idle_s": round(each.idle_s, 3),
+                "mapped_by": each.mapped_by,
+                "in_use": each.in_use,
+                "offered": each.offered,
+                "endpoint": each.endpoint,
+            }
+            for each in status.models
+        ],
+    }

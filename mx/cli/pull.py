@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +11,12 @@ import typer
 from mx.cli import live, options, outcome
 from mx.cli.stop import Stop
 from mx.cli.words import in_flags
+from mx.errors import ConfigError
 from mx.units import count, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from mx.api import Pull, PullReport
-    from mx.target.report import FilesReport
+    from mx.target.report import FilesReport, StepReport
 
 
 def pull(
@@ -139,6 +140,14 @@ def pull(
 
     - `mx pull llama-8b --from auto --checkpoint-root /mnt/models --object-url s3://models/llama-8b`
     """
+    _check_stores(
+        source,
+        {
+            "--checkpoint-root": checkpoint_root,
+            "--hub-id": hub_id,
+            "--object-url": object_url,
+        },
+    )
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
     from mx import api
 
@@ -171,12 +180,33 @@ def pull(
         if as_json:
             outcome.emit(report.to_json())
         else:
-            outcome.write(_summary(report, out=out, kept=hold or out is not None))
+            told = settings.log_level in ("debug", "info")  # all steps
+            kept = hold or out is not None
+            outcome.write(_summary(report, out=out, kept=kept, all_steps=told))
         if held is not None:
             with held, stop.on_signals():
                 outcome.say(f"holding {report.model} at {held.endpoint}; stop with Ctrl-C")
                 stop.wait()
                 held.drain(settings.drain_grace_s)
+
+
+def _check_stores(source: str, given: Mapping[str, str | None]) -> None:
+    """Refuse flags that `--from` makes useless. In a file they are meant for some of the pulls.
+
+    Raises:
+        ConfigError: One of them was given.
+    """
+    named = [flag for flag, value in given.items() if value is not None]
+    if named and source.partition("=")[0] != "auto":
+        raise ConfigError(
+            f"{' and '.join(named)} would not be used: --from {source} reads no store",
+            hint="add --from auto, or leave that out",
+        )
+    if given["--checkpoint-root"] is not None and source.startswith("auto="):
+        raise ConfigError(
+            f"--checkpoint-root would not be used: --from {source} names the disk",
+            hint="give --from auto, or leave that out",
+        )
 
 
 _STORES = ("disk", "hub", "objects")
@@ -200,7 +230,7 @@ def _closing(pull: Pull) -> Iterator[Pull]:
         raise
 
 
-def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
+def _summary(report: PullReport, *, out: str | None, kept: bool, all_steps: bool) -> str:
     from mx.core.reference import with_pin
 
     if report.files is not None:
@@ -230,15 +260,13 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
         again = "chunk was" if report.retries == 1 else "chunks were"
         lines.append(f"  {report.retries} {again} fetched again")
     lines += [f"  left {each.source}: {in_flags(each.reason)}" for each in report.left]
-    if report.fallback:
+    if report.fallback and not report.steps:
         came = any(path.transport not in _STORES for path in report.paths)
         why = "no source could be used;"
         if came:
             why = "sources did not give everything: the rest was"
         lines.append(f"  {why} taken from {report.fallback}")
-    for each in report.steps:
-        because = f", {in_flags(each.reason)}" if each.reason else ""
-        lines.append(f"  step {each.step}: {each.outcome}{because}")
+    lines += _steps(report.steps, shows_all=all_steps)
     if out is not None:
         lines.append(f"  written to {out}")
     name = with_pin(report.model, report.pin)
@@ -246,6 +274,20 @@ def _summary(report: PullReport, *, out: str | None, kept: bool) -> str:
     if not kept:
         lines.append("  nothing was kept: --out DIR writes it, --hold passes it on")
     return "\n".join(lines)
+
+
+def _steps(steps: Sequence[StepReport], *, shows_all: bool) -> list[str]:
+    """Return a line for the steps of --from auto that gave something, and one for each that failed;
+    `shows_all` adds one for each other."""
+    if not steps:
+        return []
+    used = [f"{each.step} ({format_bytes(each.bytes)})" for each in steps if each.bytes]
+    lines = [f"  came by {', then '.join(used) or 'no step'}"]
+    for each in steps:
+        if shows_all or each.outcome in ("failed", "partly"):
+            because = f": {in_flags(each.reason)}" if each.reason else ""
+            lines.append(f"  step {each.step} {each.outcome}{because}")
+    return lines
 
 
 def _files_summary(report: PullReport, files: FilesReport, *, out: str | None) -> str:

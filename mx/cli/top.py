@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mx.core.pull_status import PullStatus
 
 INTERVAL_S = 0.5
+#: What is older than this is shown with its age.
+OLD_S = 2.0
 #: Layers are shown one mark each up to this many, else in groups.
 MARKS = 40
 _SIGNS = ("█", "▒", "·")
@@ -78,21 +81,37 @@ def top(
 
 
 def _watch(observer: Observer, model: str, address: str, console: Console) -> None:
-    overview, note = observer.look(model), ""
-    with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    overview, note, seen_s = observer.look(model), "", time.time()
+    # A coordinator that does not answer is waited for in a thread of its own: the page goes on.
+    with ThreadPoolExecutor(1, "mx-top") as looking, Keys() as keys, _screen(console) as live:
+        looked: Future[Overview] | None = None
         while True:
             title = Text.assemble(
-                ("mx top", "bold"),
-                f"  {address}  {time.strftime('%H:%M:%S')}  q ends it",
+                ("mx top", "bold"), f"  {address}  {_age(seen_s, time.time())}  q ends it"
             )
             tables = render(overview, ascii_only=console.options.ascii_only)
             live.update(Plain(Group(title, Text(note, style="red"), tables)), refresh=True)
+            looked = looked or looking.submit(observer.look, model)
             if "q" in keys.wait(INTERVAL_S).lower():
                 return
+            if not looked.done():
+                continue
             try:
-                overview, note = observer.look(model), ""
+                overview, note, seen_s = looked.result(), "", time.time()
             except CoordinatorError as error:
                 note = f"{error.message}; what is shown is old"
+            looked = None
+
+
+def _screen(console: Console) -> Live:
+    return Live(console=console, screen=True, auto_refresh=False)
+
+
+def _age(seen_s: float, now_s: float) -> str:
+    """Return when what is shown was seen, and how long ago where that is more than a moment."""
+    text = f"as of {time.strftime('%H:%M:%S', time.localtime(seen_s))}"
+    old_s = now_s - seen_s
+    return text if old_s < OLD_S else f"{text}, {old_s:.0f} s ago"
 
 
 def render(overview: Overview, *, ascii_only: bool = False) -> Group:

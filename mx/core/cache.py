@@ -27,6 +27,7 @@ MOST_MODELS = 1000
 class _Entry:
     nbytes: int
     held: bool = False
+    used_s: float = 0.0
 
 
 class CacheTable(Generic[Id]):
@@ -63,13 +64,18 @@ class CacheTable(Generic[Id]):
         """The memory of models that were evicted and are still mapped."""
         return tuple(self._lingering)
 
-    def use(self, model: Id) -> bool:
-        """Record a use of a model, and return True if it is held."""
+    def use(self, model: Id, now_s: float = 0.0) -> bool:
+        """Record a use of a model at `now_s`, and return True if it is held."""
         entry = self._entries.get(model)
         if entry is None or not entry.held:
             return False
+        entry.used_s = now_s
         self._entries.move_to_end(model)
         return True
+
+    def idle_s(self, model: Id, now_s: float) -> float:
+        """Return the seconds since the last use of a model that is held."""
+        return max(0.0, now_s - self._entries[model].used_s)
 
     def reserve(self, model: Id, nbytes: int, in_use: Collection[Id]) -> tuple[Id, ...]:
         """Make room for a model that is to arrive.
@@ -116,9 +122,10 @@ class CacheTable(Generic[Id]):
         self._entries[model] = _Entry(nbytes)
         return tuple(evicted)
 
-    def arrived(self, model: Id) -> None:
-        """A model that was reserved is held from now on."""
-        self._entries[model].held = True
+    def arrived(self, model: Id, now_s: float = 0.0) -> None:
+        """A model that was reserved is held from now on, and used at `now_s`."""
+        entry = self._entries[model]
+        entry.held, entry.used_s = True, now_s
         self._entries.move_to_end(model)
 
     def remove(self, model: Id) -> None:

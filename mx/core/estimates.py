@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mx.core.planner import Plan, SourcePath
 from mx.core.types import ModelKey
+from mx.units import format_rate, format_seconds
 
 #: What a pull does before its first byte and after its last one: look-ups, leases, connections.
 SETUP_S = 0.05
@@ -48,7 +49,7 @@ class SourceCost:
     slowdown: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Estimate:
     """What a pull would be like at one place.
 
@@ -86,11 +87,15 @@ class Estimate:
             return f"{self.model} at {self.host}: {self.why_none}"
         basis = "measured" if self.measured else "declared"
         ways = ", ".join(f"{path.label} from {path.source.endpoint}" for path in self.paths)
-        speed = "attached" if self.attaches else f"{self.gb_per_s:.3g} GB/s {basis}"
+        speed = "attached" if self.attaches else f"{format_rate(self.gb_per_s * 1e9)} {basis}"
+        first, ready = map(format_seconds, (self.seconds_to_first_layer, self.seconds_to_ready))
         return (
-            f"{self.model} at {self.host}: the first layer after {self.seconds_to_first_layer:.2f} "
-            f"s, ready after {self.seconds_to_ready:.2f} s, {speed}, by {ways}"
+            f"{self.model} at {self.host}: the first layer after {first}, ready after {ready}, "
+            f"{speed}, by {ways}"
         )
+
+    def __repr__(self) -> str:
+        return f"<Estimate {self}>"
 
 
 def estimate(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mx.core.paths import Medium, Path, Rail, nic_gb_per_s, rails
 from mx.core.topology import Place
 from mx.core.types import SourceRecord, SourceState
+from mx.units import format_rate
 
 #: A path that would add less than this part of the best one's bandwidth is not worth its cost.
 WORTH = 0.05
@@ -106,7 +107,7 @@ class Plan:
 
 def _describe(path: SourcePath) -> str:
     return (
-        f"{path.source.endpoint} by {path.label}, about {path.gb_per_s:g} GB/s"
+        f"{path.source.endpoint} by {path.label}, about {format_rate(path.gb_per_s * 1e9)}"
         + (", attach without a copy" if path.attach else "")
         + (f" ({path.detail})" if path.detail else "")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -10,28 +11,31 @@ from pathlib import Path
 _NAME = b"/memfd:mx:"
 
 
-def mapped_elsewhere(inodes: Collection[int], proc: Path = Path("/proc")) -> frozenset[int]:
-    """Return those memory files that processes other than this one and its children map.
+def mapped_elsewhere(inodes: Collection[int], proc: Path = Path("/proc")) -> Counter[int]:
+    """Return which memory files processes other than this one and its children map, and how many.
 
     Processes that this one may not look into, such as those of another container, are not seen.
 
     Args:
         inodes: The numbers of the files, as `os.fstat` has them.
         proc: Where procfs is mounted.
+
+    Returns:
+        The number of processes that map a file, for each that any does.
     """
-    own, found = os.getpid(), set[int]()
+    own, found = os.getpid(), Counter[int]()
     if not inodes:
-        return frozenset()
+        return found
     for entry in os.listdir(proc):
         if not entry.isdigit() or int(entry) == own:
             continue
         try:
             listed = _listed(proc / entry / "maps", inodes)
             if listed and _parent(proc / entry / "stat") != own:
-                found |= listed
+                found.update(listed)
         except OSError:  # it has ended, or is another user's
             continue
-    return frozenset(found)
+    return found
 
 
 def _listed(maps: Path, inodes: Collection[int]) -> set[int]:

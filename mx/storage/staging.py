@@ -322,6 +322,9 @@ def _check_free(out: Path) -> None:
         raise ConfigError(f"{out} became a link meanwhile", hint="name another `out`")
     if out.is_dir():
         if os.listdir(out):
-            raise ConfigError(f"{out} is not empty", hint="remove it, or name another `out`")
+            raise ConfigError(
+                f"{out} is not empty, and a checkpoint is written into a new or empty folder",
+                hint="name another `out`, or first move away what is in it",
+            )
     elif out.exists():
         raise ConfigError(f"{out} is a file", hint="name a folder that is not there yet")

@@ -113,7 +113,7 @@ class Chain:
             given[ATTACH if path.attached else HOST if on_host else PEERS] += path.bytes
         near, far = any(self._near.values()), not all(self._near.values())
         untried = {
-            ATTACH: "" if self._attachable else "no path attaches to memory of this host",
+            ATTACH: "" if self._attachable else self._why_not_attached(near=near),
             HOST: "" if near else "no source is on this host",
             PEERS: "" if far or not self._near else "no source is elsewhere",
         }
@@ -133,6 +133,15 @@ class Chain:
             else:
                 self.note(StepReport(step, FAILED, reason or "later steps gave it"))
 
+    def _why_not_attached(self, *, near: bool) -> str:
+        if not near:
+            return "no source is on this host"
+        if not self.options.attach:
+            return "`attach=False`: a copy was asked for"
+        if self.options.transport is not None:
+            return f"`transport={self.options.transport}` was asked for, which does not attach here"
+        return "no path attaches to memory of this host"
+
     def stored(self, step: str, error: MxError | None, nbytes: int = 0) -> None:
         """Record what a store gave; `error` says why not everything."""
         if error is None:
@@ -147,7 +156,9 @@ class Chain:
         self.steps.append(report)
         given = f", {format_bytes(report.bytes)}" if report.bytes else ""
         because = f": {report.reason}" if report.reason else ""
-        log.info("step %s: %s%s%s", report.step, report.outcome, given, because)
+        # Of sources alone a pull's report tells as much.
+        level = logging.INFO if self.options.bound or self.options.stores else logging.DEBUG
+        log.log(level, "step %s: %s%s%s", report.step, report.outcome, given, because)
 
     def report(self) -> list[StepReport]:
         """Return all steps in the chain's order, those that were skipped or not needed among
@@ -220,9 +231,9 @@ class Chain:
         kind = lies[-1] if lies else failure
         tried = {each.step: each.reason for each in self.report() if each.step not in _NEAR}
         tried[PEERS] = failure.message
-        said = "; ".join(f"{step}: {reason}" for step, reason in tried.items() if reason)
+        said = [f"\n  {step}: {reason}" for step, reason in tried.items() if reason]
         made = another(kind)
-        made.message = f"nothing gave {self.options.name}: {said}"
+        made.message = f"nothing gave {self.options.name}{''.join(said)}"
         made.args = (made.message,)
         made.hint = failure.hint if kind is failure else kind.hint
         return made

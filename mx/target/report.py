@@ -17,7 +17,8 @@ from mx.errors import (
     NoSourceError,
     PeerUntrustedError,
 )
-from mx.units import count, format_bytes
+from mx.text import listed
+from mx.units import count, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ class StepReport:
     bytes: int = 0
 
 
-@dataclass
+@dataclass(repr=False)
 class PullReport:
     """How a pull went; `to_json` is what `mx pull --json` prints.
 
@@ -170,6 +171,19 @@ class PullReport:
     @property
     def gb_per_s(self) -> float:
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def __repr__(self) -> str:
+        """Return one line: what came, how long it took, and by which paths."""
+        ways = dict.fromkeys(
+            f"{path.transport}{'-attach' if path.attached else ''} from {path.source}"
+            for path in self.paths
+        )
+        what = format_bytes(self.bytes) if self.files is None else count(self.files.count, "file")
+        by = f" by {listed([*ways])}" if ways else ""
+        return (
+            f"<PullReport {self.model}: {what} in {format_seconds(self.seconds)}{by}, "
+            f"verified by {self.verified}>"
+        )
 
     def to_json(self) -> dict[str, object]:
         return {

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from mx import codec
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import CapacityError, MxError, PeerTimeoutError
+from mx.text import listed
+from mx.units import count, format_bytes, format_seconds
 from mx.wire.channel import Remote, Role, cut, dial, translating
 from mx.wire.rpc import Stub
 from mx.wire.v1 import cache_pb2 as pb
@@ -43,10 +45,11 @@ class HeldAt:
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CachedModel:
-    """A model in the cache. `in_use` says that processes map it, `offered` that it came from a
-    process of this host, and that no coordinator knows it."""
+    """A model in the cache. `in_use` says that processes map or read it, `offered` that it came
+    from a process of this host, and that no coordinator knows it. `idle_s` are the seconds since it
+    was last asked for, `mapped_by` the number of processes that map it, as far as they are seen."""
 
     model: ModelKey
     ref: ManifestRef
@@ -54,9 +57,15 @@ class CachedModel:
     nbytes: int
     in_use: bool
     offered: bool
+    idle_s: float = 0.0
+    mapped_by: int = 0
+
+    def __repr__(self) -> str:
+        used = f"mapped by {self.mapped_by}, asked for {format_seconds(self.idle_s)} ago"
+        return f"<CachedModel {self.model}: {format_bytes(self.nbytes)}, {used}>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CacheStatus:
     """What a cache holds, least recently used first. `lingering_bytes` are those of models that
     were evicted and that processes still map."""
@@ -66,6 +75,14 @@ class CacheStatus:
     lingering_bytes: int
     evictions: int
     models: tuple[CachedModel, ...]
+
+    def __repr__(self) -> str:
+        names = listed([str(each.model) for each in self.models])
+        return (
+            f"<CacheStatus {format_bytes(self.held_bytes + self.lingering_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}, {count(len(self.models), 'model')}"
+            f"{': ' * bool(names)}{names}>"
+        )
 
 
 class CacheClient:
@@ -161,6 +178,8 @@ class CacheClient:
                     each.nbytes,
                     each.in_use,
                     each.offered,
+                    each.idle_s,
+                    each.mapped_by,
                 )
                 for each in answer.models
             ),
@@ -230,6 +249,8 @@ class CacheServicer:
                     nbytes=each.nbytes,
                     in_use=each.in_use,
                     offered=each.offered,
+                    idle_s=each.idle_s,
+                    mapped_by=each.mapped_by,
                 )
                 for each in status.models
             ],

@@ -141,6 +141,9 @@ def _rebuild(data: bytes, remote: Remote) -> MxError | None:
         return _version_error(remote, message, hint)
     if issubclass(kind, SourceError | DigestError):
         return kind(message, peer=remote.address, hint=hint)
+    if issubclass(kind, UnknownModelError) and remote.role is Role.COORDINATOR:
+        # Which one was asked is what users get wrong: often another than they think.
+        return kind(f"the coordinator at {remote.address}: {message}", hint=hint)
     if issubclass(kind, CoordinatorError | ConfigError | IntegrityError):
         return kind(message, hint=hint)
     return None
@@ -180,10 +183,13 @@ def _silent(remote: Remote, said: str) -> MxError:
             hint="start one with mx-coordinator (mx serve alone is one too), or name another with "
             "`coordinator`" + tls,
         )
+    hint = "mx sources lists the sources" + tls
+    if remote.role is Role.CACHE:
+        hint = "if it has ended, start it again"
     return PeerLostError(
         f"the {remote.role.value} at {remote.address} does not answer: {said}",
         peer=remote.address,
-        hint="mx sources lists the sources" + tls,
+        hint=hint,
     )
 
 

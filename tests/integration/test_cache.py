@@ -212,6 +212,30 @@ def test_what_can_be_attached_anyway_is_not_held_twice(
     assert caching.held() == []
 
 
+def test_the_command_that_shows_what_it_holds(run: Run, caching: Caching, tmp_path: Path) -> None:
+    with caching.pull("two") as pull:
+        assert attached(pull)
+        found = run("cache", "--json", env=caching.environment).json()
+        shown = run("cache", env=caching.environment)
+        assert shown.wait() == 0, shown.err
+    (held,) = found["models"]
+    assert (held["model"], held["mapped_by"], held["in_use"]) == ("two", 1, True)
+    assert held["bytes"] == found["held_bytes"] and 0 <= held["idle_s"] < 600
+    assert found["memory_bytes"] == 64_000_000
+    head, _, names, row, *_ = shown.out.splitlines()
+    assert "of 64 MB used, 1 model, 0 evictions" in head
+    assert "attached by" in names and row.startswith("two ") and " 1  sources" in row
+    assert "CacheStatus" in repr(caching.status()) and "two" in repr(caching.status())
+
+
+def test_the_command_without_a_cache(run: Run, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    none = run("cache", "--cache-socket", str(tmp_path / "cache.sock"))
+    off = run("cache", "--cache-socket", "off")
+    assert none.wait() == 3 and "no cache runs at" in none.err and "--memory" in none.err
+    assert off.wait() == 2 and "--cache-socket switches the cache off" in off.err
+
+
 def test_one_cache_at_a_socket(caching: Caching) -> None:
     second = caching.start("serve", "--cache", env=caching.environment)
     assert second.wait() == 1
@@ -277,7 +301,7 @@ def test_a_cache_in_this_process_leaves_nothing(
             assert attached(pull)
         assert [str(each.model) for each in running.status().models] == ["one"]
     assert cached(settings=settings) is None
-    assert not (tmp_path / "cache.sock").exists()
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_model_that_is_evicted_twice_counts_for_each_of_its_readers(
@@ -288,9 +312,9 @@ def test_a_model_that_is_evicted_twice_counts_for_each_of_its_readers(
     caching = Caching(elsewhere[0], tmp_path / "cache.sock", run)
     looked = Keeper._in_use
 
-    async def too_early(keeper: Keeper) -> set[Id]:
+    async def too_early(keeper: Keeper) -> dict[Id, int]:
         await looked(keeper)
-        return set()
+        return {}
 
     def evict_one(*names: str) -> None:
         for name in names:

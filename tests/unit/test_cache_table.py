@@ -20,6 +20,16 @@ def filled(*sizes: int) -> CacheTable[int]:
     return table
 
 
+def test_the_time_since_the_last_use() -> None:
+    table: CacheTable[int] = CacheTable(BUDGET)
+    table.reserve(0, 30, ())
+    assert not table.use(0, 1.0)  # it arrives
+    table.arrived(0, 2.0)
+    assert table.idle_s(0, 5.0) == 3.0
+    assert table.use(0, 4.0)
+    assert (table.idle_s(0, 5.0), table.idle_s(0, 3.0)) == (1.0, 0.0)
+
+
 def test_the_least_recently_used_leaves_first() -> None:
     table = filled(30, 30, 30)
     assert table.use(0)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,13 +158,27 @@ def test_sources_that_do_not() -> None:
     ]  # fmt: skip
 
 
+def test_why_nothing_was_attached() -> None:
+    paths = [PathReport("tcp", HERE, 7, 1.0)]
+
+    def reason(**chosen: Any) -> str:
+        chain = met()
+        chain.options = replace(chain.options, **chosen)
+        chain.sources_gave(paths, None)
+        return chain.report()[0].reason
+
+    assert reason() == "no path attaches to memory of this host"
+    assert reason(transport="tcp") == "`transport=tcp` was asked for, which does not attach here"
+    assert reason(attach=False) == "`attach=False`: a copy was asked for"
+
+
 def test_the_error_of_the_chain() -> None:
     chain = met()
     chain.sources_gave((), NoSourceError("gone"))
     chain.stored("disk", ConfigError("no folder"))
     error = chain.error(NoSourceError("gone", hint="start one"))
     assert isinstance(error, NoSourceError) and error.hint == "start one"
-    assert error.message == "nothing gave m: peers: gone; disk: no folder; hub: why"
+    assert error.message == "nothing gave m\n  peers: gone\n  disk: no folder\n  hub: why"
     chain.stored("objects", CheckpointError("wrong", hint="upload it"))
     error = chain.error(NoSourceError("gone"))
     assert isinstance(error, CheckpointError) and error.hint == "upload it"
@@ -172,6 +187,9 @@ def test_the_error_of_the_chain() -> None:
 def test_each_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mx.target.chain"):
         met().stored("disk", CheckpointError("truncated"), 3 * MIB)
+        # Of sources alone a pull's own report tells what it came to.
+        alone = Chain(PullOptions("m"))
+        alone.sources_gave([PathReport("tcp", THERE, 4, 1.0)], None)
     assert caplog.messages == ["step disk: partly, 3.15 MB: truncated"]
 
 

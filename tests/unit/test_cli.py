@@ -16,7 +16,18 @@ import pytest
 
 import mx.cli
 
-VERBS = ("serve", "pull", "plan", "models", "sources", "topo", "demo", "bench", "config show")
+VERBS = (
+    "serve",
+    "pull",
+    "plan",
+    "models",
+    "sources",
+    "cache",
+    "topo",
+    "demo",
+    "bench",
+    "config show",
+)
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -26,14 +26,15 @@ def test_other_processes_count_and_own_children_do_not(tmp_path: Path) -> None:
     process(tmp_path, os.getpid(), 1, _OURS.format(8))
     (tmp_path / "14").mkdir()  # it has ended meanwhile
     (tmp_path / "self").mkdir()
-    assert mapped_elsewhere({5, 7, 8, 9}, tmp_path) == {5}
-    assert mapped_elsewhere((), tmp_path) == frozenset()
+    process(tmp_path, 15, 1, _OURS.format(5), _OURS.format(5))
+    assert mapped_elsewhere({5, 7, 8, 9}, tmp_path) == {5: 2}  # processes, not maps
+    assert mapped_elsewhere((), tmp_path) == {}
 
 
 def test_an_arena_without_maps() -> None:
     arena = MemfdArena(4096, name="test")
     try:
         assert arena.memfd is not None
-        assert mapped_elsewhere({os.fstat(arena.memfd).st_ino}) == frozenset()
+        assert mapped_elsewhere({os.fstat(arena.memfd).st_ino}) == {}
     finally:
         arena.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mx.core.layout import TensorSpec, plan_layout
 from mx.errors import DigestError, IncompleteError, NoSourceError, PeerLostError
-from mx.target.report import final_error
+from mx.target.report import PathReport, PullReport, final_error
 
 LAYOUT = plan_layout([TensorSpec("model.layers.0.w", "U8", (1000,))])
 
@@ -35,3 +35,13 @@ def test_wrong_bytes_at_last_make_it_an_integrity_error() -> None:
 
 def test_without_a_cause_no_source_was_left() -> None:
     assert "no source was left" in final_error("m", LAYOUT, 0, 0, []).message
+
+
+def test_a_report_prints_as_one_line() -> None:
+    attached = PathReport("shm", "127.0.0.1:7", 2 * 10**9, 0.01, attached=True)
+    report = PullReport("llama", "aa", "bb", 2 * 10**9, 0.0123, 0.01, 26, "source", [attached])
+    assert repr(report) == (
+        "<PullReport llama: 2 GB in 12.3 ms by shm-attach from 127.0.0.1:7, verified by source>"
+    )
+    report.paths = [PathReport("tcp", f"10.0.0.{n}:7", 1, 1.0, rail="ab"[n % 2]) for n in range(9)]
+    assert len(repr(report)) < 250 and "and 4 more" in repr(report)

@@ -24,7 +24,7 @@ def test_malformed_times_are_refused(text: str) -> None:
 
 def test_a_rate_is_never_shown_as_zero() -> None:
     assert format_rate(2.151e9) == "2.15 GB/s"
-    assert format_rate(1.8e8) == "0.18 GB/s"
+    assert format_rate(1.8e8) == "180 MB/s"
     assert format_rate(4.7e6) == "4.7 MB/s"
     assert format_rate(5e3) == "5 kB/s"
 

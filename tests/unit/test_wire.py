@@ -119,6 +119,10 @@ def test_an_error_arrives_with_the_class_it_was_raised_with(
     elif kind in VERSION_ERRORS:  # named after the end that reads it
         assert type(raised) is VERSION_ERRORS[who is SOURCE]
         assert (raised.message, raised.hint) == ("the message é", "the hint")
+    elif kind is errors.UnknownModelError and who is COORDINATOR:  # which one does not know it
+        assert type(raised) is kind
+        said = f"the coordinator at {who.address}: the message é"
+        assert (raised.message, raised.hint) == (said, "the hint")
     else:
         assert type(raised) is kind
         assert (raised.message, raised.hint) == ("the message é", "the hint")

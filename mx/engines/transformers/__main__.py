@@ -3,6 +3,7 @@ takes models from peers and from this host's cache."""
 
 from __future__ import annotations
 
+import logging
 import runpy
 import sys
 from pathlib import Path
@@ -25,8 +26,10 @@ def main() -> None:
         sys.exit(0 if "-h" in arguments[:1] else 2)
     try:
         settings = config.load()
-        level = settings.log_level if settings.is_set("log_level") else "info"
-        log.set_up(level, settings.log_format)
+        log.set_up(settings.log_level, settings.log_format)
+        if not settings.is_set("log_level"):
+            # One line for each model; what else there is to tell is the settings' choice.
+            logging.getLogger("mx.engines.transformers").setLevel(logging.INFO)
         patch(settings=settings)
     except MxError as error:
         print(f"error: {error}", file=sys.stderr)

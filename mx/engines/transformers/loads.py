@@ -230,4 +230,4 @@ class Load:
             if held is not None:
                 converted.adopt(model, held, self._lookup.settings)
         except MxError as error:
-            log.info("%s is not shared with other processes: %s", self.key, error)
+            log.debug("%s is not shared with other processes: %s", self.key, error)

@@ -93,7 +93,7 @@ class Lookup:
                 known = self._looked_up(text, wanted)
                 known.until_s = time.monotonic() + FRESH_S
                 if known.served is None:
-                    level = logging.INFO if known.asked else logging.WARNING
+                    level = logging.DEBUG if known.asked else logging.WARNING
                     log.log(level, "%s does not come from peers: %s", text, known.reason)
                 self._meanings[text, wanted] = known
             return known.served

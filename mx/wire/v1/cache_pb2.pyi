@@ -61,20 +61,24 @@ class CacheStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CachedModel(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "nbytes", "in_use", "offered")
+    __slots__ = ("model", "manifest", "endpoint", "nbytes", "in_use", "offered", "idle_s", "mapped_by")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     IN_USE_FIELD_NUMBER: _ClassVar[int]
     OFFERED_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_BY_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
     nbytes: int
     in_use: bool
     offered: bool
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., nbytes: _Optional[int] = ..., in_use: bool = ..., offered: bool = ...) -> None: ...
+    idle_s: float
+    mapped_by: int
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., nbytes: _Optional[int] = ..., in_use: bool = ..., offered: bool = ..., idle_s: _Optional[float] = ..., mapped_by: _Optional[int] = ...) -> None: ...
 
 class CacheStatusResponse(_message.Message):
     __slots__ = ("budget_bytes", "held_bytes", "lingering_bytes", "models", "evictions")
