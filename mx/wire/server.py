@@ -13,6 +13,7 @@ import errno
 import importlib
 import inspect
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -298,6 +299,17 @@ async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
     return servicer
 
 
+def _why_not_unix(path: str) -> str:
+    """Return why no socket can be made at a path, as gRPC does not say; "" if one can be."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(path)
+            os.unlink(path)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 async def _require_free(host: str, port: int) -> None:
     """Raise LocalError if the address cannot be bound. A plain socket gives the reason; gRPC only
     says and logs that it failed."""
@@ -375,7 +387,8 @@ async def listen(
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         await server.stop(0)
-        raise LocalError(f"cannot listen on {address}: {error}") from error
+        why = _why_not_unix(address.removeprefix("unix:")) if is_unix else ""
+        raise LocalError(f"cannot listen on {address}: {why or error}") from error
     await server.start()
     runtime.stop_at_exit(server)
     return Listening(server, address if is_unix else join_address(host, port), port, health)
