@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--rate", default="25MB/s")
     rate = parser.parse_args().rate
     transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # with more, whatever else runs here decides how long it computes
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         here, there = multiprocessing.Pipe()
@@ -101,7 +102,7 @@ def main() -> None:
         print(
             f"A Llama of {LAYERS} layers and 160 MB comes from a process that sends {rate} at most"
         )
-        print(f"(--rate), as over a slow link; its prompt has {PROMPT} tokens.")
+        print(f"(--rate), as over a slow link; its prompt of {PROMPT} tokens takes one thread.")
         print("First it computes when all weights are here:", flush=True)
         after_s, expected = first_token(coordinator, progressive=False)
         print("Then it computes at once, and waits for each layer:", flush=True)
