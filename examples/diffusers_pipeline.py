@@ -26,7 +26,9 @@ NAME = "example/tiny-sd"
 PROGRAM = """
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
+from diffusers.utils.logging import disable_progress_bar
 
+disable_progress_bar()
 pipeline = DiffusionPipeline.from_pretrained("example/tiny-sd")
 vae = AutoencoderKL.from_pretrained("example/tiny-sd", subfolder="vae")
 other = DiffusionPipeline.from_pretrained("example/tiny-sd", vae=vae)
@@ -34,9 +36,18 @@ assert other.vae is vae
 for name in ("unet", "vae", "text_encoder"):
     first, second = (getattr(each, name).state_dict() for each in (pipeline, other))
     assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
+other.set_progress_bar_config(disable=True)
 picture = other("a cat", num_inference_steps=2, height=16, width=16, output_type="np").images
 print("an image of", picture.shape[1:], "from", type(other).__name__)
 """
+
+
+#: What diffusers and transformers say of themselves is no part of the story.
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 
 def make_pipeline(folder: Path) -> Path:
@@ -124,6 +135,7 @@ def serving(*arguments: str, environment: dict[str, str]) -> Iterator[dict[str, 
 
 def main() -> int:
     """Serve a pipeline, and load it as a user does."""
+    os.environ.update(QUIET)  # before they are imported
     with tempfile.TemporaryDirectory(prefix="mx-example-") as folder:
         root = Path(folder)
         pipeline = make_pipeline(root)
@@ -134,6 +146,7 @@ def main() -> int:
             "MX_PEER_CACHE_SOCKET": str(root / "cache.sock"),
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(root / "empty"),
+            **QUIET,
         }
         coordinator = subprocess.Popen(
             [sys.executable, "-c", "from mx.cli import coordinator_main; coordinator_main()",
@@ -148,7 +161,13 @@ def main() -> int:
                     serving("--cache", "--memory", "1GB", environment=environment),
                 ):
                     for model, nbytes in served["models"].items():
-                        print(f"serving {model}: {nbytes} bytes", flush=True)
+                        what = "files of the pipeline" if model == NAME else "component"
+                        print(f"serving {model}: {what}, {nbytes:,} bytes", flush=True)
+                    print(
+                        "a process without any of these files loads the pipeline twice, the second "
+                        "time with a VAE of its own:",
+                        flush=True,
+                    )
                     command = [sys.executable, "-m", "mx.engines.transformers"]
                     done = subprocess.run(
                         [*command, str(root / "program.py")], env=environment, check=False

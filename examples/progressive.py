@@ -2,8 +2,8 @@
 
     python examples/progressive.py [--rate 25MB/s]
 
-A source in another process sends at most RATE. The model is used twice: once when all weights are
-here, once at once; the tokens are the same.
+A source in another process sends at most RATE, as a slow link would. The model is used twice: once
+when all weights are here, once at once; the tokens are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import transformers
 import mx
 from mx.engines.transformers import load, loading
 
-LAYERS, WIDTH, VOCABULARY, PROMPT = 12, 512, 4000, 384
+LAYERS, WIDTH, VOCABULARY, PROMPT = 12, 512, 4000, 1024
 
 
 def make_model(folder: str) -> None:
@@ -34,7 +34,10 @@ def make_model(folder: str) -> None:
         num_attention_heads=8,
         vocab_size=VOCABULARY,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder)
+    with torch.no_grad():  # what torch does at its first use counts for neither case
+        model(torch.arange(PROMPT)[None], logits_to_keep=1)
 
 
 def serve(folder: str, rate: str, conn: Connection) -> None:
@@ -47,32 +50,36 @@ def serve(folder: str, rate: str, conn: Connection) -> None:
 def first_token(coordinator: str, *, progressive: bool) -> tuple[float, torch.Tensor]:
     """Load the model, and return when its first token was there, and the token's logits."""
     began_s = time.monotonic()
-    model: Any = load("small-llama", coordinator=coordinator, transport="tcp")
-    print(f"  {time.monotonic() - began_s:6.2f} s  the model is built")
+    arrived_s: dict[str, float] = {}
 
-    def arrived(event: Any) -> None:
-        print(f"  {time.monotonic() - began_s:6.2f} s  {event.name} has arrived", flush=True)
+    def passed_s() -> float:
+        return time.monotonic() - began_s
 
-    def computed(number: int) -> Any:
+    def say(what: str) -> None:
+        print(f"  {passed_s():6.2f} s  {what}", flush=True)
+
+    def computed(number: int, name: str) -> Any:
         def report(*_: object) -> None:
-            print(f"  {time.monotonic() - began_s:6.2f} s  layer {number} has computed", flush=True)
+            say(f"layer {number} has computed; it arrived after {arrived_s[name]:.2f} s")
 
         return report
 
-    if not progressive:
-        loading(model).wait()
-        print(f"  {time.monotonic() - began_s:6.2f} s  all {LAYERS} layers have arrived")
+    model: Any = load("small-llama", coordinator=coordinator, transport="tcp")
+    loading(model).on_layer(lambda event: arrived_s.setdefault(event.name, passed_s()))
+    hooks = []
+    if progressive:
+        say("the model is there, without weights, and begins to compute")
+        hooks = [
+            layer.register_forward_hook(computed(number, f"model.layers.{number}"))
+            for number, layer in enumerate(model.model.layers)
+        ]
     else:
-        loading(model).on_layer(arrived)
-    hooks = [
-        layer.register_forward_hook(computed(number))
-        for number, layer in enumerate(model.model.layers)
-        if progressive
-    ]
+        loading(model).wait()
+        say(f"all {LAYERS} layers have arrived, and it begins to compute")
     with torch.no_grad():
         logits = model(torch.arange(PROMPT)[None], logits_to_keep=1).logits
-    seconds = time.monotonic() - began_s
-    print(f"  {seconds:6.2f} s  the first token", flush=True)
+    seconds = passed_s()
+    say("the first token")
     for hook in hooks:
         hook.remove()
     loading(model).wait()
@@ -83,6 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="25MB/s")
     rate = parser.parse_args().rate
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # with more, whatever else runs here decides how long it computes
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder)
         here, there = multiprocessing.Pipe()
@@ -90,14 +99,18 @@ def main() -> None:
         source = spawn.Process(target=serve, args=(folder, rate, there))
         source.start()
         coordinator = here.recv()
-        print("when all weights are here:")
+        print(
+            f"A Llama of {LAYERS} layers and 160 MB comes from a process that sends {rate} at most"
+        )
+        print(f"(--rate), as over a slow link; its prompt of {PROMPT} tokens takes one thread.")
+        print("First it computes when all weights are here:", flush=True)
         after_s, expected = first_token(coordinator, progressive=False)
-        print("at once:")
+        print("Then it computes at once, and waits for each layer:", flush=True)
         at_once_s, found = first_token(coordinator, progressive=True)
         here.send("enough")
         source.join()
     assert torch.equal(found, expected), "the tokens differ"
-    print(f"first token after {at_once_s:.2f} s instead of {after_s:.2f} s, the same bit for bit")
+    print(f"First token after {at_once_s:.2f} s instead of {after_s:.2f} s, the same bit for bit.")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import struct
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Self
 
@@ -50,7 +51,11 @@ class Demo:
         self.model = model
         self.coordinator = ""
         self._folder = tempfile.TemporaryDirectory(prefix="mx-router-")
+        self._log = Path(self._folder.name) / "log"
+        self._errors = self._log.open("wb")
         self._processes: list[asyncio.subprocess.Process] = []
+        self._answered: Counter[str] = Counter()
+        self._has_told_early = False
 
     async def __aenter__(self) -> Self:
         try:
@@ -66,7 +71,12 @@ class Demo:
             assert source.stdout is not None
             # It says what it serves once it does.
             if not await source.stdout.readline():
+                print(self._log.read_text(), end="", file=sys.stderr)
                 raise SystemExit("error: the demonstration's source did not start")
+            tell(
+                f"a source serves {self.model}: {LAYERS} layers, 25 MB, {BANDWIDTH} at most, so "
+                "that a replica loads for some seconds"
+            )
         except BaseException:
             await self.__aexit__()
             raise
@@ -78,6 +88,7 @@ class Demo:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
             await process.communicate()
+        self._errors.close()
         self._folder.cleanup()
 
     async def _start(self, *arguments: str) -> asyncio.subprocess.Process:
@@ -86,6 +97,7 @@ class Demo:
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
+            stderr=self._errors,
         )
         self._processes.append(process)
         return process
@@ -98,14 +110,21 @@ class Demo:
         """Start a replica, later another, end the first, and send requests all the time."""
         async with asyncio.TaskGroup() as tasks:
             asking = tasks.create_task(self._ask(router))
+            tell("the first replica starts; a request is sent every half second")
             first = await self._replica()
             await self._until_loaded(router, 1)
+            self._told("the first replica is loaded")
             await asyncio.sleep(ACT_S)
+            tell("a second replica starts")
             await self._replica()
             await self._until_loaded(router, 2)
+            self._told("the second replica is loaded")
             await asyncio.sleep(ACT_S)
-            print("the first replica is ended", flush=True)
+            tell("the first replica is killed")
             first.kill()
+            await asyncio.sleep(ACT_S)
+            self._told("the second replica goes on")
+            tell("requests go on as long as this runs: see the page; Ctrl-C ends it")
             await asking
 
     async def _ask(self, router: str) -> None:
@@ -122,10 +141,25 @@ class Demo:
         try:
             answer = json.loads(await http.post(router, "/generate", body))
         except (OSError, EOFError, ValueError):
-            return  # no replica takes requests yet
+            self._answered["not taken"] += 1
+            return
         early = answer["layers_at_begin"] < answer["layers"]
-        how = f"began with {answer['layers_at_begin']} of {answer['layers']} layers, " * early
-        print(f"request {number}: {how}answered after {answer['waited_s']} s", flush=True)
+        self._answered["early" if early else "later"] += 1
+        if early and not self._has_told_early:
+            self._has_told_early = True
+            tell(
+                f"request {number}: began with {answer['layers_at_begin']} of {answer['layers']} "
+                f"layers, answered after {answer['waited_s']} s, as soon as the last one was there"
+            )
+
+    def _told(self, what: str) -> None:
+        """Tell of an act, and of the requests since the last one."""
+        counts, self._answered = self._answered, Counter()
+        early = counts["early"]
+        tell(
+            f"{what}; requests meanwhile: {early + counts['later']} answered, {early} of them "
+            f"begun before all layers were there, {counts['not taken']} taken by no replica"
+        )
 
     @staticmethod
     async def _until_loaded(router: str, count: int) -> None:
@@ -135,6 +169,11 @@ class Demo:
                 if sum(each["fully_loaded"] and not each["origin"] for each in found) >= count:
                     return
             await asyncio.sleep(0.2)
+
+
+def tell(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
 
 
 async def _free_port() -> int:

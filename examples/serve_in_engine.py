@@ -50,8 +50,9 @@ def replica(coordinator: str, conn: Connection) -> None:
             report = pull.wait()
             revision = pull.model.revision
         print(
-            f"replica: {report.bytes / 1e6:.1f} MB of revision {revision} in {report.seconds:.2f} s"
-            f" by {report.paths[0].transport}, no copy beside them"
+            f"replica: filled its own tensors with {report.bytes / 1e6:.1f} MB of revision "
+            f"{revision} in {report.seconds:.2f} s by {report.paths[0].transport}",
+            flush=True,
         )
         conn.send((revision, generate(model)))
 
@@ -71,6 +72,9 @@ def main() -> None:
         model, model="engine", variant=KEY, copy=False, non_persistent_buffers=True, max_readers=2
     ) as source:
         here, there = multiprocessing.Pipe()
+        print(
+            f"engine: lends its weights as {source.model}, where they are in its memory", flush=True
+        )
         reader = multiprocessing.get_context("spawn").Process(
             target=replica, args=(source.coordinator_address, there)
         )
@@ -79,10 +83,13 @@ def main() -> None:
 
         here.send(True)
         tokens = generate(model)  # the engine serves its users meanwhile
+        print(f"engine: generated {len(tokens)} tokens while the replica starts", flush=True)
         assert here.recv() == ("main", tokens), "the replica generates something else"
 
+        print("engine: withdraws the weights, and merges an adapter into them", flush=True)
         with source.changing():
             merge_adapter(model)
+        print(f"engine: lends them again, as revision {source.model.revision}", flush=True)
         merged = generate(model)
         assert merged != tokens, "the adapter changed nothing"
         here.send(True)

@@ -53,7 +53,10 @@ def read(reader: int, coordinator: str, last: int, started: Semaphore, results: 
         seen.append(int(step))
         pulls += 1
         moved += sum(path.bytes for path in report.paths if path.transport != "reuse")
-    results.put(f"reader {reader}: {pulls} pulls, {moved / 1e6:.0f} MB, steps {sorted(set(seen))}")
+    results.put(
+        f"reader {reader}: filled its module {pulls} times, moved {moved / 1e6:.0f} MB, and held "
+        f"the weights of steps {sorted(set(seen))}, each time of one step alone"
+    )
 
 
 def main() -> None:
@@ -73,6 +76,11 @@ def main() -> None:
             )
             for i in range(args.readers)
         ]
+        nbytes = sum(weight.nbytes for weight in model.parameters())
+        print(f"A trainer lends {nbytes / 1e6:.0f} MB, where they are, at 400 MB/s in all, to")
+        print(
+            f"{args.readers} readers that follow it, and trains {args.updates} steps:", flush=True
+        )
         for reader in readers:
             reader.start()
         for _ in readers:  # they import torch first
@@ -85,8 +93,9 @@ def main() -> None:
                 train(model, step)
                 trained_s = time.monotonic()
             print(
-                f"step {step}: {source.model}; waited {entered_s - began_s:.3f} s for readers, "
-                f"hashed and listed in {time.monotonic() - trained_s:.3f} s"
+                f"step {step}: kept readers away after {entered_s - began_s:.3f} s, changed every "
+                f"tensor, listed them as {source.model} {time.monotonic() - trained_s:.3f} s later",
+                flush=True,
             )
         for _ in readers:
             print(results.get(timeout=120))

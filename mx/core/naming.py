@@ -2,7 +2,8 @@
 
 Models name their tensors by the module tree: `model.layers.17.mlp.up_proj.weight`. A *stem* is
 the part before the first number (`model.layers`). If modules, not bare weights, hang below its
-numbers, the stem is a *tower*, and each number is a layer. A tensor without a tower's number in
+numbers, the stem is a *tower*, and each number is a layer; bare weights make one where nothing else
+does. A tensor without a tower's number in
 its name runs before the tower (embeddings) or after it (norms, heads). Models with several towers
 (T5, vision-language, VAEs) have *sections*, one per parent of a tower, each with its own before
 and after. A model that fits none of this is cut by size. Nothing here is ever an error: a wrong
@@ -109,6 +110,7 @@ def _find_towers(names: list[str]) -> tuple[_Towers, list[str]]:
             below = stems.setdefault(name[:start], {}).setdefault(name[start + 1 : end - 1], {})
         below[name[len(prefix) :]] = name
     towers: _Towers = {}
+    bare: _Towers = {}
     for stem, numbers in stems.items():
         middle = _MIDDLE.search(stem)
         if middle is not None:
@@ -117,8 +119,12 @@ def _find_towers(names: list[str]) -> tuple[_Towers, list[str]]:
                 members.update((name[middle.end() + 1 :], name) for name in entries.values())
         elif any("." in tail for entries in numbers.values() for tail in entries):
             towers[stem] = numbers
-        else:  # bare weights below the numbers: a small sequence such as a projector's
-            loose += [name for entries in numbers.values() for name in entries.values()]
+        else:  # bare weights: beside towers a small sequence such as a projector
+            bare[stem] = numbers
+    if not towers:
+        return bare, loose
+    for numbers in bare.values():
+        loose += [name for entries in numbers.values() for name in entries.values()]
     return towers, loose
 
 

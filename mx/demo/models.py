@@ -67,21 +67,44 @@ def random_llama(folder: Path) -> Example | None:
     """
     if importlib.util.find_spec("transformers") is None:
         return None
-    import numpy
-    import torch
-    import transformers
-
-    _quiet(transformers)
-    config = transformers.LlamaConfig(
+    path = _write_llama(
+        folder / "llama",
         vocab_size=32000,
         hidden_size=1024,
         intermediate_size=2816,
         num_hidden_layers=17,
         num_attention_heads=16,
         num_key_value_heads=8,
-        tie_word_embeddings=False,
-        dtype="float32",
     )
+    return Example("llama", path, "a Llama of 0.27 billion random parameters")
+
+
+def small_llama(folder: Path) -> Example | None:
+    """Write a Llama of about 110 MB with random weights, as `random_llama` does.
+
+    A processor computes a prompt with it for about as long as it arrives over the demo's link.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    path = _write_llama(
+        folder / "small-llama",
+        vocab_size=2000,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    return Example("small-llama", path, "a small Llama of random weights")
+
+
+def _write_llama(path: Path, **shape: Any) -> Path:
+    import numpy
+    import torch
+    import transformers
+
+    _quiet(transformers)
+    config = transformers.LlamaConfig(**shape, tie_word_embeddings=False, dtype="float32")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     bits = numpy.random.PCG64(7)
@@ -95,9 +118,8 @@ def random_llama(folder: Path) -> Example | None:
         raw &= 0x80FFFFFF
         raw |= 0x3C000000
         weights[name] = torch.from_numpy(raw).view(torch.float32).reshape(parameter.shape)
-    path = folder / "llama"
     model.save_pretrained(path, state_dict=weights, max_shard_size="512MB")
-    return Example("llama", path, "a Llama of 0.27 billion random parameters")
+    return path
 
 
 class Reference:

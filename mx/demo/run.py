@@ -18,7 +18,7 @@ from mx import api
 from mx.demo import first_token, memcpy, models
 from mx.demo.processes import Child
 from mx.errors import ConfigError, IntegrityError
-from mx.units import GB, count, format_bytes, format_seconds
+from mx.units import GB, count, format_bytes, format_rate, format_seconds
 
 START_TIMEOUT_S = 60.0
 #: Reading, moving and checking a model may take long on a slow disk, but not forever.
@@ -86,8 +86,10 @@ def run(checkpoint: Path | None, console: Console) -> list[Row]:
         console.print(f"[bold]coordinator[/]  process {coordinator.pid} at {address}")
         for example in _examples(folder, checkpoint, console):
             rows += _show(example, folder, address, console)
-            if first_token.generates(example.path):
-                _show_first_token(example, folder, address, console)
+        # Of its own models the larger one would take long, and show no more.
+        model = models.small_llama(folder) if checkpoint is None else example
+        if model is not None and first_token.generates(model.path):
+            _show_first_token(model, folder, address, console)
     for name in dict.fromkeys(row.model for row in rows):
         console.print()
         console.print(_table([row for row in rows if row.model == name]))
@@ -160,18 +162,28 @@ def _show_first_token(
         IntegrityError: It gives another token while it arrives than afterwards.
     """
     name = f"{example.name}-over-a-link"
+    nbytes = sum(file.stat().st_size for file in example.path.glob("*.safetensors"))
+    rate = first_token.rate_of(nbytes)
     arguments = [str(example.path), "--model", name, "--coordinator", coordinator]
-    with _command("serve", [*arguments, "--max-bandwidth", first_token.RATE], folder) as source:
+    with _command("serve", [*arguments, "--max-bandwidth", str(rate)], folder) as source:
         source.answer(WORK_TIMEOUT_S)
-        console.print(f"[bold]first token[/]  from a source that sends {first_token.RATE} at most")
+        console.print(
+            f"\n[bold]first token[/]  {example.about}, {format_bytes(nbytes)}, from a source that "
+            f"sends {format_rate(rate)} at most, as over a link; a prompt of {first_token.PROMPT} "
+            "tokens, computed with one thread"
+        )
         try:
-            found = first_token.measure(name, coordinator)
+            found = first_token.measure(name, coordinator, nbytes)
         except ConfigError as error:
             console.print(f"              not shown: {error}")
             return
+    often = f"the median of {found.rounds}" if found.rounds > 1 else "measured once"
     console.print(
-        f"              when all layers are here  {format_seconds(found.sequential_s)}\n"
-        f"              while layers arrive       {format_seconds(found.progressive_s)}"
+        f"  {format_seconds(found.loaded_s):>7}  all layers have arrived ({often})\n"
+        f"  {format_seconds(found.sequential_s):>7}  the first token, if the model computes when "
+        f"all layers have arrived\n"
+        f"  {format_seconds(found.progressive_s):>7}  the first token, if each layer computes as "
+        f"soon as it has arrived"
     )
     if not found.same:
         raise IntegrityError(f"{example.name}: the first token differs while layers arrive")

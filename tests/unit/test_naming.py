@@ -31,6 +31,15 @@ def test_decoders_run_from_the_embedding_through_the_layers_to_the_head(kind: st
     assert layers["head"] == ["lm_head.weight", "model.norm.weight"]
 
 
+def test_bare_weights_below_numbers_are_layers_where_nothing_else_is() -> None:
+    blocks = [f"model.layers.{i}" for i in range(12)]
+    names = ["lm_head.weight", "model.embed.weight", *(f"{block}.w" for block in blocks)]
+    assert list(layers_of(names)) == ["embed", *blocks, "head"]
+    projector = ["projector.0.weight", "projector.2.weight"]
+    towers = [f"model.layers.{i}.mlp.weight" for i in range(2)]
+    assert "projector.0" not in layers_of([*projector, *towers])
+
+
 def test_gpt2_counts_past_nine() -> None:
     layers = layers_of_model(tiny("gpt2"))
     blocks = [f"transformer.h.{i}" for i in range(11)]
