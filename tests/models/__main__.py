@@ -1,6 +1,6 @@
 """Loads every type of model that transformers builds small, and compares what it computes.
 
-    python -m tests.models [TYPE ...] [--jobs 2]
+    python -m tests.models [TYPE ...] [--jobs 2] [--results FILE]
 
 Each model is served and loaded; each layer is missing when it is first used. A type works if the
 outputs and all tensors equal, bit for bit, those of a model that transformers loads from disk. The
@@ -11,58 +11,66 @@ from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
+import contextlib
 import json
+import queue
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.models import tiny
+from tests.models import inputs, tiny
 
-#: How many types one process tries.
-BATCH = 12
-TIMEOUT_S = 100.0
+#: How many types one process tries, for how long each, and with how much memory.
+MOST_TYPES = 25
+TIMEOUT_S = 240.0
+MEMORY_BYTES = 6 << 30
 
 
 def attempt(name: str, folder: Path, coordinator: str) -> tuple[str, str]:
     """Try one type. Returns (outcome, detail); "works", "refused", "not built", "no inputs",
     "differs"."""
     import torch
+    import transformers
 
     from mx import api, config
     from mx.engines.transformers.loader import load, loading
     from mx.errors import MxError
     from tests.support import families, gates
 
-    config_class, model_class = next(found[1:] for found in tiny.types() if found[0] == name)
-    try:
-        model = tiny.make(config_class, model_class)
-        families.scramble(model)
-        model.save_pretrained(folder)
-        del model
-        reference = families.reference(folder)
-    except Exception as error:  # noqa: BLE001 - transformers raises anything
-        return "not built", _short(error)
-    settings = config.Settings()
-    given = None
-    for candidate in tiny.candidates(reference):
+    config_class = transformers.CONFIG_MAPPING[name]
+    model_class = tiny.class_of(config_class)
+    reference, given, why, first = None, None, "", None
+    built = tiny.models(config_class, model_class)
+    while given is None:
         try:
-            expected = tiny.computed(reference, candidate)
-            again = tiny.computed(reference, candidate)
-        except Exception:  # noqa: BLE001 - not an input of this model
-            continue
-        if expected and all(torch.equal(a, b) for a, b in zip(expected, again, strict=True)):
-            given = candidate
-            break
+            if (model := next(built, None)) is None:
+                break
+            families.scramble(model)
+            inputs_found, reason = inputs.find(model)
+            why = why or reason
+            if reference is None or inputs_found is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                model.save_pretrained(folder)
+                reference, given = families.reference(folder), inputs_found
+        except Exception as error:  # noqa: BLE001 - transformers raises anything
+            first = first or error
+    if reference is None:
+        return "not built", _short(first or ValueError("no configuration can be made small"))
+    del model
+    settings = config.Settings()
+    expected = [] if given is None else inputs.computed(reference, given)
     with api.serve(folder, model=name, coordinator=coordinator, settings=settings):
         try:
             with gates.gate() as gated:
                 model = load(name, coordinator=coordinator, settings=settings)
-                found = None if given is None else tiny.computed(model, given)
+                found = None if given is None else inputs.computed(model, given)
                 gated.open(loading(model)).wait()
         except MxError as error:
             return "refused", _short(error)
@@ -70,7 +78,7 @@ def attempt(name: str, folder: Path, coordinator: str) -> tuple[str, str]:
     if different:
         return "differs", f"tensors: {', '.join(different[:3])}"
     if found is None:
-        return "no inputs", "all tensors are equal"
+        return "no inputs", f"all tensors are equal; {why[:120]}"
     equal = all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
     )
@@ -81,20 +89,22 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
-def batch(names: list[str], coordinator: str) -> None:
-    """Try some types, in this process, and print a line for each."""
+def work(coordinator: str) -> None:
+    """Try the types that standard input names, one a line, and print a line for each."""
     import logging
 
     import torch
     import transformers
 
+    # What asks for more than this ends with an error, not with the machine's memory.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     verbosity: Any = transformers.logging
     verbosity.set_verbosity_error()
     torch.set_num_threads(1)
-    for name in names:
-        print(json.dumps([name, "begins", ""]), flush=True)
+    for line in sys.stdin:
+        name = line.strip()
         folder = Path(tempfile.mkdtemp(prefix="mx-models-")) / name
         try:
             outcome, detail = attempt(name, folder, coordinator)
@@ -105,55 +115,115 @@ def batch(names: list[str], coordinator: str) -> None:
         print(json.dumps([name, outcome, detail]), flush=True)
 
 
-def run_batch(names: list[str], coordinator: str) -> list[tuple[str, str, str]]:
-    """Try some types in processes of their own; what hangs is ended, and the rest tried anew."""
-    found: list[tuple[str, str, str]] = []
-    left = list(names)
-    while left:
-        command = [sys.executable, "-m", "tests.models", "--batch", coordinator, *left]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+class Worker:
+    """A process that tries types; another takes its place when one ends, hangs or grew."""
+
+    def __init__(self, coordinator: str) -> None:
+        self._coordinator = coordinator
+        self._process: subprocess.Popen[str] | None = None
+        self._tried = 0
+
+    def attempt(self, name: str) -> tuple[str, str, str]:
+        """Try a type. Returns its name, the outcome and a detail."""
+        if self._tried == MOST_TYPES:
+            self.close()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.models", "--worker", self._coordinator],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            self._tried = 0
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._tried += 1
+        late = threading.Timer(TIMEOUT_S, process.kill)
+        late.start()
         try:
-            out, _ = process.communicate(timeout=TIMEOUT_S * 2 + 10 * len(left))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, _ = process.communicate()
-        lines: list[Any] = [json.loads(line) for line in out.splitlines() if line[:1] == "["]
-        ended = [tuple(line) for line in lines if line[1] != "begins"]
-        found += ended
-        done = {line[0] for line in ended}
-        begun = [line[0] for line in lines if line[1] == "begins" and line[0] not in done]
-        for name in begun or ([] if done else left[:1]):
-            found.append((name, "differs", f"the process ended ({process.returncode}) or hung"))
-            done.add(name)
-        left = [name for name in left if name not in done]
-    return found
+            process.stdin.write(f"{name}\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line[:1] == "[":
+                    found, outcome, detail = json.loads(line)
+                    return found, outcome, detail
+        except BrokenPipeError:
+            pass
+        finally:
+            late.cancel()
+        self.close()
+        return name, "differs", f"the process ended ({process.returncode}) or hung"
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def sweep(names: list[str], jobs: int) -> Iterator[tuple[str, str, str]]:
+    """Try types, some at a time. Yields the name, the outcome and a detail of each."""
+    from benchmarks.processes import Cluster
+
+    left: queue.SimpleQueue[str] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
+    for name in names:
+        left.put(name)
+    cluster = Cluster()
+
+    def run() -> None:
+        worker = Worker(cluster.coordinator)
+        try:
+            while True:
+                done.put(worker.attempt(left.get_nowait()))
+        except queue.Empty:
+            pass
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=run) for _ in range(jobs)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in names:
+            yield done.get()
+    finally:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left.get_nowait()
+        for thread in threads:
+            thread.join()
+        cluster.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("types", nargs="*")
+    parser.add_argument("types", nargs="*", help="all, if none is given")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--batch", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--results", type=Path, help="a file of results: what it has is not tried again"
+    )
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.batch:
-        batch(asked.types, asked.batch)
+    if asked.worker:
+        work(asked.worker)
         return
-    from benchmarks.processes import Cluster
-
+    lines = []
+    if asked.results is not None and asked.results.exists():
+        lines = [json.loads(line) for line in asked.results.read_text().splitlines()]
+    outcomes = {name: outcome for name, outcome, _ in lines}
     names = asked.types or [name for name, *_ in tiny.types()]
-    batches = [names[i : i + BATCH] for i in range(0, len(names), BATCH)]
-    cluster = Cluster()
-    counts: collections.Counter[str] = collections.Counter()
-    try:
-        with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
-            for found in pool.map(lambda each: run_batch(each, cluster.coordinator), batches):
-                for name, outcome, detail in found:
-                    counts[outcome] += 1
-                    print(f"{outcome:10} {name:32} {detail}", flush=True)
-    finally:
-        cluster.close()
+    for found in sweep([name for name in names if name not in outcomes], asked.jobs):
+        name, outcome, detail = found
+        outcomes[name] = outcome
+        print(f"{outcome:10} {name:32} {detail}", flush=True)
+        if asked.results is not None:
+            with asked.results.open("a") as results:
+                results.write(json.dumps(found) + "\n")
+    counts = collections.Counter(outcomes.values())
     print(", ".join(f"{outcome}: {count}" for outcome, count in counts.most_common()))
     raise SystemExit(1 if counts["differs"] else 0)
 

@@ -146,6 +146,13 @@ def test_while_building_nothing_is_written_to_what_is_not_here(
     own = a * 2
     own.add_(1)  # what was computed may be written to
     assert torch.equal(own.mx_value.make(here), here["a"] * 2 + 1)  # type: ignore[attr-defined]
+    scale = torch.arange(6.0)
+    assert torch.equal((scale * a).mx_value.make(here), scale * here["a"])  # type: ignore[attr-defined]
+    part = torch.zeros_like(a)
+    part[1:] = 3.0
+    part[:1] = a[2:3]
+    made = part.mx_value.make(here)  # type: ignore[attr-defined]
+    assert torch.equal(made, torch.cat([here["a"][2:3], torch.full((3, 6), 3.0)]))
     a.data = a.data * 3  # as tying pads biases
     assert torch.equal(a.mx_value.make(here), here["a"] * 3)
 

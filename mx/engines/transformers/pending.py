@@ -257,7 +257,14 @@ def _about_gradients(
             return func(*args, **kwargs)
 
 
+def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """Write to a part of a tensor, and return the tensor, as other operators in place do."""
+    tensor[index] = value
+    return tensor
+
+
 _GETITEM: Any = torch.Tensor.__getitem__
+_SETITEM: Any = torch.Tensor.__setitem__
 _TO: Any = torch.Tensor.to
 _DETACH: Any = torch.Tensor.detach
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -274,6 +281,7 @@ def _later(
         return known
     pending = [each for each in tree_iter((args, kwargs)) if isinstance(each, Pending)]
     meta: Any
+    writes = _in_place(func)
     if func == _SET_DATA and isinstance(args[1], Pending) and args[0].shape == args[1].shape:
         args[0].mx_value = args[1].mx_value
         return None
@@ -281,18 +289,20 @@ def _later(
         meta = _converted(*args, **kwargs)
         if meta is args[0].mx_value.meta:
             return args[0]
-    elif _in_place(func) and not _is_own(args[0] if args else kwargs.get("tensor")):
+    elif writes and not _is_own(args[0] if args else kwargs.get("tensor")):
         raise NotImplementedError(f"{func} writes to a tensor that is not here yet")
     else:
-        formal = tree_map_only(Pending, lambda each: each.mx_value.meta, (args, kwargs))
+        formal = tree_map_only(torch.Tensor, _form, (args, kwargs))
         with torch.no_grad():
             meta = func(*formal[0], **formal[1])
+    if func is _SETITEM:
+        func, meta = _set_item, pending[0].mx_value.meta  # it returns nothing itself
     needs = frozenset().union(*(each.mx_value.needs for each in pending))
     args, kwargs = tree_map_only(Pending, lambda each: each.mx_value, (args, kwargs))
     if isinstance(meta, torch.Tensor):
         name = pending[0].mx_value.name if func is _DETACH else ""
         value = Value(meta, needs, name, (func, args, kwargs))
-        if _in_place(func):  # of what was computed before, such as the weight of a weight norm
+        if writes:  # of what was computed before, such as the weight of a weight norm
             value.own, pending[0].mx_value = True, value
             return pending[0]
         value.own = _storage(meta) not in {_storage(each.mx_value.meta) for each in pending}
@@ -305,6 +315,15 @@ def _later(
             for i, each in enumerate(meta)
         )
     raise NotImplementedError(f"{func} needs values of tensors that are not here yet")
+
+
+def _form(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what stands for an operand while the form of a result is found out."""
+    if isinstance(tensor, Pending):
+        meta: torch.Tensor = tensor.mx_value.meta
+        return meta
+    # Operators take no tensors of two devices; as an index they do, of which the values may count.
+    return tensor.to("meta") if tensor.is_floating_point() else tensor
 
 
 def _is_own(written: object) -> bool:
