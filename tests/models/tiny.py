@@ -102,11 +102,9 @@ def _shrink(config: Any, kept: re.Pattern[str] | None) -> None:
 
 
 def _backbone() -> Any:
+    stages: dict[str, Any] = {"out_features": ["stage2", "stage3", "stage4"]}  # not a field of it
     return transformers.ResNetConfig(
-        embedding_size=16,
-        hidden_sizes=[16, 24, 32, 48],
-        depths=[1, 1, 1, 1],
-        out_features=["stage2", "stage3", "stage4"],
+        embedding_size=16, hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1], **stages
     )
 
 
@@ -208,7 +206,7 @@ def class_of(config_class: Any) -> Any:
     others = sorted(
         name for name in dir(transformers) if re.fullmatch("MODEL_FOR_.*_MAPPING", name)
     )
-    candidates = []
+    candidates: list[Any] = []
     for name in dict.fromkeys([*_MAPPINGS[:-1], *others, _MAPPINGS[-1]]):
         mapping = getattr(transformers, name)
         if config_class in mapping:

@@ -196,7 +196,8 @@ def test_failed_update_stays_withdrawn(hosts: tuple[Host, Host], place: Path) ->
     with pytest.raises(EngineError):
         a.do("call", "reload_weights", None, str(place / "nowhere"))
     status = a.status()
-    assert status["lending"] in ("lending", "withdrawn")  # as much as it had written
+    # vLLM lets go of its layers before it opens the first file.
+    assert status["lending"] == "withdrawn" and status["why"]
 
 
 def test_options_are_checked(hosts: tuple[Host, Host], checkpoint: Path) -> None:
