@@ -72,9 +72,7 @@ def main() -> None:
         model, model="engine", variant=KEY, copy=False, non_persistent_buffers=True, max_readers=2
     ) as source:
         here, there = multiprocessing.Pipe()
-        print(
-            f"engine: lends its weights as {source.model}, where they are in its memory", flush=True
-        )
+        print("engine: lends its weights where they are in its memory", flush=True)
         reader = multiprocessing.get_context("spawn").Process(
             target=replica, args=(source.coordinator_address, there)
         )
