@@ -102,7 +102,8 @@ def _shrink(config: Any, kept: re.Pattern[str] | None) -> None:
 
 
 def _backbone() -> Any:
-    return transformers.ResNetConfig(
+    config_class: Any = transformers.ResNetConfig
+    return config_class(
         embedding_size=16,
         hidden_sizes=[16, 24, 32, 48],
         depths=[1, 1, 1, 1],
@@ -208,7 +209,7 @@ def class_of(config_class: Any) -> Any:
     others = sorted(
         name for name in dir(transformers) if re.fullmatch("MODEL_FOR_.*_MAPPING", name)
     )
-    candidates = []
+    candidates: list[Any] = []
     for name in dict.fromkeys([*_MAPPINGS[:-1], *others, _MAPPINGS[-1]]):
         mapping = getattr(transformers, name)
         if config_class in mapping:
