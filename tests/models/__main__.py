@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +30,13 @@ from tests.models import inputs, tiny
 
 #: How many types one process tries, for how long each, and with how much memory.
 MOST_TYPES = 25
-TIMEOUT_S = 240.0
+TIMEOUT_S = 300.0
+BUILDING_S = 60.0
 MEMORY_BYTES = 6 << 30
+
+
+#: What a worker says of a type that it has built: from here on it is mx that may hang.
+LOADS = "loads"
 
 
 def attempt(name: str, folder: Path, coordinator: str) -> tuple[str, str]:
@@ -48,7 +54,8 @@ def attempt(name: str, folder: Path, coordinator: str) -> tuple[str, str]:
     model_class = tiny.class_of(config_class)
     reference, given, why, first = None, None, "", None
     built = tiny.models(config_class, model_class)
-    while given is None:
+    until_s = time.monotonic() + BUILDING_S
+    while given is None and (reference is None or time.monotonic() < until_s):
         try:
             if (model := next(built, None)) is None:
                 break
@@ -63,6 +70,7 @@ def attempt(name: str, folder: Path, coordinator: str) -> tuple[str, str]:
             first = first or error
     if reference is None:
         return "not built", _short(first or ValueError("no configuration can be made small"))
+    print(json.dumps([name, LOADS, ""]), flush=True)
     del model
     settings = config.Settings()
     expected = [] if given is None else inputs.computed(reference, given)
@@ -140,6 +148,7 @@ class Worker:
         assert process.stdin is not None
         assert process.stdout is not None
         self._tried += 1
+        ended = "not built"
         late = threading.Timer(TIMEOUT_S, process.kill)
         late.start()
         try:
@@ -148,13 +157,15 @@ class Worker:
             for line in process.stdout:
                 if line[:1] == "[":
                     found, outcome, detail = json.loads(line)
-                    return found, outcome, detail
+                    if outcome != LOADS:
+                        return found, outcome, detail
+                    ended = "differs"
         except BrokenPipeError:
             pass
         finally:
             late.cancel()
         self.close()
-        return name, "differs", f"the process ended ({process.returncode}) or hung"
+        return name, ended, f"the process ended ({process.returncode}) or hung"
 
     def close(self) -> None:
         """End the process. Idempotent."""

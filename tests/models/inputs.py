@@ -77,8 +77,7 @@ class _Maker:
     def _history(self) -> int:
         """Return how many values of the past a model of time series wants."""
         length = described(self.config, "context_length", "prediction_length") or 8
-        lags: list[int] = getattr(self.config, "lags_sequence", None) or [0]
-        return length + max(lags)
+        return length + int(max(getattr(self.config, "lags_sequence", None) or [0]))
 
     def options(self, name: str) -> list[Any]:
         """Return what a parameter may be, the likeliest first; nothing if that is not known."""

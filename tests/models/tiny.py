@@ -102,9 +102,12 @@ def _shrink(config: Any, kept: re.Pattern[str] | None) -> None:
 
 
 def _backbone() -> Any:
-    stages: dict[str, Any] = {"out_features": ["stage2", "stage3", "stage4"]}  # not a field of it
-    return transformers.ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1], **stages
+    config_class: Any = transformers.ResNetConfig
+    return config_class(
+        embedding_size=16,
+        hidden_sizes=[16, 24, 32, 48],
+        depths=[1, 1, 1, 1],
+        out_features=["stage2", "stage3", "stage4"],
     )
 
 
