@@ -34,8 +34,11 @@ MODEL = "bench/llama"
 _HIDDEN, _INTERMEDIATE, _VOCABULARY = 2048, 5632, 16000
 _ROOT = Path(__file__).resolve().parents[1]
 
+#: The cache moves what it got into huge pages meanwhile.
+_SETTLE_S = 20.0
 #: What each process runs: the name or path, the dtype ("" for the checkpoint's), and whether mx
-#: serves it. It prints the seconds; with input left it then waits, to be looked at.
+#: serves it. It prints the seconds, and how much memory of its own the call took; with input left
+#: it then waits, to be looked at.
 _CALL = """
 import json, sys, time
 name, dtype, patched = sys.argv[1:]
@@ -47,12 +50,19 @@ if patched == "mx":
 else:
     counts = dict
 arguments = {"dtype": getattr(torch, dtype)} if dtype else {}
+
+def own_bytes():
+    with open("/proc/self/status") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
+
+before_bytes = own_bytes()
 start_s = time.perf_counter()
 model = AutoModelForCausalLM.from_pretrained(name, **arguments)
 for tensor in model.state_dict().values():
     tensor.detach().view(-1).view(torch.uint8)[::4096].max()
 seconds = time.perf_counter() - start_s
-print(json.dumps({"seconds": seconds, "counts": counts()}), flush=True)
+own_bytes = own_bytes() - before_bytes
+print(json.dumps({"seconds": seconds, "own_bytes": own_bytes, "counts": counts()}), flush=True)
 sys.stdin.read()
 """
 
@@ -180,6 +190,7 @@ def main() -> int:
     with cached(checkpoint, f"{4 * nbytes}") as environment:
         measure("first", MODEL, "", environment, "cache")
         measure("first, converted", MODEL, "float32", environment, "cache")
+        time.sleep(_SETTLE_S)
         for _ in range(arguments.rounds):
             forget(checkpoint)
             measure("cold", disk, "", None, "")
@@ -218,21 +229,21 @@ def drawn(found: Mapping[str, float], nbytes: int) -> str:
 
 
 def proportional(environment: Mapping[str, str], processes: int) -> int:
-    """Return the sum of what n processes that hold the model have of it, in proportion."""
+    """Return how much memory n processes that hold the model have of it together: what they map, in
+    proportion, and what the calls took of their own, where copies would be."""
     with ExitStack() as stack:
-        running = [stack.enter_context(call(MODEL, "", environment))[1] for _ in range(processes)]
-        return sum(_mapped(pid) for pid in running)
+        running = [stack.enter_context(call(MODEL, "", environment)) for _ in range(processes)]
+        return sum(_mapped(pid) + int(said["own_bytes"]) for said, pid in running)
 
 
 def _mapped(pid: int) -> int:
-    """Return a process's proportional share of memory files and of memory without a name, where
-    copies would be."""
+    """Return a process's proportional share of the memory files that it maps."""
     total, name = 0, ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         fields = line.split()
         if not fields[0].endswith(":"):
             name = fields[5] if len(fields) > 5 else ""
-        elif fields[0] == "Pss:" and (name.startswith("/memfd:") or not name):
+        elif fields[0] == "Pss:" and name.startswith("/memfd:"):
             total += int(fields[1]) * 1024
     return total
 

@@ -19,7 +19,7 @@ from mx.buffers import HUGE_PAGE_BYTES, address_of, map_private
 _MADV_COLLAPSE = 25
 #: What one call moves: some ten milliseconds. Between calls the thread needs the GIL.
 _PIECE_BYTES = 16 * HUGE_PAGE_BYTES
-#: After so many pieces in a row in which a huge page was not free, the rest is left as it is.
+#: After so many pieces in a row for which no huge page was free, the rest is left as it is.
 _MOST_FAILURES = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,7 +39,7 @@ def collapse(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:
         stopped: Asked before each piece of 32 MiB.
 
     Returns:
-        How many bytes are in huge pages for certain; 0 if the kernel can't.
+        How many bytes are in huge pages; 0 if the kernel can't.
     """
     whole = nbytes - nbytes % HUGE_PAGE_BYTES
     if not whole:
@@ -52,12 +52,20 @@ def collapse(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:
     for offset in range(0, whole, _PIECE_BYTES):
         if stopped() or failures == _MOST_FAILURES:
             break
-        piece_nbytes = min(_PIECE_BYTES, whole - offset)
-        if _libc.madvise(begin + offset, piece_nbytes, _MADV_COLLAPSE) == 0:
-            done_nbytes, failures = done_nbytes + piece_nbytes, 0
-        else:
-            failures += 1
+        moved_nbytes = _moved(begin + offset, min(_PIECE_BYTES, whole - offset))
+        failures = 0 if moved_nbytes else failures + 1
+        done_nbytes += moved_nbytes
     return done_nbytes
+
+
+def _moved(address: int, nbytes: int) -> int:
+    """Move a piece, and return how much of it is in huge pages."""
+    if _libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0:
+        return nbytes
+    # Part of it may be: what is there already succeeds at once.
+    pages = range(address, address + nbytes, HUGE_PAGE_BYTES)
+    left = [_libc.madvise(each, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for each in pages]
+    return left.count(0) * HUGE_PAGE_BYTES
 
 
 class _Work:
