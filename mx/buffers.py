@@ -1,5 +1,5 @@
-"""Addresses of byte views, copies between them that hold no interpreter lock, and private maps of
-memory files."""
+"""Addresses of byte views, copies between them that hold no interpreter lock, and maps of memory
+files."""
 
 from __future__ import annotations
 
@@ -100,6 +100,36 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.mmap.restype = ctypes.c_void_p
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """Advise the kernel about memory, as madvise(2), which Python's own calls under the interpreter
+    lock.
+
+    Returns:
+        True if it took the advice.
+    """
+    return bool(_libc.madvise(address, nbytes, advice) == 0)
+
+
+def map_at(address: int, nbytes: int, *, descriptor: int, protection: int, flags: int) -> None:
+    """Map a file in place of what is mapped at an address, from the file's start.
+
+    Args:
+        address: The address of the first byte, a multiple of the page size.
+        nbytes: How many bytes.
+        descriptor: The file; it may be closed afterwards.
+        protection: PROT_ flags of mmap(2).
+        flags: MAP_ flags beside MAP_FIXED.
+
+    Raises:
+        OSError: It can't be mapped.
+    """
+    if _libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, descriptor, 0) != address:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def map_private(descriptor: int, nbytes: int) -> memoryview:
@@ -122,8 +152,6 @@ def map_private(descriptor: int, nbytes: int) -> memoryview:
     whole = memoryview(mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags, prot=protection))
     skip = -address_of(whole) % HUGE_PAGE_BYTES
     view = whole[skip : skip + nbytes]
-    address = address_of(view)
-    if _libc.mmap(address, nbytes, protection, flags | _MAP_FIXED, descriptor, 0) != address:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    place = address_of(view)
+    map_at(place, nbytes, descriptor=descriptor, protection=protection, flags=flags)
     return view

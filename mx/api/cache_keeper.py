@@ -309,8 +309,7 @@ class Keeper:
         if self._arriving:
             await asyncio.wait([*self._arriving.values()])
         kept, self._kept = [*self._kept.values()], {}
-        for each in kept:
-            each.let_go()
+        await _all_in_threads([each.let_go for each in kept])
         await _all_in_threads([each.pull.close for each in kept])
         await in_thread(self._collapser.close)
 

@@ -9,7 +9,6 @@ through a writable map, then sealed, and from then on read-only for all.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import gc
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mx import forks
-from mx.buffers import HUGE_PAGE_BYTES, address_of, map_private
+from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_at, map_private
 from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
@@ -28,27 +27,11 @@ from mx.memory.device import DeviceArena
 from mx.transport import DeviceView, Span, host_view
 from mx.units import format_bytes
 
-_MAP_FIXED = 0x10
-
 #: Prefix of the names of memory files, whose descriptors other processes have received too.
 _MEMFD_PREFIX = "mx:"
 forks.recognise(lambda fd, link: link.startswith(f"/memfd:{_MEMFD_PREFIX}"))
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-
-# mmap.madvise holds the GIL while it runs; a call through ctypes does not.
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.madvise.restype = ctypes.c_int
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.mmap.restype = ctypes.c_void_p
 
 
 class Hasher(Protocol):
@@ -94,7 +77,7 @@ class HostArena(_HostMemory):
         skip = -address_of(whole) % HUGE_PAGE_BYTES
         self.view = whole[skip : skip + nbytes]
         self.address = address_of(whole) + skip
-        _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
+        advise(self.address, nbytes, mmap.MADV_HUGEPAGE)
 
     memfd: int | None = None
 
@@ -198,12 +181,18 @@ class MemfdArena(_HostMemory):
         if self.memfd is None:
             raise ClosedError("the arena was released")
         if self.nbytes:
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED | mmap.MAP_POPULATE
-            mapped = _libc.mmap(self.address, self.nbytes, mmap.PROT_READ, flags, self.memfd, 0)
-            if mapped != self.address:
-                raise LocalError(
-                    f"the arena could not be mapped read-only: {os.strerror(ctypes.get_errno())}"
+            try:
+                map_at(
+                    self.address,
+                    self.nbytes,
+                    descriptor=self.memfd,
+                    protection=mmap.PROT_READ,
+                    flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE,
                 )
+            except OSError as error:
+                raise LocalError(
+                    f"the arena could not be mapped read-only: {error.strerror}"
+                ) from error
         _seal_writes(self.memfd)
         self.view = self.view.toreadonly()
         self.sealed = True
@@ -252,7 +241,8 @@ def _seal_writes(descriptor: int) -> None:
                 raise LocalError(f"the arena can't be sealed: {error.strerror}") from error
             if pause_s is None:
                 raise LocalError(
-                    "the arena can't be sealed: a writable map of it is left"
+                    "the arena can't be sealed: a writable map is left, or its pages are in use",
+                    hint="try again; it happens where memory is scarce",
                 ) from None
             # Pages that the kernel moves at the moment (compaction, reclaim) count as in use too:
             # it waits 0.15 s for them, which is too short where memory is scarce.

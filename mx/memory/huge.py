@@ -8,23 +8,18 @@ The kernel makes them of filled pages when it is asked (MADV_COLLAPSE, Linux 6.1
 
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import threading
 from collections.abc import Callable
 
-from mx.buffers import HUGE_PAGE_BYTES, address_of, map_private
+from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_private
 
 _MADV_COLLAPSE = 25
 #: What one call moves: some ten milliseconds. Between calls the thread needs the GIL.
 _PIECE_BYTES = 16 * HUGE_PAGE_BYTES
 #: After so many pieces in a row for which no huge page was free, the rest is left as it is.
 _MOST_FAILURES = 8
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.madvise.restype = ctypes.c_int
 
 
 def collapse(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:
@@ -60,12 +55,11 @@ def collapse(descriptor: int, nbytes: int, stopped: Callable[[], bool]) -> int:
 
 def _moved(address: int, nbytes: int) -> int:
     """Move a piece, and return how much of it is in huge pages."""
-    if _libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0:
+    if advise(address, nbytes, _MADV_COLLAPSE):
         return nbytes
     # Part of it may be: what is there already succeeds at once.
     pages = range(address, address + nbytes, HUGE_PAGE_BYTES)
-    left = [_libc.madvise(each, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for each in pages]
-    return left.count(0) * HUGE_PAGE_BYTES
+    return HUGE_PAGE_BYTES * sum(advise(each, HUGE_PAGE_BYTES, _MADV_COLLAPSE) for each in pages)
 
 
 class _Work:
