@@ -144,10 +144,10 @@ def patch(*, coordinator: str | None = None, settings: config.Settings | None = 
         made = _Patched(settings, address)
         try:
             _install(made)
+            _preload()
         except BaseException:
             made.undo()
             raise
-        _preload()
         _patched = made
 
 
