@@ -49,6 +49,7 @@ hypothesis.settings.load_profile("ci")
 _NEEDS = {
     "torch": [
         "unit/test_arrays.py",
+        "unit/test_converted.py",
         "unit/test_demo_models.py",
         "unit/test_files_writer.py",
         "unit/test_describe.py",

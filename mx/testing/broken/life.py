@@ -17,10 +17,8 @@ from mx.errors import (
     PeerLostError,
 )
 from mx.testing.broken.base import BrokenFake, exposure, session, transport
-from mx.testing.fake import FakeExposure, FakeSession, FakeTransport
+from mx.testing.fake import FakeExposure, FakeSession
 from mx.transport import (
-    ExposedRegion,
-    ExposeOptions,
     Grant,
     Path,
     Read,
@@ -123,17 +121,11 @@ class FailsWhatIsDone(FakeSession):
         super().end(read, error)
 
 
-@exposure("joins_truly")
-class EndsAfterItsJoin(FakeExposure):
+class _Lingering:
     """Ends a thread and its socket without waiting for them."""
 
-    def __init__(
-        self,
-        transport: FakeTransport,
-        regions: Sequence[ExposedRegion],
-        options: ExposeOptions,
-    ) -> None:
-        super().__init__(transport, regions, options)
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
         self.ending = threading.Event()
         threading.Thread(target=self.linger, daemon=True).start()
 
@@ -143,8 +135,18 @@ class EndsAfterItsJoin(FakeExposure):
             time.sleep(0.15)
 
     def close(self) -> None:
-        super().close()
+        super().close()  # type: ignore[misc]
         self.ending.set()
+
+
+@session("session_joins_truly")
+class SessionEndsAfterItsJoin(_Lingering, FakeSession):
+    pass
+
+
+@exposure("exposure_joins_truly")
+class ExposureEndsAfterItsJoin(_Lingering, FakeExposure):
+    pass
 
 
 @exposure("counts_readers")
