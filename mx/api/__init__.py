@@ -14,7 +14,8 @@ from mx.api.planning import PlannedPull, plan
 from mx.api.pulling import pull
 from mx.api.router import Router
 from mx.api.router_watch import Watch
-from mx.api.source import Source, offer, serve, source_options, start_source
+from mx.api.serving import offer, serve, source_options, start_source
+from mx.api.source import Source
 from mx.api.survey import TopologyReport, topology
 from mx.api.tables import PlacedTensor, SourceTable, list_tables
 from mx.api.target import Pull

@@ -11,7 +11,7 @@ from typing import IO
 from mx import config, forks, runtime
 from mx.api.cache_keeper import Keeper, require_free_port
 from mx.api.closing import Closable, Step
-from mx.api.source import join_or_embed
+from mx.api.serving import join_or_embed
 from mx.coordinator.daemon import Coordinator
 from mx.errors import ConfigError, LocalError
 from mx.memory.budget import available_nbytes

@@ -9,8 +9,8 @@ from mx import config, runtime
 from mx.api.common import transports
 from mx.api.holding import lend
 from mx.api.pulling import pull
-from mx.api.source import offer as serve_here
-from mx.api.source import source_options, start_source
+from mx.api.serving import offer as serve_here
+from mx.api.serving import source_options, start_source
 from mx.api.target import Pull
 from mx.core.types import ModelKey
 from mx.core.variant import ProcessingKey

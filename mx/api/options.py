@@ -11,7 +11,7 @@ from typing import Any
 from mx import config
 from mx.api.chain import chain_of
 from mx.api.common import check_type, tls_of, transports, variant_text
-from mx.api.source import source_options
+from mx.api.serving import source_options
 from mx.api.tensors import in_place, is_module
 from mx.core.local_ranks import LocalRanks
 from mx.core.pages import Pages

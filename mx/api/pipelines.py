@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from mx import config, runtime
 from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, transports
-from mx.api.source import Source, offer, serve, source_options, start_source
+from mx.api.serving import offer, serve, source_options, start_source
+from mx.api.source import Source
 from mx.codec import check_model_key
 from mx.core import manifest as manifests
 from mx.core.pages import Pages

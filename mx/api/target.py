@@ -19,7 +19,8 @@ from mx.api.closing import Closable, Step
 from mx.api.common import checked_port, known_host, transports
 from mx.api.described import Described
 from mx.api.layers import tensors_in, tensors_of
-from mx.api.source import Source, offer, source_options, start_source
+from mx.api.serving import offer, source_options, start_source
+from mx.api.source import Source
 from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.selection import Subset

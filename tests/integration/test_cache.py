@@ -23,8 +23,8 @@ from mx.api.caching import cache, cached
 from mx.api.common import transports
 from mx.api.holding import lend
 from mx.api.offering import ask_offered, offer, pull_offered
-from mx.api.source import offer as serve_here
-from mx.api.source import source_options, start_source
+from mx.api.serving import offer as serve_here
+from mx.api.serving import source_options, start_source
 from mx.core.types import ManifestRef, ModelKey
 from mx.core.variant import ProcessingKey
 from mx.errors import IncompleteError, LocalError, MxError, NoSourceError

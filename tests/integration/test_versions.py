@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mx import api, config
-from mx.api.source import join_or_embed
+from mx.api.serving import join_or_embed
 from mx.core.versions import own
 from mx.errors import (
     EXIT_NO_SOURCE,
