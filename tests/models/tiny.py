@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -206,11 +207,8 @@ _MAPPINGS = (
 
 def class_of(config_class: Any) -> Any:
     """Return the class of model that people use of a type; None if it has none."""
-    others = sorted(
-        name for name in dir(transformers) if re.fullmatch("MODEL_FOR_.*_MAPPING", name)
-    )
     candidates: list[Any] = []
-    for name in dict.fromkeys([*_MAPPINGS[:-1], *others, _MAPPINGS[-1]]):
+    for name in dict.fromkeys([*_MAPPINGS[:-1], *_other_mappings(), _MAPPINGS[-1]]):
         mapping = getattr(transformers, name)
         if config_class in mapping:
             found = mapping[config_class]
@@ -218,6 +216,11 @@ def class_of(config_class: Any) -> Any:
     # Some name the class of a part of theirs.
     own = [each for each in candidates if each.config_class is config_class]
     return next(iter([*own, *candidates]), None)
+
+
+@functools.cache  # `dir` takes half a second
+def _other_mappings() -> list[str]:
+    return sorted(name for name in dir(transformers) if re.fullmatch("MODEL_FOR_.*_MAPPING", name))
 
 
 def types() -> Iterator[tuple[str, Any, Any]]:
