@@ -63,9 +63,12 @@ def attempt(name: str, folder: Path, coordinator: str) -> tuple[str, str]:
             inputs_found, reason = inputs.find(model)
             why = why or reason
             if reference is None or inputs_found is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                model.save_pretrained(folder)
-                reference, given = families.reference(folder), inputs_found
+                with tempfile.TemporaryDirectory(dir=folder.parent) as saved:
+                    model.save_pretrained(saved)
+                    found_reference = families.reference(Path(saved))
+                    shutil.rmtree(folder, ignore_errors=True)
+                    shutil.copytree(saved, folder)
+                reference, given = found_reference, inputs_found
         except Exception as error:  # noqa: BLE001 - transformers raises anything
             first = first or error
     if reference is None:
