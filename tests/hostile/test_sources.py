@@ -14,7 +14,7 @@ from tests.hostile.conftest import Site, Started, Weights, failed, left, succeed
 from tests.hostile.liar import PAGES
 from tests.integration.conftest import Command, Run, serve
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
 NOBODY = 65534
 OWN_DIGESTS = {"bytes": "others", "digests": "own"}

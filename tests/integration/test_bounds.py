@@ -24,7 +24,7 @@ from mx.core.pull_status import PullPhase
 from mx.errors import EXIT_NO_SOURCE, EXIT_OK
 from tests.integration.conftest import Run, environment, free_port, serve
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 LAYERS = 12
 MODEL_NBYTES = LAYERS * 2 * 1024 * 1024

@@ -23,7 +23,7 @@ from mx.transport import Unavailable
 from tests.integration.conftest import HostCommand
 from tests.integration.test_main_job import same
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 NEAR, FAR = "near", "far"
 LINKS = 4

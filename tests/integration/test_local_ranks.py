@@ -28,7 +28,7 @@ from tests.integration.conftest import Run, error_of, serve
 from tests.integration.scripts import script
 from tests.integration.test_bounds import until
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(180)]
 
 RANKS = 2
 #: Other runs of these tests on this host pull the same weights.

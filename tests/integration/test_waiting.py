@@ -33,7 +33,7 @@ from tests.integration.conftest import (
 from tests.integration.halfway import NEAR, SHAPES, Net, kill, net_of
 from tests.integration.test_main_job import same
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.long]
 
 SMALL_CHUNKS = ("--chunk-bytes", "1MiB")
 
