@@ -60,7 +60,7 @@ class FilledMemory:
                 self._view = arena.private_view()
             return layout, self._view
 
-    def check_kept(self) -> None:
+    def check_not_released(self) -> None:
         """Raise ClosedError if the tensors of `into` are the caller's alone again."""
         if isinstance(self._job.arena, LiveMemory) and self._job.arena.released:
             raise ClosedError("the pull has given back the tensors of `into`")

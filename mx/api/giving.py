@@ -24,8 +24,8 @@ from mx.target.progress import ProgressReporter
 class Giving:
     """One pull's. `Pull` says what its methods return and raise.
 
-    The memory's lock guards the source and the port that takes requests, too: a source gets the
-    port, whichever comes first, and one that is being made is made once, before the pull is closed.
+    The memory's lock guards the source and the port for requests, too: the source gets the port,
+    whichever is first; two calls of `hold` make one source; closing waits for one that is made.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Giving:
             or pages is None
         ):
             raise ConfigError("only a pull made with hold=True can become a source")
-        self._memory.check_kept()
+        self._memory.check_not_released()
         node = self._job.node
         host = None if node is None else node.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):

@@ -236,7 +236,7 @@ class Pull(Described, Closable):
         """
         self.wait()
         view = self._filled.view()[1]
-        self._filled.check_kept()
+        self._filled.check_not_released()
         return view
 
     def device_buffer(self) -> DeviceView:

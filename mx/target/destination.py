@@ -48,12 +48,7 @@ class Destination:
         self._subset = None if subset is None else subset[0]
         self._wanted = None if subset is None else subset[1]
         self._lock = threading.Lock()
-        self._free: list[bytearray] = []
-
-    @property
-    def free_buffers(self) -> int:
-        """How many buffers are kept for parts to come."""
-        return len(self._free)
+        self._free: list[bytearray] = []  # buffers that no part uses
 
     def land(self, part: Part) -> Landing:
         """Return the memory in which a part is to land."""

@@ -54,7 +54,7 @@ class MachineRunner:
     """The machine of one transfer, its connections and its reads.
 
     One lock guards the machine, and with it what must agree with it: the connections by number, the
-    sinks of parts in flight, and what functions that are given to `react` and `ask` use. Commands
+    sinks of parts in flight, and what functions that are given to `react` and `call` use. Commands
     are carried out after it is released.
     """
 
@@ -91,13 +91,13 @@ class MachineRunner:
         self._in_flight: dict[Part, PartSink] = {}
 
     def react(self, event: Callable[[TransferMachine], Sequence[Command]]) -> None:
-        """Report an event to the machine by this function, and carry out its commands."""
-        self.run(self.ask(event))
+        """Call a function that reports an event to the machine, and carry out its commands."""
+        self.run(self.call(event))
 
-    def ask(self, question: Callable[[TransferMachine], Answer]) -> Answer:
-        """Return what this function of the machine returns, which is called under the lock."""
+    def call(self, function: Callable[[TransferMachine], Answer]) -> Answer:
+        """Call a function of the machine under the lock, and return what it returns."""
         with self._lock:
-            return question(self._machine)
+            return function(self._machine)
 
     # -- connections ------------------------------------------------------------------------------
 

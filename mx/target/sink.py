@@ -27,8 +27,8 @@ class PartListener(Protocol):
 
 
 class PartSink:
-    """Hashes one part as it lands and reports how it ended. Needs no lock: its session calls it on
-    one thread at a time."""
+    """Hashes one part as it lands and reports how it ended. It is called by one thread at a time;
+    others read `landed_nbytes`."""
 
     __slots__ = (
         "connection",

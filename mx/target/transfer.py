@@ -103,7 +103,7 @@ class Transfer:
 
     @property
     def retries(self) -> int:
-        return self._runner.ask(lambda machine: machine.retries)
+        return self._runner.call(lambda machine: machine.retries)
 
     @property
     def connections(self) -> list[Connection]:
@@ -112,7 +112,7 @@ class Transfer:
     def paths(self) -> list[PathReport]:
         """Return what came over each path that brought anything."""
         connections = self._runner.connections
-        return self._runner.ask(lambda _: self._account.reports(connections))
+        return self._runner.call(lambda _: self._account.reports(connections))
 
     def progress(self) -> tuple[int, list[int]]:
         """Return the payload bytes that have landed, in all and by layer, also of running reads."""
@@ -133,7 +133,7 @@ class Transfer:
     def subscribe(self, listener: HoldingsListener) -> int:
         """Report every chunk that is verified from now on to `listener`, under the transfer's lock.
         Returns the chunks that are verified now, as a bit set."""
-        return self._runner.ask(lambda machine: machine.holdings.subscribe(listener))
+        return self._runner.call(lambda machine: machine.holdings.subscribe(listener))
 
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float = 0.0) -> int:
         """Count chunks as verified that are in the arena, hashed and found right. Best called
@@ -157,7 +157,7 @@ class Transfer:
                 self._account.prefilled(label, source, nbytes, seconds)
             return nbytes, commands
 
-        nbytes, commands = self._runner.ask(count)
+        nbytes, commands = self._runner.call(count)
         self._runner.run(commands)
         return nbytes
 
@@ -217,22 +217,22 @@ class Transfer:
     @property
     def causes(self) -> tuple[MxError, ...]:
         """Why reads and connections failed so far."""
-        return self._runner.ask(lambda machine: machine.causes)
+        return self._runner.call(lambda machine: machine.causes)
 
     @property
     def hopeless(self) -> bool:
         """True if nothing is in flight, and no open connection can read what is missing."""
-        return self._runner.ask(lambda machine: machine.hopeless)
+        return self._runner.call(lambda machine: machine.hopeless)
 
     def expect_connections(self) -> None:
         """Do not fail for want of connections: another one may come."""
-        self._runner.ask(TransferMachine.expect_connections)
+        self._runner.call(TransferMachine.expect_connections)
 
     # -- which source may be read from ------------------------------------------------------------
 
     def coordinate(self) -> None:
         """From now on read chunks only from sources that allow them."""
-        self._runner.ask(TransferMachine.coordinate)
+        self._runner.call(TransferMachine.coordinate)
 
     def read_freely(self) -> None:
         """From now on read every chunk from every source."""
@@ -240,13 +240,13 @@ class Transfer:
 
     def allow(self, source: str, chunk: int) -> bool:
         """Let the chunk be read from this source. Returns False if it is verified already."""
-        commands = self._runner.ask(lambda machine: machine.allow(source, chunk, time.monotonic()))
+        commands = self._runner.call(lambda machine: machine.allow(source, chunk, time.monotonic()))
         self._runner.run(commands or ())
         return commands is not None
 
     def withdraw(self, source: str, chunk: int) -> None:
         """Stop reading the chunk from this source: give up the connections that do."""
-        for number in self._runner.ask(lambda machine: machine.withdraw(source, chunk)):
+        for number in self._runner.call(lambda machine: machine.withdraw(source, chunk)):
             self.connection_lost(number, PathSlowError("the chunk was requested elsewhere"))
 
     # -- parts that ranks on this host hand each other --------------------------------------------
@@ -271,7 +271,7 @@ class Transfer:
 
     def expects(self, rank: int) -> bool:
         """Return True if this rank has yet to hand over something."""
-        return self._runner.ask(lambda machine: machine.expects(rank))
+        return self._runner.call(lambda machine: machine.expects(rank))
 
     def take_up(self, rank: int) -> bool:
         """Read what was expected from another rank. Returns True if anything was."""
@@ -279,7 +279,7 @@ class Transfer:
         def take(machine: TransferMachine) -> tuple[bool, Sequence[Command]]:
             return machine.expects(rank), machine.take_up(rank, time.monotonic())
 
-        expected, commands = self._runner.ask(take)
+        expected, commands = self._runner.call(take)
         self._runner.run(commands)
         return expected
 
@@ -291,7 +291,7 @@ class Transfer:
 
     def close(self) -> None:
         """Close every session: reads are aborted, and the listener gets no `failed` any more."""
-        self._runner.ask(lambda machine: machine.abort(ClosedError("the pull was closed")))
+        self._runner.call(lambda machine: machine.abort(ClosedError("the pull was closed")))
         for connection in self.connections:
             connection.session.close()
 
