@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from mx import runtime
+from mx.api.filled import FilledMemory
 from mx.core.types import Manifest
 from mx.errors import ClosedError
 from mx.target.events import EventLog
@@ -17,7 +18,7 @@ from mx.target.options import PullOptions
 class Described:
     """A pull that waits for its manifest and gets its side files: a part of `Pull`."""
 
-    _closed: bool
+    _filled: FilledMemory
     _job: Job | FilesJob
     _loop: runtime.LoopThread
     _options: PullOptions
@@ -102,5 +103,5 @@ class Described:
         """Raise ClosedError if the pull was closed, ForkError in a forked child."""
         if self._loop.inherited:
             raise runtime.fork_error()
-        if self._closed:
+        if self._filled.closed:
             raise ClosedError("the pull was closed")

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 import weakref
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterator,
-)
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
 from mx.api.closing import Closable, Step
 from mx.api.common import checked_port, known_host, transports
 from mx.api.described import Described
-from mx.api.layers import tensors_in, tensors_of
-from mx.api.serving import offer, source_options, start_source
+from mx.api.filled import FilledMemory
+from mx.api.giving import Giving
+from mx.api.layers import tensors_of
 from mx.api.source import Source
 from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.selection import Subset
-from mx.core.types import Layout, Manifest, ModelKey, SourceRole
-from mx.cuda.device import Device
-from mx.cuda.driver import load
-from mx.errors import ClosedError, ConfigError, another, release_frames
-from mx.memory.arena import MemfdArena
-from mx.memory.device import DeviceArena
-from mx.memory.live import LiveMemory
+from mx.core.types import Manifest, ModelKey
+from mx.errors import ClosedError, ConfigError
 from mx.memory.readiness import LayerSignals
-from mx.source.model import HeldModel
-from mx.source.relay import Relay
 from mx.target.events import EventLog
 from mx.target.files_job import FilesJob
 from mx.target.job import Job
@@ -64,13 +51,9 @@ class Pull(Described, Closable):
         self._options = options
         self._settings = settings
         self._state = EventLog(started_s, tensors_of(weakref.ref(self)))
-        self._view: View | None = None
-        self._held: Source | None = None
-        self._signals: LayerSignals | None = None
-        self._closed = False
-        self._requests_port = 0
-        self._lock = threading.Lock()
         self._job, self._task = loop.run(self._begin(options))
+        self._filled = FilledMemory(options, self._job, self._state)
+        self._giving = Giving(loop, options, settings, self._job, self._reporter, self._filled)
         super().__init__(loop)
 
     async def _begin(self, options: PullOptions) -> tuple[Job | FilesJob, asyncio.Task[None]]:
@@ -93,7 +76,7 @@ class Pull(Described, Closable):
 
     def __repr__(self) -> str:
         """One line: the model and how far it is."""
-        state = "closed" if self._closed else self._state.error or summary(self.progress())
+        state = "closed" if self._filled.closed else self._state.error or summary(self.progress())
         return f"<Pull {self.model}: {state}>"
 
     # -- layers -----------------------------------------------------------------------------------
@@ -158,10 +141,7 @@ class Pull(Described, Closable):
             ForkError: This process was forked from the one that pulls.
         """
         self._require_own()
-        self._loop.submit(self._ended()).add_done_callback(lambda _: callback())
-
-    async def _ended(self) -> None:
-        await asyncio.wait((self._task,))
+        self._loop.submit(asyncio.wait((self._task,))).add_done_callback(lambda _: callback())
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -241,7 +221,7 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        return host_view(self._arena_view()[1])
+        return host_view(self._filled.view()[1])
 
     def memory(self) -> View:
         """Wait for the end of the pull and return the model's bytes, wherever they are.
@@ -255,13 +235,9 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        view = self._arena_view()[1]
-        self._require_memory()
+        view = self._filled.view()[1]
+        self._filled.check_not_released()
         return view
-
-    def _require_memory(self) -> None:
-        if isinstance(self._job.arena, LiveMemory) and self._job.arena.released:
-            raise ClosedError("the pull has given back the tensors of `into`")
 
     def device_buffer(self) -> DeviceView:
         """Wait for the end of a pull into a GPU and return the model's bytes in that GPU's memory.
@@ -275,25 +251,12 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        view = self._arena_view()[1]
+        view = self._filled.view()[1]
         if not isinstance(view, DeviceView):
             raise ConfigError("the pull is into host memory", hint="buffer() gives it")
         return view
 
     # -- tensors ----------------------------------------------------------------------------------
-
-    def _arena_view(self) -> tuple[Layout, View]:
-        if self._state.error is not None:
-            raise another(self._state.error)
-        if self._options.files_only:
-            raise ConfigError("a pull of files only has no tensors", hint="files() gives its files")
-        with self._lock:
-            arena, layout = self._job.arena, self._job.layout
-            if self._closed or arena is None or layout is None:
-                raise ClosedError("the pull has no tensors: it was closed, or has not begun")
-            if self._view is None:
-                self._view = arena.private_view()
-            return layout, self._view
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Wait for the end of the pull and return its tensors by name, in execution order.
@@ -310,8 +273,7 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        layout, view = self._arena_view()
-        return tensors_in(view, layout, self._options.into)
+        return self._filled.tensors()
 
     def layer_state_dict(self, layer: int) -> dict[str, torch.Tensor]:
         """Wait for one layer and return its tensors, and the tensors that are tied to them.
@@ -333,8 +295,7 @@ class Pull(Described, Closable):
         """
         if layer < 0 or self._state.wait_layer(layer) is None:
             raise IndexError(f"there is no layer {layer}")
-        layout, view = self._arena_view()
-        return tensors_in(view, layout, self._options.into, layer)
+        return self._filled.tensors(layer)
 
     def signals(self) -> LayerSignals:
         """Return the signals by which CUDA streams, instead of the CPU, wait for layers.
@@ -351,20 +312,7 @@ class Pull(Described, Closable):
             ClosedError: The pull was closed.
             MxError: The error that ended the pull, see `pull`.
         """
-        if self._options.device == "cpu":
-            raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
-        if self._options.stores and self._options.from_sources:
-            raise ConfigError("a pull that may begin again from disk has no signals")
-        layers = self._state.keep_memory()
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the pull was closed")
-            if self._signals is None:
-                device = Device.open(load(), self._options.device)
-                self._signals = signals = LayerSignals(device, layers)
-                self._state.on_layer(lambda event: signals.verified(event.index))
-                self._state.on_failure(signals.failed)
-            return self._signals
+        return self._filled.signals()
 
     def early_state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors of a pull into a GPU as soon as their memory is allocated.
@@ -380,13 +328,7 @@ class Pull(Described, Closable):
             ClosedError: The pull was closed.
             MxError: The error that ended the pull, see `pull`.
         """
-        self.signals()
-        while self._job.arena is None or self._job.manifest is None:
-            if self._state.ended:
-                self.wait()
-            time.sleep(0.001)
-        layout, view = self._arena_view()
-        return tensors_in(view, layout)
+        return self._filled.early_tensors()
 
     # -- staying ----------------------------------------------------------------------------------
 
@@ -403,67 +345,7 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`, or that `serve` raises.
         """
         self.wait()
-        with self._lock:
-            if self._held is None:
-                self._held = self._begin_to_hold()
-                if self._requests_port:
-                    self._held.accept_requests(self._requests_port)
-            return self._held
-
-    def _begin_to_hold(self) -> Source:
-        arena, manifest, pages = self._job.arena, self._job.manifest, self._job.pages
-        if (
-            not self._options.hold
-            or not isinstance(arena, MemfdArena | DeviceArena | LiveMemory)
-            or manifest is None
-            or pages is None
-        ):
-            raise ConfigError("only a pull made with hold=True can become a source")
-        self._require_memory()
-        node = self._job.node
-        host = None if node is None else node.sharing.host
-        if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
-            return self._settle(host, arena)
-        self._loop.run(self._job.leave())
-        live = isinstance(arena, LiveMemory)
-        if not isinstance(arena, LiveMemory):
-            arena.seal()
-        held = HeldModel(
-            self.model,
-            manifest,
-            arena,
-            pages,
-            role=SourceRole.RELAY,
-            borrowed=True,
-        )
-        if self._job.reader_id in ("", self._reporter.pull_id):  # routers know the pull by it
-            held.source_id = self._reporter.pull_id
-        coordinator = self._options.coordinator
-        loop = runtime.acquire()
-        try:
-            options = source_options(self._settings, coordinator, live=live)
-            server = loop.run(start_source(options, transports()))
-            try:
-                loop.run(offer(server, held, coordinator))
-            except BaseException:
-                loop.run(server.close())
-                raise
-        except BaseException:
-            runtime.release(loop)
-            raise
-        return Source(loop, server, held, coordinator or "", None)
-
-    def _settle(self, relay: Relay, arena: MemfdArena | LiveMemory) -> Source:
-        """Turn the relay, which others read from without a break, into a source."""
-        if isinstance(arena, MemfdArena):
-            arena.freeze()
-        loop = runtime.acquire()
-        try:
-            server, held = loop.run(relay.settle())
-        except BaseException:
-            runtime.release(loop)
-            raise
-        return Source(loop, server, held, self._options.coordinator or "", None)
+        return self._giving.hold()
 
     def accept_requests(self, port: int) -> None:
         """Have routers send requests to this process (`mx.Router`), also while layers still arrive.
@@ -483,19 +365,7 @@ class Pull(Described, Closable):
             ClosedError: The pull was closed.
         """
         self._require_own()
-        port = checked_port(port)
-        if not self._reporter.reports:
-            raise ConfigError(
-                "this pull has no coordinator that could list the port",
-                hint="leave out `peer`, and give `coordinator`",
-            )
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the pull was closed")
-            self._requests_port, held = port, self._held
-        self._loop.submit(self._reporter.accept_requests(port))
-        if held is not None:
-            held.accept_requests(port)
+        self._giving.accept_requests(checked_port(port))
 
     def release(self) -> None:
         """Stop giving the pull's memory to others, after the pull has ended. Idempotent.
@@ -509,13 +379,7 @@ class Pull(Described, Closable):
         self._require_own()
         if not self._state.ended:
             raise ConfigError("the pull still runs", hint="wait for its end, or close it")
-        with self._lock:
-            held, self._held = self._held, None
-        if held is not None:
-            held.close()
-        self._loop.run(self._job.leave())
-        if isinstance(self._job.arena, LiveMemory):
-            self._job.arena.release()
+        self._giving.end()
 
     def close(self) -> None:
         """Stop the pull if it still runs, and drop this object's reference to the memory.
@@ -525,26 +389,15 @@ class Pull(Described, Closable):
         super().close()
 
     def _closing_steps(self) -> list[Step]:
-        with self._lock:
-            self._closed = True
-        held = [] if self._held is None else [self._held.close]
-        signals = [] if self._signals is None else [self._signals.close]
-        return [*held, self._awaiting(self._stop), *signals, self._let_go]
-
-    def _let_go(self) -> None:
-        self._view = None
-        if self._job.arena is not None:
-            self._job.arena.release()
-        if self._options.into is not None:
-            self._options.into.release()
-        release_frames(self._state.error)
+        self._filled.close()
+        giving, memory = self._giving.closing_steps(), self._filled.closing_steps()
+        return [*giving, self._awaiting(self._stop), *memory]
 
     def forked(self) -> None:
         super().forked()
-        self._lock = threading.Lock()
-        self._closed = True
         self._state = EventLog(self._state.started_s)
         self._state.failed(runtime.fork_error())
+        self._filled.forked(self._state)
 
     async def _stop(self) -> None:
         self._job.close()

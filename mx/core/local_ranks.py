@@ -124,6 +124,49 @@ class Shares:
         return self._expected_of.get(rank, {}).get(part.chunk, 0) & mask == mask
 
 
+class Expected:
+    """The blocks that other ranks read, and have yet to hand over."""
+
+    def __init__(self, shares: Shares | None) -> None:
+        """At first these are all that others read; None: there are no other ranks."""
+        self._parts = {} if shares is None else shares.expected
+        self._blocks = _mask_of(part for parts in self._parts.values() for part in parts)
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    def any_of(self, rank: int) -> bool:
+        """Return True if that rank has yet to hand over something."""
+        parts = self._parts.get(rank, ())
+        return any(self._blocks.get(part.chunk, 0) & bits(part) for part in parts)
+
+    def take(self, part: Part) -> bool:
+        """Expect the part no longer. Returns False if not all of it was."""
+        mask, expected = bits(part), self._blocks.get(part.chunk, 0)
+        if expected & mask != mask:
+            return False
+        self._blocks[part.chunk] = expected & ~mask
+        if expected == mask:
+            del self._blocks[part.chunk]
+        return True
+
+    def take_all(self, rank: int) -> list[Part]:
+        """Expect nothing from that rank any more. Returns what was."""
+        found = []
+        for part in self._parts.get(rank, ()):
+            left = self._blocks.get(part.chunk, 0) & bits(part)
+            begin = end = part.begin
+            for block in [*members(left), -1]:  # in runs
+                if block != end:
+                    if begin < end:
+                        found.append(Part(part.chunk, begin, end))
+                    begin = block
+                end = block + 1
+        for run in found:
+            self.take(run)
+        return found
+
+
 def bits(part: Part) -> int:
     """Return the blocks of a part as a bit set, numbered within its chunk."""
     return (1 << part.end) - (1 << part.begin)

@@ -1,15 +1,12 @@
-"""Which part is read next over which connection, and which chunks are verified: events in, commands
-out.
+"""Which part is read next over which connection: events in, commands out.
 
-The machine does no IO and has no clock. It owns the set of verified chunks (`holdings`), knows
-which chunks are missing or in flight, which connections there are and how fast each is, and
-decides what each reads next and when a layer is ready. Its caller carries out the commands and
-reports their results, in any order.
+The machine does no IO and has no clock. It knows which chunks are missing or in flight, which
+connections there are and how fast each is, and decides what each reads next. Its caller carries out
+the commands and reports their results, in any order.
 
 A read is of a *part*: a chunk, or near the end a piece of one in whole blocks. `mx.core.striping`
-computes how much a connection takes, and how far ahead. When a part has landed, the digests of its
-blocks are compared with the page of its layer, as soon as that is known; a chunk all of whose parts
-are right is verified.
+computes how much a connection takes, and how far ahead. Whether what has landed is right, and which
+chunks are verified and which layers ready, `mx.core.verification` decides.
 
 A part that fails is missing again, and is read from another source if possible. So is a part whose
 connection is lost, but not before its read has ended: until then that transport may still write
@@ -33,38 +30,21 @@ reported that no further connection will come.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 from mx.core import striping
-from mx.core.digest import DIGEST_BYTES
 from mx.core.grid import BLOCK_BYTES, ChunkGrid
-from mx.core.holdings import Holdings, members
-from mx.core.local_ranks import Shares, bits
+from mx.core.local_ranks import Expected, Shares
 from mx.core.missing import Missing
 from mx.core.pace import Pace
 from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Part
-from mx.core.transfer_commands import (
-    Assign,
-    Command,
-    CopyOut,
-    DropConnection,
-    Fail,
-    HandOut,
-    LayerReady,
-)
+from mx.core.transfer_commands import Assign, Command, DropConnection, Fail
+from mx.core.verification import Verification
 from mx.core.wanted import Wanted
 from mx.errors import DigestError, MxError, PathSlowError
 
 MAX_CORRUPT = 2
 MAX_ATTEMPTS = 5
-
-
-class _Landed(NamedTuple):
-    """A part that has landed, and waits for its layer's page."""
-
-    load: ConnectionLoad  # of the connection that brought it
-    block_digests: bytes
 
 
 class TransferMachine:
@@ -89,29 +69,19 @@ class TransferMachine:
             wanted: The blocks to read; None: all.
             shares: Which of these other ranks on this host read; None: none.
         """
-        self.holdings = Holdings(grid, None if wanted is None else wanted.bits)
+        self._verification = Verification(grid, page_of, wanted, shares)
+        self.holdings = self._verification.holdings
         self.retries = 0
         self._grid = grid
-        self._page_of = page_of
         self._several_connections = several_connections
         self._wanted = wanted
-        self._copying: set[Part] = set()  # right, but not in their place, or not handed out
-        self._shares = shares
         # Neither verified, nor being read, nor expected.
         self._missing = Missing(grid, wanted, None if shares is None else shares.mine)
-        self._expected: dict[int, int] = {}  # chunk -> blocks that other ranks read, as a bit set
-        self._given: set[int] = set()  # layers with parts that another rank has verified
-        for parts in () if shares is None else shares.expected.values():
-            for part in parts:
-                self._expected[part.chunk] = self._expected.get(part.chunk, 0) | bits(part)
+        self._expected = Expected(shares)
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
-        self._waiting: dict[int, dict[Part, _Landed]] = {}  # layer -> parts that wait for its page
-        self._right_blocks: dict[int, int] = {}  # chunk -> blocks that are right, while not all are
-        self._shortcuts: set[int] = set()  # layers with parts that were verified by the shortcut
         self._corrupt: dict[str, int] = {}  # source -> how often
         self._attempts: dict[int, int] = {}
-        self._landed_in_layer = [0] * len(grid.layout.layers)
         self._causes: list[MxError] = []
         self._ended = False
         self._expecting = True
@@ -128,7 +98,7 @@ class TransferMachine:
 
     def landed_nbytes(self) -> list[int]:
         """Return the payload bytes of each layer that have landed, in completed parts."""
-        return list(self._landed_in_layer)
+        return list(self._verification.landed_nbytes)
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -136,8 +106,7 @@ class TransferMachine:
         """Return the commands for layers without bytes, which are ready at once. A model without
         bytes ends with this."""
         self._ended = not self.holdings.left
-        layers = range(len(self._grid.layout.layers))
-        return [LayerReady(layer) for layer in layers if self.holdings.has_layer(layer)]
+        return self._verification.start()
 
     def already_landed(self, chunks: Iterable[int]) -> tuple[list[int], list[Command]]:
         """Count chunks as verified that were resumed or reused.
@@ -151,8 +120,7 @@ class TransferMachine:
         for chunk in chunks:
             if not self._ended and self._missing.untouched(chunk):
                 self._missing.remove(chunk)
-                self._landed_in_layer[self._grid.layer_of[chunk]] += self._grid.sizes[chunk]
-                commands += self._verified(chunk)
+                commands += self._settled(chunk, self._verification.prefilled(chunk))
                 news.append(chunk)
         return news, commands
 
@@ -218,16 +186,13 @@ class TransferMachine:
         load = self._take_back(connection, part)
         if load is None:
             return []
-        nbytes, layer = self._missing.nbytes_of(part), self._grid.layer_of[part.chunk]
-        load.pace.completed(nbytes, now_s)
-        self._landed_in_layer[layer] += nbytes
+        load.pace.completed(self._missing.nbytes_of(part), now_s)
+        self._verification.landed(part, load, block_digests)
         commands = self._assign(now_s)  # the next reads are issued first
         if block_digests is None:
-            self._shortcuts.add(layer)
             commands += self._right(part, load, now_s)
         else:
-            self._waiting.setdefault(layer, {})[part] = _Landed(load, block_digests)
-            commands += self._judge(layer, now_s)
+            commands += self._judge(self._grid.layer_of[part.chunk], now_s)
         return commands + self._check_hopeless()
 
     def page_known(self, layer: int, now_s: float) -> list[Command]:
@@ -239,66 +204,31 @@ class TransferMachine:
 
     def copied_out(self, part: Part) -> list[Command]:
         """Record that the wanted bytes of a part that was read aside are in their place."""
-        return self._settled(part)
+        return [] if self._ended else self._settled(part.chunk, self._verification.copied_out(part))
 
     def handed_out(self, part: Part) -> list[Command]:
-        """Record that other ranks have what they want of a part, or need it no more. Only then may
-        its layer be ready: the caller may change a ready layer, and they would get the change."""
-        return [] if self.reads_aside(part) else self._settled(part)
-
-    def _settled(self, part: Part) -> list[Command]:
-        if self._ended or part not in self._copying:
-            return []
-        self._copying.remove(part)
-        return self._in_place(part)
+        """Record that other ranks have what they want of a part, or need it no more."""
+        return [] if self._ended else self._settled(part.chunk, self._verification.handed_out(part))
 
     def given(self, part: Part) -> list[Command]:
         """Record that another rank has handed over a part that was expected from it: it is right,
         and in its place."""
-        if self._ended or not self._unexpect(part):
+        if self._ended or not self._expected.take(part):
             return []
-        layer = self._grid.layer_of[part.chunk]
-        self._landed_in_layer[layer] += self._missing.nbytes_of(part)
-        self._given.add(layer)
-        return self._in_place(part) + self._check_hopeless()
+        commands = self._settled(part.chunk, self._verification.given(part))
+        return commands + self._check_hopeless()
 
     def take_up(self, rank: int, now_s: float) -> list[Command]:
         """Read what was expected from another rank, which is gone."""
-        if self._shares is None or self._ended:
+        if self._ended:
             return []
-        for part in self._shares.expected[rank]:
-            left = self._expected.get(part.chunk, 0) & bits(part)
-            begin = end = part.begin
-            for block in [*members(left), -1]:  # in runs
-                if block != end:
-                    if begin < end:
-                        run = Part(part.chunk, begin, end)
-                        self._unexpect(run)
-                        self._missing.give_back(run)
-                    begin = block
-                end = block + 1
+        for part in self._expected.take_all(rank):
+            self._missing.give_back(part)
         return self._assign(now_s) + self._check_hopeless()
 
     def expects(self, rank: int) -> bool:
         """Return True if that rank has yet to hand over something."""
-        if self._shares is None or self._ended:
-            return False
-        parts = self._shares.expected[rank]
-        return any(self._expected.get(part.chunk, 0) & bits(part) for part in parts)
-
-    def _unexpect(self, part: Part) -> bool:
-        """Expect the part no longer. Returns False if not all of it was."""
-        mask, expected = bits(part), self._expected.get(part.chunk, 0)
-        if expected & mask != mask:
-            return False
-        self._expected[part.chunk] = expected & ~mask
-        if expected == mask:
-            del self._expected[part.chunk]
-        return True
-
-    def reads_aside(self, part: Part) -> bool:
-        """Return True if a part is read into a buffer. From any thread."""
-        return self._wanted is not None and self._wanted.is_aside(part)
+        return not self._ended and self._expected.any_of(rank)
 
     def failed(self, connection: int, part: Part, error: MxError, now_s: float) -> list[Command]:
         """Record that the read of a part failed; its session may still work."""
@@ -381,47 +311,34 @@ class TransferMachine:
         return load
 
     def _judge(self, layer: int, now_s: float) -> list[Command]:
-        """Compare the parts of a layer that wait for its page, if it is known."""
-        page = self._page_of(layer)
+        """Act on the parts of a layer that wait for its page, if it is known."""
         commands: list[Command] = []
-        if page is None or self._ended:
+        if self._ended:
             return commands
-        for part, (load, digests) in self._waiting.pop(layer, {}).items():
-            first = DIGEST_BYTES * (self._grid.first_block[part.chunk] + part.begin)
-            if page[first : first + DIGEST_BYTES * (part.end - part.begin)] == digests:
-                commands += self._right(part, load, now_s)
-            else:
-                commands += self._wrong(part, load, now_s)
+        for part, load, right in self._verification.judge(layer):
+            act = self._right if right else self._wrong
+            commands += act(part, load, now_s)
         return commands
 
     def _right(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
         load.verified_nbytes += self._missing.nbytes_of(part)
         load.verified_at_s = now_s
-        shared = self._shares is not None and self._shares.pieces(part)
-        commands: list[Command] = [HandOut(part)] if shared else []
-        if self.reads_aside(part):
-            commands.append(CopyOut(part))
-        elif not shared:
-            return self._in_place(part)
-        self._copying.add(part)
-        return commands
+        return self._settled(part.chunk, self._verification.right(part))
 
-    def _in_place(self, part: Part) -> list[Command]:
-        blocks = self._right_blocks.pop(part.chunk, 0) + part.end - part.begin
-        needed = self._grid.block_count if self._wanted is None else self._wanted.block_count
-        if blocks == needed(part.chunk):
-            return self._verified(part.chunk)
-        self._right_blocks[part.chunk] = blocks
-        return []
+    def _settled(self, chunk: int, commands: list[Command]) -> list[Command]:
+        """Return the commands, after noting whether the chunk is verified now."""
+        if self.holdings.has(chunk):
+            self._rights.verified(chunk)
+            self._ended = not self.holdings.left
+        return commands
 
     def _wrong(self, part: Part, load: ConnectionLoad, now_s: float) -> list[Command]:
         """Read a part again, and blame its sender."""
         chunk, source = part.chunk, load.source
         self.retries += 1
         load.wrong_parts += 1
-        self._landed_in_layer[self._grid.layer_of[chunk]] -= self._missing.nbytes_of(part)
+        self._verification.wrong(part, source)
         self._missing.give_back(part)
-        self.holdings.corrupt(chunk, source)
         self.withdraw(source, chunk)
         self._rights.refuse(source, chunk)
         self._corrupt[source] = self._corrupt.get(source, 0) + 1
@@ -441,15 +358,6 @@ class TransferMachine:
             peer=load.peer,
             hint="the source lies, or its memory or the path to it is faulty",
         )
-
-    def _verified(self, chunk: int) -> list[Command]:
-        self._rights.verified(chunk)
-        layer_complete = self.holdings.add(chunk)
-        self._ended = not self.holdings.left
-        layer = self._grid.layer_of[chunk]
-        if not layer_complete:
-            return []
-        return [LayerReady(layer, layer in self._shortcuts, layer in self._given)]
 
     def _drop(self, connections: list[int], reason: MxError, now_s: float) -> list[Command]:
         for connection in connections:
@@ -473,7 +381,7 @@ class TransferMachine:
         """Return True unless some of the chunk is read aside, and could not be judged."""
         if self._wanted is None or not self._wanted.needs_aside(chunk):
             return True
-        return self._page_of(self._grid.layer_of[chunk]) is not None
+        return self._verification.can_judge(self._grid.layer_of[chunk])
 
     def _open_sources(self) -> set[str]:
         return {load.source for load in self._open.values()}
@@ -566,4 +474,6 @@ class TransferMachine:
             return not any(self._may_read(load, first) for load in self._open.values())
         if self._expected:
             return False
-        return bool(self._waiting) and not self._open  # a source that gives bytes gives pages too
+        return (
+            self._verification.waits and not self._open
+        )  # a source that gives bytes gives pages too

@@ -273,10 +273,10 @@ def test_slices_come_together_and_nothing_holds_on_to_memory() -> None:
     own, first = WIDE.size, 1500 * 1500 // MIB * MIB
     assert setting.transfer.progress()[0] == own + own - first
     # No more buffers than reads that were in flight at a time.
-    assert 0 < len(setting.transfer._buffers) <= 2 * HeldSession.depth
+    assert 0 < len(setting.transfer._destination._free) <= 2 * HeldSession.depth
     setting.transfer.close()
     assert setting.transfer.join(1)
-    assert not setting.transfer._buffers
+    assert not setting.transfer._destination._free
 
 
 def test_before_the_page_only_what_lies_whole_is_read() -> None:

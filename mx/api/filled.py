@@ -1,0 +1,124 @@
+"""The memory that a pull fills, as its caller sees it: bytes, tensors, and the signals of a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from mx.api.closing import Step
+from mx.api.layers import tensors_in
+from mx.core.types import Layout
+from mx.cuda.device import Device
+from mx.cuda.driver import load
+from mx.errors import ClosedError, ConfigError, another, release_frames
+from mx.memory.live import LiveMemory
+from mx.memory.readiness import LayerSignals
+from mx.target.events import EventLog
+from mx.target.files_job import FilesJob
+from mx.target.job import Job
+from mx.target.options import PullOptions
+from mx.transport import View
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FilledMemory:
+    """One pull's. `Pull` says what its methods return and raise.
+
+    `lock` guards the view, the signals, and `closed`, after which there are no new ones. `Giving`
+    holds it while it makes a source of the memory: no view is made while that is sealed.
+    """
+
+    def __init__(self, options: PullOptions, job: Job | FilesJob, log: EventLog) -> None:
+        """
+        Args:
+            options: The pull's.
+            job: Has the memory, once it is allocated.
+            log: The pull's events.
+        """
+        self.lock = threading.Lock()
+        self.closed = False
+        self._options = options
+        self._job = job
+        self._log = log
+        self._view: View | None = None
+        self._signals: LayerSignals | None = None
+
+    def view(self) -> tuple[Layout, View]:
+        """Return the layout of the memory, and all of it."""
+        if self._log.error is not None:
+            raise another(self._log.error)
+        if self._options.files_only:
+            raise ConfigError("a pull of files only has no tensors", hint="files() gives its files")
+        with self.lock:
+            arena, layout = self._job.arena, self._job.layout
+            if self.closed or arena is None or layout is None:
+                raise ClosedError("the pull has no tensors: it was closed, or has not begun")
+            if self._view is None:
+                self._view = arena.private_view()
+            return layout, self._view
+
+    def check_not_released(self) -> None:
+        """Raise ClosedError if the tensors of `into` are the caller's alone again."""
+        if isinstance(self._job.arena, LiveMemory) and self._job.arena.released:
+            raise ClosedError("the pull has given back the tensors of `into`")
+
+    def tensors(self, layer: int | None = None) -> dict[str, torch.Tensor]:
+        """Return the tensors of a layer, and those that are tied to them; None: all."""
+        layout, view = self.view()
+        return tensors_in(view, layout, self._options.into, layer)
+
+    def signals(self) -> LayerSignals:
+        """Return the signals by which CUDA streams wait for layers."""
+        if self._options.device == "cpu":
+            raise ConfigError("only a pull into a GPU has signals", hint="give `device=cuda:N`")
+        if self._options.stores and self._options.from_sources:
+            raise ConfigError("a pull that may begin again from disk has no signals")
+        layers = self._log.keep_memory()
+        with self.lock:
+            if self.closed:
+                raise ClosedError("the pull was closed")
+            if self._signals is None:
+                device = Device.open(load(), self._options.device)
+                self._signals = signals = LayerSignals(device, layers)
+                self._log.on_layer(lambda event: signals.verified(event.index))
+                self._log.on_failure(signals.failed)
+            return self._signals
+
+    def early_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors in a GPU's memory as soon as that is allocated."""
+        self.signals()
+        while self._job.arena is None or self._job.manifest is None:
+            if self._log.ended:
+                self._log.wait_end()
+            time.sleep(0.001)
+        layout, view = self.view()
+        return tensors_in(view, layout)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Make no view and no signals any more."""
+        with self.lock:
+            self.closed = True
+
+    def closing_steps(self) -> list[Step]:
+        """Return the steps that let go of the memory, once nothing is read into it."""
+        signals = [] if self._signals is None else [self._signals.close]
+        return [*signals, self._let_go]
+
+    def _let_go(self) -> None:
+        self._view = None
+        if self._job.arena is not None:
+            self._job.arena.release()
+        if self._options.into is not None:
+            self._options.into.release()
+        release_frames(self._log.error)
+
+    def forked(self, log: EventLog) -> None:
+        """Be closed, in a forked child, with this log in place of the parent's."""
+        self.lock = threading.Lock()
+        self.closed = True
+        self._log = log

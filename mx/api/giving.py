@@ -1,0 +1,149 @@
+"""Gives what a pull has brought to others: to readers as a source, and to routers as a replica."""
+
+from __future__ import annotations
+
+from mx import config, runtime
+from mx.api.closing import Step
+from mx.api.common import transports
+from mx.api.filled import FilledMemory
+from mx.api.serving import offer, source_options, start_source
+from mx.api.source import Source
+from mx.core.types import SourceRole
+from mx.errors import ClosedError, ConfigError
+from mx.memory.arena import MemfdArena
+from mx.memory.device import DeviceArena
+from mx.memory.live import LiveMemory
+from mx.source.model import HeldModel
+from mx.source.relay import Relay
+from mx.target.files_job import FilesJob
+from mx.target.job import Job
+from mx.target.options import PullOptions
+from mx.target.progress import ProgressReporter
+
+
+class Giving:
+    """One pull's. `Pull` says what its methods return and raise.
+
+    The memory's lock guards the source and the port for requests, too: the source gets the port,
+    whichever is first; two calls of `hold` make one source; closing waits for one that is made.
+    """
+
+    def __init__(
+        self,
+        loop: runtime.LoopThread,
+        options: PullOptions,
+        settings: config.Settings,
+        job: Job | FilesJob,
+        reporter: ProgressReporter,
+        memory: FilledMemory,
+    ) -> None:
+        """
+        Args:
+            loop: The pull's.
+            options: The pull's.
+            settings: Those of the source.
+            job: The pull's.
+            reporter: What tells the coordinator of the pull.
+            memory: What the pull fills.
+        """
+        self._loop = loop
+        self._options = options
+        self._settings = settings
+        self._job = job
+        self._reporter = reporter
+        self._memory = memory
+        self._source: Source | None = None
+        self._requests_port = 0
+
+    def hold(self) -> Source:
+        """Serve the memory, after the pull's end; return the same source at each call."""
+        with self._memory.lock:
+            if self._source is None:
+                self._source = self._begin_to_hold()
+                if self._requests_port:
+                    self._source.accept_requests(self._requests_port)
+            return self._source
+
+    def _begin_to_hold(self) -> Source:
+        arena, manifest, pages = self._job.arena, self._job.manifest, self._job.pages
+        if (
+            not self._options.hold
+            or not isinstance(arena, MemfdArena | DeviceArena | LiveMemory)
+            or manifest is None
+            or pages is None
+        ):
+            raise ConfigError("only a pull made with hold=True can become a source")
+        self._memory.check_not_released()
+        node = self._job.node
+        host = None if node is None else node.sharing.host
+        if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
+            return self._settle(host, arena)
+        self._loop.run(self._job.leave())
+        live = isinstance(arena, LiveMemory)
+        if not isinstance(arena, LiveMemory):
+            arena.seal()
+        held = HeldModel(
+            self._job.key,
+            manifest,
+            arena,
+            pages,
+            role=SourceRole.RELAY,
+            borrowed=True,
+        )
+        if self._job.reader_id in ("", self._reporter.pull_id):  # routers know the pull by it
+            held.source_id = self._reporter.pull_id
+        coordinator = self._options.coordinator
+        loop = runtime.acquire()
+        try:
+            options = source_options(self._settings, coordinator, live=live)
+            server = loop.run(start_source(options, transports()))
+            try:
+                loop.run(offer(server, held, coordinator))
+            except BaseException:
+                loop.run(server.close())
+                raise
+        except BaseException:
+            runtime.release(loop)
+            raise
+        return Source(loop, server, held, coordinator or "", None)
+
+    def _settle(self, relay: Relay, arena: MemfdArena | LiveMemory) -> Source:
+        """Turn the relay, which others read from without a break, into a source."""
+        if isinstance(arena, MemfdArena):
+            arena.freeze()
+        loop = runtime.acquire()
+        try:
+            server, held = loop.run(relay.settle())
+        except BaseException:
+            runtime.release(loop)
+            raise
+        return Source(loop, server, held, self._options.coordinator or "", None)
+
+    def accept_requests(self, port: int) -> None:
+        """Have routers send requests to this port; 0: to none any more."""
+        if not self._reporter.reports:
+            raise ConfigError(
+                "this pull has no coordinator that could list the port",
+                hint="leave out `peer`, and give `coordinator`",
+            )
+        with self._memory.lock:
+            if self._memory.closed:
+                raise ClosedError("the pull was closed")
+            self._requests_port, source = port, self._source
+        self._loop.submit(self._reporter.accept_requests(port))
+        if source is not None:
+            source.accept_requests(port)
+
+    def end(self) -> None:
+        """Give nothing to others any more, and give the tensors of `into` back. Idempotent."""
+        with self._memory.lock:
+            source, self._source = self._source, None
+        if source is not None:
+            source.close()
+        self._loop.run(self._job.leave())
+        if isinstance(self._job.arena, LiveMemory):
+            self._job.arena.release()
+
+    def closing_steps(self) -> list[Step]:
+        """Return the steps that close the source, if there is one."""
+        return [] if self._source is None else [self._source.close]

@@ -1,0 +1,128 @@
+"""Where the parts of a transfer land: in their place in the arena, or aside, in a buffer from which
+what is wanted is copied to its place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mx.core.grid import ChunkGrid
+from mx.core.striping import Part
+from mx.core.wanted import ASIDE_BYTES, Wanted
+from mx.memory.subset import SubsetMemory
+from mx.transport import Piece, Span, View, contiguous, host_view
+from mx.views import cut
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """The memory in which one part lands: its blocks, and the pieces that a session reads into.
+    `buffer` holds a part that is read aside, until it is freed."""
+
+    part: Part
+    blocks: Sequence[Span]
+    pieces: Sequence[Piece]
+    buffer: bytearray | None
+
+
+class Destination:
+    """The memory that one transfer fills. Thread-safe.
+
+    Its lock guards the free buffers alone. A part has its memory to itself from `land` to `free`,
+    and arena and subset are dropped when nothing lands any more: they need no lock.
+    """
+
+    def __init__(
+        self, grid: ChunkGrid, arena: View, subset: tuple[SubsetMemory, Wanted] | None
+    ) -> None:
+        """
+        Args:
+            grid: How the model is cut into chunks.
+            arena: Its memory, each tensor in one piece.
+            subset: The memory of some tensors, whose view `arena` is, and the blocks to read for
+                them; None: all.
+        """
+        self.arena = arena
+        self._grid = grid
+        self._subset = None if subset is None else subset[0]
+        self._wanted = None if subset is None else subset[1]
+        self._lock = threading.Lock()
+        self._free: list[bytearray] = []  # buffers that no part uses
+
+    def land(self, part: Part) -> Landing:
+        """Return the memory in which a part is to land."""
+        grid = self._grid
+        segments = grid.segments(grid.part(part.chunk, part.begin, part.end))
+        buffer = self._buffer(part)
+        blocks: Sequence[Span]
+        views: Sequence[View]
+        if buffer is None:
+            blocks = self.blocks(part)
+            views = cut(self.arena, [(at.arena_offset, at.nbytes) for at in segments])
+        else:
+            blocks = self._blocks_in(buffer, part)
+            views = _one_after_another(buffer, (at.nbytes for at in segments))
+        # The source's region is laid out as this arena is.
+        pieces = [Piece(0, at.arena_offset, view) for at, view in zip(segments, views, strict=True)]
+        return Landing(part, blocks, pieces, buffer)
+
+    def blocks(self, part: Part) -> list[Span]:
+        """Return the blocks of a part in their place."""
+        base, places = self._places(part)
+        return [contiguous(block) for block in cut(self.arena, places, base)]
+
+    def copy_out(self, landing: Landing) -> None:
+        """Copy what is wanted of a part that was read aside to its place."""
+        self._write(landing.part, [host_view(block) for block in landing.blocks])
+
+    def write(self, part: Part, data: memoryview) -> None:
+        """Copy what is wanted of a part, whose blocks lie one after the other, to its place."""
+        self._write(part, self._blocks_in(data, part))
+
+    def free(self, landing: Landing) -> None:
+        """Keep the buffer of a part for others: nothing writes there any more. Idempotent."""
+        buffer, landing.buffer = landing.buffer, None
+        if buffer is not None:
+            with self._lock:
+                self._free.append(buffer)
+
+    def forget(self) -> None:
+        """Drop all memory, once nothing lands any more."""
+        self.arena = memoryview(b"")
+        with self._lock:
+            self._free.clear()
+        if self._subset is not None:
+            self._subset.forget()
+
+    def _buffer(self, part: Part) -> bytearray | None:
+        """Return a buffer for a part that is read aside; None for others."""
+        if self._wanted is None or not self._wanted.is_aside(part):
+            return None
+        with self._lock:
+            return self._free.pop() if self._free else bytearray(ASIDE_BYTES)
+
+    def _places(self, part: Part) -> tuple[int, Sequence[tuple[int, int]]]:
+        """Return where the part's layer begins in the arena, and its blocks in layer space."""
+        grid = self._grid
+        base = grid.layout.layers[grid.layer_of[part.chunk]].arena_offset
+        return base, grid.blocks(part.chunk)[part.begin : part.end]
+
+    def _blocks_in(self, data: bytearray | memoryview, part: Part) -> list[memoryview]:
+        return _one_after_another(data, (nbytes for _, nbytes in self._places(part)[1]))
+
+    def _write(self, part: Part, blocks: Iterable[memoryview]) -> None:
+        assert self._subset is not None
+        base, places = self._places(part)
+        for (offset, _), block in zip(places, blocks, strict=True):
+            self._subset.write(base + offset, block)
+
+
+def _one_after_another(data: bytearray | memoryview, sizes: Iterable[int]) -> list[memoryview]:
+    """Return views of these sizes, from the start of some bytes."""
+    whole, at = memoryview(data), 0
+    found = []
+    for nbytes in sizes:
+        found.append(whole[at : at + nbytes])
+        at += nbytes
+    return found
