@@ -1,8 +1,8 @@
-"""What the attempts of one pull share: what they work with, what one leaves to the next, and what
-becomes of what they have read.
+"""What the attempts of a pull have in common: what they work with (`Context`), what one leaves to
+the next (`History`), and how a model is delivered, reported, committed or discarded (`Attempt`).
 
-`mx.target.from_sources` and `mx.target.whole` have the two kinds, `mx.target.job` decides which one
-is made. An attempt is made for one run: what it knows ends with it.
+`mx.target.from_sources` and `mx.target.whole` have the two kinds; `mx.target.job` decides which one
+comes next. An attempt is made for one run, and what it knows of the model ends with it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,16 @@ from mx.transport import Transport
 
 @dataclass
 class History:
-    """What a pull keeps from one attempt to the next; changed by them."""
+    """What a pull keeps from one attempt to the next. Each attempt adds to it."""
 
-    #: The model, as far as it is known,
-    key: ModelKey
-    #: and what its name means to the coordinator.
-    named: ManifestRef | None = None
+    key: ModelKey  # as far as it is known
+    named: ManifestRef | None = None  # what the name means to the coordinator
     causes: list[MxError] = field(default_factory=list)  # why sources and paths failed
     tried: list[ManifestRef] = field(default_factory=list)  # whose sources have lied
     left: list[LeftSource] = field(default_factory=list)  # whose memory was attached, and is wrong
     ranks_met: bool = False  # ranks on one host meet once
-    #: Whether tensors of `into` may hold a part of the new weights.
-    written: bool = False
-    #: (bytes so far, bytes in total) of what was read before there was a layout.
+    written: bool = False  # whether tensors of `into` may hold a part of the new weights
+    #: (bytes so far, bytes in total) that were read, shown while no layout is known.
     counted: tuple[int, int] = (0, 0)
 
     def count(self, done: int, total: int) -> None:

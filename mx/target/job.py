@@ -44,8 +44,8 @@ UNUSABLE = "`into` holds a part of the new weights: do not use it before a pull 
 
 
 class Job:
-    """One pull; call `run` on the loop. What it has of the model is the present attempt's:
-    `manifest`, `pages` and `arena` are None until they are known."""
+    """One pull; call `run` on the loop. Its `manifest`, `pages`, `arena` and so on are the present
+    attempt's, and None until they are known."""
 
     def __init__(
         self, options: PullOptions, transports: Mapping[str, Transport], log: EventLog

@@ -74,8 +74,8 @@ class PageFetcher:
                 pause_s = min(2 * pause_s, LONGEST_S)
 
     async def rest(self, within_s: float, model: str) -> None:
-        """Wait so long for the pages that verifying did not need. Raises the last cause why one is
-        not to be had."""
+        """Wait so many seconds for the pages that verifying did not need. Raises the last cause why
+        one is not to be had; an error of its own names the model."""
         try:
             async with asyncio.timeout(within_s):
                 await self.run()
