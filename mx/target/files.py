@@ -17,7 +17,7 @@ from mx.target.events import EventLog
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from mx.target.report import LeftSource
-from mx.target.resolver import retry_until_found
+from mx.target.resolver import Found, retry_until_found
 from mx.wire.documents import WritePage
 from mx.wire.locate import Located, Locator
 
@@ -107,6 +107,35 @@ async def write_files(
         return place
     finally:
         await locator.close()
+
+
+async def write_first(
+    options: PullOptions,
+    locator: Locator,
+    found: Found,
+    write: WritePage,
+    on_wait: Callable[[], None],
+) -> None:
+    """As `write_files`, before the weights are read: from the sources that were found, and after a
+    failure from those that are listed then; else from a store."""
+    manifest = found.manifest
+    sources: Sequence[SourceRecord] | None = found.located.sources
+
+    async def attempt() -> None:
+        nonlocal sources
+        known, sources = sources, None  # after a failure, those that are listed then
+        known = await locator.again(found.located) if known is None else known
+        await locator.write_side_files(manifest, known, write)
+
+    try:
+        await retry_until_found(attempt, options.wait_s, on_wait)
+    except LocalError:
+        raise
+    except MxError:
+        stored = await stored_files(options, manifest.packaging)
+        if stored is None:
+            raise
+        await uncut(in_thread(write_documents, manifest.packaging, stored[1], write))
 
 
 def write_documents(

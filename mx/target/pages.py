@@ -17,7 +17,7 @@ import grpc.aio
 
 from mx.core.pages import check_page
 from mx.core.types import SourceRecord
-from mx.errors import DigestError, MxError, PeerProtocolError
+from mx.errors import DigestError, IncompleteError, MxError, PeerProtocolError
 from mx.runtime import in_thread
 from mx.target.transfer import Transfer
 from mx.wire.channel import Remote, Role
@@ -72,6 +72,19 @@ class PageFetcher:
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_S)
+
+    async def rest(self, within_s: float, model: str) -> None:
+        """Wait so many seconds for the pages that verifying did not need. Raises the last cause why
+        one is not to be had; an error of its own names the model."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.run()
+        except TimeoutError:
+            raise (
+                self._causes[-1]
+                if self._causes
+                else IncompleteError(f"no source gives all block digests of {model}")
+            ) from None
 
     async def _ask_all(self) -> None:
         """Ask one source after the other, the next one as soon as those before give nothing: any

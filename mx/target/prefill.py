@@ -26,6 +26,8 @@ from mx.transport import View, host_view
 
 #: One thread copies and hashes no faster than a fast network.
 THREADS = 2
+#: Prefills a transfer, see `prefilling`.
+Fill = Callable[[Transfer, Pages, Callable[[], bool]], None]
 
 
 class Prefillable(Protocol):
@@ -38,9 +40,7 @@ class Prefillable(Protocol):
     def prefill(self, label: str, source: str, chunks: Iterable[int], seconds: float) -> int: ...
 
 
-def prefilling(
-    delivery: Delivery, held: list[Held], *, attachable: bool
-) -> Callable[[Transfer, Pages, Callable[[], bool]], None] | None:
+def prefilling(delivery: Delivery, held: list[Held], *, attachable: bool) -> Fill | None:
     """Return a function that prefills a transfer, or None if there is nothing to do it with.
 
     It takes layers that an earlier pull wrote to disk, and chunks in `held`. It blocks. Call it

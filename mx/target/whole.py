@@ -2,95 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 
-from mx.core.types import Layout, ManifestRef
+from mx.core.types import Layout
 from mx.errors import CheckpointError
 from mx.memory.live import Memory
 from mx.memory.subset import SubsetMemory
+from mx.runtime import in_thread, uncut
 from mx.storage.load import Loaded, load_opened
-from mx.storage.safetensors import Checkpoint
 from mx.storage.staging import Staging
 from mx.storage.stores import OBJECTS, Opening, Store
-from mx.target.options import PullOptions
+from mx.target.attempt import Attempt, Context
+from mx.target.report import PathReport, PullReport, VerifiedBy
+from mx.wire.locate import write_side_files
 
 
-def load(
-    store: Store,
-    options: PullOptions,
-    opening: Opening,
-    *,
-    expected: ManifestRef | None = None,
-    opened: Callable[[Checkpoint], None],
-    began: Callable[[], None],
-    progress: Callable[[int, int], None],
-    early: Callable[[Layout, Memory], Callable[[int], None]] | None = None,
-) -> Loaded[Memory | SubsetMemory]:
-    """Read the checkpoint in a store into an arena, which the caller owns. Blocks.
+class FromStore(Attempt):
+    """One attempt to read all of the model from a store; `last` is True if no other one follows.
 
     With a selection it is read and hashed whole all the same, through bounded buffers: its identity
     is that of all its bytes.
-
-    Args:
-        store: The store.
-        options: The pull's options. `out` is checked before anything is read.
-        opening: What the store needs; its `cancelled` stops the read.
-        expected: What the coordinator says that the name means; None: nothing.
-        opened: Called with the checkpoint before its weights are read. Until they are, a pin proves
-            nothing of it.
-        began: Called once the memory is there, before anything is written to it.
-        progress: Called with (bytes so far, bytes in total), from reader threads.
-        early: Called with the layout and the memory; returns what is called with each layer that
-            is complete, before anything says that the checkpoint is. None: no caller may see
-            a layer before, since a pin, `out` or another step has to wait for the whole.
-
-    Raises:
-        CheckpointError: The checkpoint is malformed, or not the pinned or expected one.
-        MxError: As `Store.open` and `load_opened`, and for `out` as `Staging`.
     """
-    if options.out is not None:
-        Staging(options.out).leave()
 
-    def arena_of(layout: Layout) -> Memory | SubsetMemory:
-        if options.selection is None:
-            arena = options.new_arena(layout)
-            began()
-            if early is not None:
-                announce.append(early(layout, arena))
-            return arena
-        subset = options.selection.of(layout)
-        arena = options.new_arena(subset.layout)
-        began()
-        return SubsetMemory(subset, arena)
+    def __init__(self, context: Context, store: Store, *, last: bool) -> None:
+        super().__init__(context)
+        options = context.options
+        self._store = store
+        self._expected = context.history.named if options.bound else None
+        # What is delivered can't be taken back: a later step, a pin or `out` needs all of it first.
+        alone = not (options.pin or self._expected or options.out or options.selection)
+        self._early = last and alone and options.device == "cpu"
+        self._early_layout: Layout | None = None  # of what is delivered before there is a manifest
 
-    announce: list[Callable[[int], None]] = []
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of `arena`; None until it is known."""
+        return super().layout or self._early_layout
 
-    def on_layer(layer: int) -> None:
-        for each in announce:
-            each(layer)
+    async def run(self) -> PullReport:
+        """Read, deliver and commit the model.
 
-    checkpoint = store.open(opening)
-    opened(checkpoint)
-    loaded: Loaded[Memory | SubsetMemory] = load_opened(
-        checkpoint,
-        arena_of,
-        chunk_nbytes=options.chunk_nbytes,
-        threads=store.threads,
-        in_layer_order=store.step == OBJECTS,
-        on_layer=on_layer,
-        progress=progress,
-        cancelled=opening.cancelled,
-    )
-    ref = loaded.manifest.ref
-    held = f"{store.place} holds {ref.identity.hex()} ({ref.pin.hex()} with its files)"
-    if not ref.pinned_by(options.pin):
-        loaded.arena.release()
-        raise CheckpointError(f"{held}, not {options.pin} as requested")
-    if expected is not None and expected.identity != ref.identity:
-        loaded.arena.release()
-        name = options.key
-        raise CheckpointError(
-            f"{held}, not {expected.identity.hex()} as the coordinator lists for {name}",
-            hint="NAME@PIN insists on the weights of one or the other",
+        Raises:
+            CheckpointError: The checkpoint is malformed, or not the pinned or expected one.
+            MxError: As `Store.open` and `load_opened`, and for `out` as `Staging`.
+        """
+        options, files, store = self._options, self._context.files, self._store
+        # Uncut: once the pull is closed no thread may write to `into`.
+        loaded = await uncut(in_thread(self._load, asyncio.get_running_loop()))
+        manifest, arena = loaded.manifest, loaded.arena
+        if isinstance(arena, SubsetMemory):
+            self.subset, arena = arena.subset, arena.memory
+        self.manifest, self.pages, self.arena = manifest, loaded.pages, arena
+        self._log.planned(len(manifest.layout.layers), manifest)
+        files.loaded(manifest)
+        delivery = self._deliver(manifest, strong=False)
+        await in_thread(write_side_files, manifest, delivery.side_page)
+        for index in range(len(manifest.layout.layers)):
+            delivery.announce(arena.view, index, VerifiedBy.DIGEST)
+        nbytes, seconds = manifest.layout.payload_nbytes, self._log.last_layer_s()
+        path = PathReport(store.step, store.place, nbytes, seconds)
+        # The identity was computed from these bytes: `strong` needs no further check.
+        by = VerifiedBy.STRONG if options.strong else VerifiedBy.DIGEST
+        report = self._report(manifest, [path], by)
+        report.defined_by = "" if options.pin or self._expected else store.step
+        return await self._commit(delivery, report)
+
+    # -- on a thread ------------------------------------------------------------------------------
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> Loaded[Memory | SubsetMemory]:
+        """Read the checkpoint into new memory. `out` is checked before. Blocks."""
+        options, store, closed = self._options, self._store, self._context.closed
+        if options.out is not None:
+            Staging(options.out).leave()
+        checkpoint = store.open(Opening(closed.is_set, loop, options.store_timeout_s))
+        # Until its weights are read, a pin proves nothing of it.
+        loop.call_soon_threadsafe(self._context.files.opened, checkpoint)
+        loaded: Loaded[Memory | SubsetMemory] = load_opened(
+            checkpoint,
+            self._allocate,
+            chunk_nbytes=options.chunk_nbytes,
+            threads=store.threads,
+            in_layer_order=store.step == OBJECTS,
+            on_layer=self._landed,
+            progress=self._history.count,
+            cancelled=closed.is_set,
         )
-    return loaded
+        ref, expected = loaded.manifest.ref, self._expected
+        held = f"{store.place} holds {ref.identity.hex()} ({ref.pin.hex()} with its files)"
+        if not ref.pinned_by(options.pin):
+            loaded.arena.release()
+            raise CheckpointError(f"{held}, not {options.pin} as requested")
+        if expected is not None and expected.identity != ref.identity:
+            loaded.arena.release()
+            name = options.key
+            raise CheckpointError(
+                f"{held}, not {expected.identity.hex()} as the coordinator lists for {name}",
+                hint="NAME@PIN insists on the weights of one or the other",
+            )
+        return loaded
+
+    def _allocate(self, layout: Layout) -> Memory | SubsetMemory:
+        options = self._options
+        subset = None if options.selection is None else options.selection.of(layout)
+        arena = options.new_arena(layout if subset is None else subset.layout)
+        self._begin_to_write()
+        if subset is not None:
+            return SubsetMemory(subset, arena)
+        if self._early:
+            self._early_layout, self.arena = layout, arena
+            self._log.planned(len(layout.layers))
+        return arena
+
+    def _landed(self, layer: int) -> None:
+        """Deliver a layer that is complete, if nothing but the store describes the weights."""
+        if self._early_layout is not None:
+            event = self._log.event(self._early_layout.layers[layer], VerifiedBy.DIGEST)
+            self._log.layer_ready(event)

@@ -151,7 +151,8 @@ def test_a_pull_that_is_closed_as_ranks_meet_leaves_nothing_open(
         assert met.wait(60)
         ending = threading.Thread(target=pulls[rank].close)
         ending.start()
-        until(lambda: bool(getattr(pulls[rank]._job, "_closed", False)), "it is being closed", 30)
+        closed = pulls[rank]._job._context.closed  # type: ignore[union-attr]
+        until(closed.is_set, "it is being closed", 30)
         closing.set()
         ending.join(60)
         pulls[1 - rank].wait(60)

@@ -254,7 +254,7 @@ def test_another_source_takes_over(run: Run, coordinator: str, large_checkpoint:
     with api.pull("m", coordinator=coordinator, transport="tcp", slices=slices) as pull:
         next(pull.layers())
         by_endpoint = {source.json()["endpoint"]: source for source in sources}
-        first = pull._job._transfer.connections[0].peer  # type: ignore[union-attr]
+        first = pull.progress().sources[0]
         by_endpoint[first].signal(signal.SIGKILL)
         report = pull.wait(60)
         found = pull.state_dict()

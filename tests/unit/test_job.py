@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from mx import discovery, plugins
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
-from mx.errors import ClosedError, LocalError, MxError, PeerProtocolError
+from mx.errors import ClosedError, ConfigError, LocalError, MxError, PeerProtocolError
+from mx.memory.in_place import InPlace
 from mx.runtime import uncut
 from mx.storage.stores import DiskStore
 from mx.target.connector import Connector
 from mx.target.events import EventLog
-from mx.target.job import Job
+from mx.target.job import UNUSABLE, Job
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths
 from mx.target.reads import Connection
@@ -96,12 +97,54 @@ def test_a_pull_that_is_cancelled_is_closed(tmp_path: Path) -> None:
     assert isinstance(asyncio.run(main()), ClosedError)
 
 
+def saved(path: Path, fill: float) -> DiskStore:
+    save_file({"weight": torch.full((3,), fill)}, path)
+    return DiskStore(path)
+
+
+def ended(options: PullOptions) -> tuple[Job, EventLog]:
+    async def main() -> tuple[Job, EventLog]:
+        state = EventLog(0.0)
+        job = Job(options, plugins.transports(), state)
+        await job.run()
+        return job, state
+
+    return asyncio.run(main())
+
+
+def test_an_attempt_begins_with_nothing_of_the_one_before(tmp_path: Path) -> None:
+    wrong, right = saved(tmp_path / "a.safetensors", 1.0), saved(tmp_path / "b.safetensors", 2.0)
+    alone, _ = ended(PullOptions("m", from_sources=False, stores=(right,)))
+    assert alone.manifest is not None
+    name = f"m@{alone.manifest.ref.identity.hex()}"
+    target = {"weight": torch.zeros(3)}
+    into = InPlace(lambda: target)
+    job, state = ended(PullOptions(name, peer="127.0.0.1:9", stores=(wrong, right), into=into))
+    assert state.report is not None and state.report.fallback == "disk"
+    assert job.manifest is not None and job.manifest.ref == alone.manifest.ref
+    assert [path.source for path in state.report.paths] == [right.place]
+    assert job.pages is not None and not job.pages.missing
+    assert job.progress().bytes_done == job.progress().bytes_total == 12
+    assert torch.equal(target["weight"], torch.full((3,), 2.0))
+    assert job.kept == ""
+
+
+def test_a_failed_pull_tells_of_what_any_of_its_attempts_has_written(tmp_path: Path) -> None:
+    wrong, absent = saved(tmp_path / "a.safetensors", 1.0), DiskStore(tmp_path / "absent")
+    into = InPlace(lambda: {"weight": torch.zeros(3)})
+    name = f"m@{'0' * 64}"
+    job, state = ended(PullOptions(name, peer="127.0.0.1:9", stores=(wrong, absent), into=into))
+    assert isinstance(state.error, ConfigError) and UNUSABLE in state.error.hint
+    assert job.kept == UNUSABLE
+    assert (job.manifest, job.arena, job.layout) == (None, None, None)
+
+
 def test_sources_of_other_machines_are_reached_where_there_is_a_network() -> None:
     if not discovery.interface_addresses():
         pytest.skip("this machine has no interface but loopback")
 
     async def place() -> Place:
-        return Job(PullOptions("m"), plugins.transports(), EventLog(0.0))._place
+        return Job(PullOptions("m"), plugins.transports(), EventLog(0.0))._context.place
 
     elsewhere = Place(boot_id="another", addresses=("10.1.2.3",))
     far = replace(make_record(make_documents("a")), place=elsewhere)

@@ -1,0 +1,388 @@
+"""Reads a model from its sources: resolve, plan, allocate, prefill, transfer, commit. On the loop;
+the bytes are moved by `mx.target.transfer`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from contextlib import AsyncExitStack
+
+from mx import trace
+from mx.core.connections import Connections, Entry
+from mx.core.pages import Pages
+from mx.core.planner import Plan
+from mx.core.progress import Progress, progress_of
+from mx.core.selection import Subset
+from mx.core.types import Layout, Manifest
+from mx.core.wanted import Wanted
+from mx.errors import LocalError, MxError
+from mx.memory.arena import BorrowedArena
+from mx.memory.in_place import InPlace
+from mx.memory.live import LiveMemory, Memory
+from mx.memory.subset import SubsetMemory
+from mx.runtime import beside, in_thread, uncut
+from mx.swarm.node import Node
+from mx.swarm.sharing import Sharing
+from mx.swarm.stream import StreamDialer
+from mx.target.attaching import Attacher
+from mx.target.attempt import Attempt, Context
+from mx.target.connections import ConnectionPool
+from mx.target.connector import Connector
+from mx.target.delivery import Delivery
+from mx.target.exchange import Exchange
+from mx.target.files import write_first
+from mx.target.pages import PageFetcher
+from mx.target.prefill import Fill, prefilling
+from mx.target.ranks import meet_ranks
+from mx.target.reads import Connection
+from mx.target.report import PathReport, PullReport, VerifiedBy, final_error, none_opened
+from mx.target.resolver import Found, Resolver, find, retry_until_found
+from mx.target.transfer import Transfer
+from mx.transport import Span
+from mx.wire.locate import Located, Locator
+
+log = logging.getLogger(__name__)
+
+#: A pull that follows its model waits at least so long for it while it changes.
+FOLLOW_S = 10.0
+#: How long a pull whose memory others will read waits for pages, once its bytes are there.
+REST_S = 10.0
+
+
+class FromSources(Attempt):
+    """One attempt to read the model from sources that hold it in one layout and chunk size, and
+    what they do not give from the stores, if those hold the same weights. `reader_id` is the source
+    id by which others know it; "" if they can't read from it."""
+
+    def __init__(self, context: Context, reader_id: str) -> None:
+        super().__init__(context)
+        self._reader_id = reader_id
+        self._streams = StreamDialer(context.options.tls, context.options.insecure)
+        self._closing = AsyncExitStack()  # what is open until the bytes are there
+        self._wanted: Wanted | None = None  # of a pull of some tensors
+        self._transfer: Transfer | None = None
+
+    def progress(self) -> Progress:
+        """Return a snapshot; from any thread."""
+        layout, transfer, wanted, log = self.layout, self._transfer, self._wanted, self._log
+        if layout is None or transfer is None:
+            return super().progress()
+        return progress_of(
+            layout,
+            transfer.progress()[1],
+            log.is_ready,
+            log.phase,
+            [each.peer for each in transfer.connections if not each.lost],
+            transfer.retries,
+            None if wanted is None else wanted.layer_nbytes,
+        )
+
+    def paths(self) -> list[PathReport]:
+        """Return what has come over each path so far."""
+        return [] if self._transfer is None else self._transfer.paths()
+
+    async def run(self) -> PullReport:
+        """Find, read and commit the model.
+
+        Raises:
+            MxError: The sources did not give it, nor the stores what was missing.
+        """
+        options, context, closing = self._options, self._context, self._closing
+        wake = self._outcome.changed.set
+        try:
+            locator = Locator(options)
+            closing.push_async_callback(locator.close)
+            connector = Connector(options, context.place, context.transports, wake, self._reader_id)
+            closing.push_async_callback(connector.close)
+            found = await self._resolve(locator, connector)
+            delivery = self._deliver(found.manifest, strong=options.strong)
+            closing.push_async_callback(in_thread, delivery.settle)
+            if options.out is not None:
+                await write_first(options, locator, found, delivery.side_page, self._log.waiting)
+            with trace.span("pull.read", nbytes=found.manifest.layout.payload_nbytes) as span:
+                report = await self._read(locator, connector, found, delivery)
+                span.set(retries=report.retries, paths=len(report.paths))
+        finally:
+            await uncut(closing.aclose())
+        return await self._commit(delivery, report)
+
+    # -- resolve, plan ----------------------------------------------------------------------------
+
+    async def _resolve(self, locator: Locator, connector: Connector) -> Found:
+        options, history = self._options, self._history
+
+        def begin(located: Located, paths: Plan) -> None:
+            history.key, history.named = located.key, located.ref
+            connector.begin(paths.chosen)
+
+        # A source that changes its weights comes back.
+        wait_s = max(options.wait_s, FOLLOW_S) if options.follow else options.wait_s
+        found = await retry_until_found(
+            lambda: find(
+                locator,
+                self._context.plan,
+                begin,
+                relays_do=bool(self._reader_id),
+                side_files=options.hold,
+                tried=history.tried,
+                stores_do=options.bound and bool(options.stores),
+            ),
+            0.0 if history.tried else wait_s,
+            self._log.waiting,
+        )
+        self.manifest = found.manifest
+        if options.selection is not None:  # names of 50,000 tensors take a while
+            self.subset = await in_thread(options.selection.of, found.manifest.layout)
+        self._log.planned(len(found.manifest.layout.layers), found.manifest)
+        self._context.files.described(found.located, found.manifest)
+        return found
+
+    # -- allocate, prefill ------------------------------------------------------------------------
+
+    async def _allocate(self, found: Found, delivery: Delivery) -> tuple[Memory, Transfer]:
+        """Return new memory, and the transfer into it, which `_closing` ends."""
+        manifest, options = found.manifest, self._options
+        arena = await uncut(self._new_arena(self.layout or manifest.layout))
+        selected = exchanged = None
+        if self.subset is not None:
+            selected = await uncut(in_thread(_selected, self.subset, arena, manifest))
+            ranks = None if self._history.ranks_met else options.local_ranks
+            if ranks is not None:
+                self._history.ranks_met = True
+                self._log.phase = "waiting for ranks"
+                exchanged = await meet_ranks(
+                    ranks, manifest, selected[1], self._closing, self._context.closed.is_set
+                )
+        self._wanted = None if selected is None else selected[1]
+        self.pages = Pages(manifest, None if self._wanted is None else self._wanted.layers)
+        self._transfer = transfer = Transfer(
+            manifest,
+            self.pages,
+            arena.view if selected is None else selected[0].view,
+            delivery,
+            arena.hasher,
+            several_connections=len(found.paths.chosen) > 1,
+            # Who holds the weights for others has verified them against the identity itself.
+            shortcut=not (options.strong or options.hold) and options.device == "cpu",
+            subset=selected,
+            exchange=exchanged,
+        )
+        exchange = None if exchanged is None else exchanged[0]
+        self._closing.push_async_callback(self._end_transfer, transfer, exchange)
+        if exchanged is not None:
+            exchanged[0].begin(transfer, exchanged[1], options.stall_timeout_s)
+        return arena, transfer
+
+    async def _new_arena(self, layout: Layout) -> Memory:
+        if isinstance(self._options.into, InPlace):  # of many tensors that takes a second
+            self.arena = await in_thread(self._options.new_arena, layout)
+        else:
+            self.arena = self._options.new_arena(layout)
+        return self.arena
+
+    async def _prefill(self, fill: Fill, transfer: Transfer, fetcher: PageFetcher) -> None:
+        options, closed = self._options, self._context.closed
+        self._log.phase = "resuming"
+        transfer.start()
+        if options.reuse:  # which chunks are held is known by their blocks
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(options.stall_timeout_s):
+                    await fetcher.run()
+        await uncut(in_thread(fill, transfer, transfer.pages, closed.is_set))
+
+    # -- transfer ---------------------------------------------------------------------------------
+
+    async def _read(
+        self, locator: Locator, connector: Connector, found: Found, delivery: Delivery
+    ) -> PullReport:
+        """Attach a source's memory, or transfer over all paths that go together, and over others
+        when those are lost."""
+        manifest, options, outcome = found.manifest, self._options, self._outcome
+        causes, plan = self._history.causes, self._context.plan
+        connections = Connections(options.patience_s)
+        connections.add(found.paths.paths)
+        attachable = any(path.attach for path in found.paths.paths)
+        fill = prefilling(delivery, options.reuse, attachable=attachable)
+
+        self._log.phase = "connecting"
+        unmapped: tuple[Connection, Entry] | None = None  # its memory can still be copied
+        if fill is None:
+            attacher = Attacher(connector, connections, manifest, delivery, causes)
+            mapped, unmapped = await attacher.run()
+            self._history.left += attacher.left
+            if mapped is not None:
+                return self._deliver_attached(manifest, *mapped, delivery)
+
+        arena, transfer = await self._allocate(found, delivery)
+        sources = found.located.sources
+        fetcher = PageFetcher(
+            connector.channel,
+            transfer,
+            lambda: sources if self.node is None else self.node.sharing.sources,
+            causes,
+            stall_timeout_s=options.stall_timeout_s,
+        )
+        if fill is not None:
+            await self._prefill(fill, transfer, fetcher)
+
+        self.node = node = self._join_swarm(found, arena, transfer)
+        self._closing.push_async_callback(self._end_reading, node)
+        resolver = Resolver(
+            locator,
+            found.located,
+            connections,
+            plan,
+            node.met,
+            lambda: transfer.progress()[0],
+            outcome,
+            self._log,
+            causes,
+            # What the name means by now is looked for anew.
+            wait_s=0.0 if options.follow else options.wait_s,
+        )
+        stores_follow = bool(options.stores) and options.device == "cpu"
+        pool = ConnectionPool(
+            connections,
+            connector,
+            transfer,
+            node,
+            resolver,
+            plan,
+            outcome,
+            self._log,
+            causes,
+            stores_follow=stores_follow,
+        )
+        self._closing.push_async_callback(pool.close)
+        if unmapped is not None:
+            pool.take(*unmapped)
+        await beside(pool.run(), resolver.run(), pool.tick(), _fetch_pages(fetcher, pool))
+        if stores_follow and not outcome.ended:
+            await self._complete(manifest, transfer, node)
+        if not transfer.started or outcome.failure is not None or outcome.causes is not None:
+            raise self._failure(manifest, transfer)
+        if isinstance(arena, LiveMemory) and (moved := await in_thread(arena.changed)):
+            raise LocalError(f"`into` changed while it was filled: {moved}")
+        if options.hold and transfer.pages.missing:  # others will ask for them here
+            await fetcher.rest(options.wait_s + REST_S, str(self._history.key))
+        report = self._report(
+            manifest,
+            transfer.paths(),
+            delivery.verified_by,
+            transfer.retries,
+            [*self._history.left, *pool.left()],
+        )
+        if self._wanted is not None:
+            given_nbytes = sum(path.bytes for path in report.paths if path.given)
+            report.moved_bytes = self._wanted.nbytes - given_nbytes
+        return report
+
+    def _deliver_attached(
+        self, manifest: Manifest, connection: Connection, view: Span, delivery: Delivery
+    ) -> PullReport:
+        """Deliver every layer of the mapped memory, which outlives session, lease and source."""
+        connection.session.close()
+        self.arena, self.pages = BorrowedArena(view), Pages(manifest)
+        self._log.reading_began(time.monotonic())
+        by = VerifiedBy.STRONG if self._options.strong else VerifiedBy.SOURCE
+        for layer in range(len(manifest.layout.layers)):
+            delivery.announce(view, layer, by)
+        path = PathReport(
+            connection.path.transport,
+            connection.peer,
+            manifest.layout.payload_nbytes,
+            self._log.last_layer_s(),
+            attached=True,
+        )
+        return self._report(manifest, [path], by, left=self._history.left)
+
+    def _join_swarm(self, found: Found, arena: Memory, transfer: Transfer) -> Node:
+        manifest, options, plan = found.manifest, self._options, self._context.plan
+        host = None
+        if options.host is not None and self._reader_id:
+            key, pages = self._history.key, transfer.pages
+            host = options.host(self._reader_id, key, manifest, pages, arena)
+        rate = found.paths.gb_per_s * 1e9
+        expected_s = manifest.layout.payload_nbytes / rate if rate else 0.0
+        node = Node(
+            self._reader_id,
+            len(manifest.grid),
+            manifest.grid.chunk_nbytes,
+            transfer,
+            Sharing(host, expected_s=expected_s, alone_because=options.alone_because),
+            lambda source: source.ref.same_chunks(manifest.ref) and bool(plan([source]).paths),
+            self._streams.dial,
+            self._outcome.changed.set,
+            coordinate_always=options.coordinate_always,
+        )
+        node.met(found.located.sources)
+        return node
+
+    async def _complete(self, manifest: Manifest, transfer: Transfer, node: Node) -> None:
+        """Read what the sources did not give from the stores, which hold the same weights."""
+        chain, outcome = self._context.chain, self._outcome
+        failure = self._failure(manifest, transfer)
+        chain.sources_gave(transfer.paths(), failure)
+        node.reading_ended()  # peers have no say in what is read from a store
+        await chain.complete(manifest, transfer.pages, transfer, outcome, self._log)
+        if outcome.failure is None and outcome.causes is not None:
+            raise chain.error(failure)
+
+    def _failure(self, manifest: Manifest, transfer: Transfer) -> MxError:
+        """Return why the sources did not give everything."""
+        outcome, causes, key = self._outcome, self._history.causes, str(self._history.key)
+        if not transfer.started:
+            return none_opened(key, causes)
+        if outcome.failure is not None:
+            return outcome.failure
+        causes += transfer.causes if outcome.causes is None else outcome.causes
+        came, ready, wanted = transfer.progress()[0], self._log.layers_ready, self._wanted
+        total = None if wanted is None else wanted.nbytes
+        return final_error(key, manifest.layout, ready, came, causes, total)
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    async def _end_reading(self, node: Node) -> None:
+        node.reading_ended()
+        if not node.sharing.begun:
+            await self.leave()
+
+    async def _end_transfer(self, transfer: Transfer, exchange: Exchange | None) -> None:
+        transfer.close()
+        if exchange is not None:
+            if transfer.holdings.whole:  # others still get what is being handed to them
+                await in_thread(transfer.join_sessions, 2 * self._options.stall_timeout_s)
+            await in_thread(exchange.close)
+        joined = await in_thread(transfer.join, 2 * self._options.stall_timeout_s)
+        if not joined and isinstance(self.arena, LiveMemory):
+            # The caller gets its tensors back only when no transport can write to them any more.
+            log.warning("waiting for a transport that may still write to the tensors of `into`")
+            while not await in_thread(transfer.join, 1.0):
+                pass
+
+    async def leave(self) -> None:
+        """Leave the swarm, and end all reads of this attempt's memory. Idempotent."""
+        node, self.node = self.node, None
+        if node is not None:
+            await node.close()
+            await self._streams.close()
+
+    async def discard(self) -> str:
+        """See `Attempt`."""
+        if self._transfer is not None and self._transfer.started:
+            self._begin_to_write()
+        return await super().discard()
+
+
+async def _fetch_pages(fetcher: PageFetcher, pool: ConnectionPool) -> None:
+    """Fetch pages, after a path was opened: on a narrow link they would delay that, and all bytes
+    with it, and they are needed only for bytes that are there."""
+    await pool.tried.wait()
+    await fetcher.run()
+
+
+def _selected(subset: Subset, arena: Memory, manifest: Manifest) -> tuple[SubsetMemory, Wanted]:
+    """Return the memory of the tensors that are wanted, and the blocks that they need."""
+    return SubsetMemory(subset, arena), subset.wanted(manifest.grid)
