@@ -3,15 +3,17 @@ one model share out what each reads from the origin, over any transport."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from benchmarks.checkpoints import write_checkpoint
 from mx.errors import EXIT_OK
-from tests.integration.conftest import Run, serve
+from tests.integration.conftest import Command, Run, serve
 from tests.integration.test_main_job import same
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("coordinated")]
@@ -31,13 +33,25 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def pull_all(run: Run, tmp_path: Path, coordinator: str, *more: str) -> list[Any]:
-    """The reports of three pulls that begin together."""
-    options = ("--coordinator", coordinator, "--no-attach", "--json", *more)
+def start_pulls(run: Run, tmp_path: Path, coordinator: str, *more: str) -> list[Command]:
+    """Three pulls that wait for the source, and so begin together however busy the machine is."""
+    options = ("--coordinator", coordinator, "--no-attach", "--wait", "100", "--json", *more)
     commands = [
         run("pull", "m", "--out", str(tmp_path / str(number)), *options)
         for number in range(TARGETS)
     ]
+    port = int(coordinator.rpartition(":")[2])
+    for command in commands:
+        command.until(functools.partial(is_connected, command, port), "call of the coordinator")
+    return commands
+
+
+def is_connected(command: Command, port: int) -> bool:
+    connections = psutil.Process(command.process.pid).net_connections("tcp")
+    return any(each.raddr and each.raddr.port == port for each in connections)
+
+
+def reports_of(commands: list[Command]) -> list[Any]:
     reports = [command.json() for command in commands]
     assert [command.wait() for command in commands] == [EXIT_OK] * TARGETS
     return reports
@@ -48,10 +62,11 @@ def pull_all(run: Run, tmp_path: Path, coordinator: str, *more: str) -> list[Any
 def test_pulls_of_one_machine_give_to_each_other_where_that_is_asked_for(
     run: Run, coordinator: str, weights: Path, tmp_path: Path, transport: str
 ) -> None:
+    pulls = start_pulls(run, tmp_path, coordinator, "--transport", transport)
     origin = serve(
         run, weights, "m", coordinator, "--max-bandwidth", "3MB/s", "--chunk-bytes", "1MiB"
     ).json()["endpoint"]
-    reports = pull_all(run, tmp_path, coordinator, "--transport", transport)
+    reports = reports_of(pulls)
     from_origin = 0
     for number, report in enumerate(reports):
         assert same(load_file(tmp_path / str(number) / "model.safetensors"), load_file(weights))
