@@ -27,6 +27,8 @@ import hypothesis
 import pytest
 import tqdm
 
+from tests.support import forkserver
+
 SETTLE_S = 5.0
 
 # Shrinking takes up to five minutes, the limit of a test is one: a test that was ended by that gave
@@ -157,7 +159,7 @@ def _shared_mappings() -> Iterator[str]:
 
 
 def _children() -> Iterator[int]:
-    me = os.getpid()
+    parents = (os.getpid(), forkserver.server_pid())
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -166,7 +168,7 @@ def _children() -> Iterator[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         # The command's name is in parentheses and may hold anything, parentheses included.
-        if int(stat.rpartition(b")")[2].split()[1]) == me:
+        if int(stat.rpartition(b")")[2].split()[1]) in parents:
             yield int(name)
 
 

@@ -16,7 +16,14 @@ import pytest
 
 from benchmarks.checkpoints import write_checkpoint
 from mx.errors import EXIT_OK, EXIT_OTHER
-from tests.integration.conftest import Command, Run, commands, serve, start_coordinator
+from tests.integration.conftest import (
+    Command,
+    Run,
+    commands,
+    commands_are_forked,  # noqa: F401 - a fixture of these tests, too
+    serve,
+    start_coordinator,
+)
 from tests.support.checkpoints import manifest_of
 
 #: No attack may hold a pull up for longer, on however slow a machine.

@@ -21,6 +21,7 @@ from benchmarks.checkpoints import llama_shapes, write_checkpoint
 from benchmarks.hosts import Hosts, unavailable
 from mx import api, config
 from mx.errors import CoordinatorError, MxError
+from tests.support import forkserver
 
 START_TIMEOUT_S = 60.0
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -50,17 +51,28 @@ def environment(**more: str) -> dict[str, str]:
     return clean | _settings | more
 
 
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_forked() -> Iterator[None]:
+    """Most commands are forks of one process, which has imported what they import."""
+    with forkserver.running(environment()):
+        yield
+
+
 class Command:
     """One of our commands in a process of its own, standard output and error kept apart."""
 
     def __init__(self, *arguments: str, daemon: bool = False, env: dict[str, str] | None = None):
         entry = "coordinator_main" if daemon else "main"
-        self.process = subprocess.Popen(
+        env = env or environment()
+        forked = None
+        if type(self).command is Command.command:  # it is started as any command
+            forked = forkserver.started(entry, arguments, env)
+        self.process = forked or subprocess.Popen(
             [*self.command(entry), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=env or environment(),
+            env=env,
         )
         self.out = self.err = ""
         self._readers = [

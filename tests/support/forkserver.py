@@ -1,0 +1,218 @@
+"""Starts our commands as forks of a process that has imported what they import.
+
+Most of the tests' time went into imports: half a second of a core for each of some thousand
+processes. What is inherited is imported modules alone: the server has one thread, has run nothing
+of mx, and is the parent of processes as real as any (their exit included). What an interpreter
+reads as it starts (`PYTHON*`, `LD_*` ...) can't be given to a fork; such commands, and those of
+another host or user, start an interpreter of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+#: Variables that count when an interpreter or a library starts.
+_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GRPC_")
+_MAX_REQUEST = 1 << 17
+_TICK_S = 0.01
+
+
+class Forked:
+    """A process of the server's, used as a `subprocess.Popen`."""
+
+    def __init__(self, pid: int, status: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self.pid = pid
+        self.stdout, self.stderr = stdout, stderr
+        self.returncode: int | None = None
+        self._status = status  # a pipe, on which the server says how it has ended
+
+    def poll(self) -> int | None:
+        """Return how the process has ended, as `Popen.poll`; None if it still runs."""
+        if self.returncode is None:
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(self._status, 16)
+                os.close(self._status)
+                # The server is gone, and its processes with it.
+                self.returncode = int(said) if said else -signal.SIGKILL
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended, as `Popen.wait`."""
+        until_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until_s is not None and timeout is not None and time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(_TICK_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class ForkServer:
+    """The server of this process. `close` it: its processes end with it."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        """
+        Args:
+            env: The environment in which it imports.
+        """
+        self._env = _at_start(env)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"from tests.support import forkserver; forkserver.main({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=dict(env),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # as its processes have it: it decides how they buffer
+        )
+        theirs.close()
+        self.pid = self._process.pid
+        assert self._control.recv(16) == b"ready"
+
+    def can(self, env: Mapping[str, str]) -> bool:
+        """Return True if a fork is what a new interpreter would be in this environment."""
+        return _at_start(env) == self._env
+
+    def start(self, entry: str, arguments: Sequence[str], env: Mapping[str, str]) -> Forked:
+        """Start `mx.cli.<entry>()` with these arguments, standard output and error in pipes."""
+        request = {"entry": entry, "arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
+        out, err, status = os.pipe(), os.pipe(), os.pipe()
+        os.set_blocking(status[0], False)
+        passed = [out[1], err[1], status[1]]
+        socket.send_fds(self._control, [json.dumps(request).encode()], passed)
+        for descriptor in passed:
+            os.close(descriptor)
+        pid = int(self._control.recv(16))
+        return Forked(pid, status[0], open(out[0], "rb"), open(err[0], "rb"))
+
+    def close(self) -> None:
+        """End the server and its processes."""
+        self._control.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait()
+
+
+def _at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_AT_START)}
+
+
+_server: ForkServer | None = None
+
+
+@contextlib.contextmanager
+def running(env: Mapping[str, str]) -> Iterator[None]:
+    """Run a server for the commands of this process, unless there is one."""
+    global _server
+    if _server is not None:
+        yield
+        return
+    _server = ForkServer(env)
+    try:
+        yield
+    finally:
+        _server.close()
+        _server = None
+
+
+def started(entry: str, arguments: Sequence[str], env: Mapping[str, str]) -> Forked | None:
+    """Start one of our commands; None if only a new interpreter will do."""
+    if _server is None or not _server.can(env):
+        return None
+    return _server.start(entry, arguments, env)
+
+
+def server_pid() -> int | None:
+    """The process whose children are those of this one."""
+    return None if _server is None else _server.pid
+
+
+# -- the server -----------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Serve requests until the other side is gone. In a forked process: run the command."""
+    with contextlib.suppress(ImportError):  # which typer imports for the first parameter
+        importlib.import_module("typer._adapters")
+    import mx.api
+    import mx.cli.app  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
+    control = socket.socket(fileno=descriptor)
+    control.send(b"ready")
+    entry = _serve(control)
+    if entry:
+        from mx import cli
+
+        getattr(cli, entry)()
+
+
+def _serve(control: socket.socket) -> str:
+    """Returns the entry of a command, in a process of its own; "" at the end, in the server."""
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    running: dict[int, tuple[int, int]] = {}  # pidfd: (pid, status pipe)
+    while True:
+        for key, _ in selector.select():
+            if key.fd in running:
+                pid, status = running.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                _, code = os.waitpid(pid, 0)
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(status, str(os.waitstatus_to_exitcode(code)).encode())
+                os.close(status)
+                continue
+            text, passed, _, _ = socket.recv_fds(control, _MAX_REQUEST, 3)
+            if not text:
+                for pid, _ in running.values():
+                    os.kill(pid, signal.SIGKILL)
+                return ""
+            if not (pid := os.fork()):
+                selector.close()
+                control.close()
+                for pidfd, (_, status) in running.items():
+                    os.close(pidfd)
+                    os.close(status)
+                os.close(passed.pop())
+                return _become(json.loads(text), passed)
+            control.send(str(pid).encode())
+            os.close(passed[0])
+            os.close(passed[1])
+            pidfd = os.pidfd_open(pid)
+            running[pidfd] = (pid, passed[2])
+            selector.register(pidfd, selectors.EVENT_READ)
+
+
+def _become(request: dict[str, Any], outputs: Sequence[int]) -> str:
+    """Make this process what the request asks for. Returns its entry."""
+    for number, descriptor in enumerate(outputs, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = ["-c", *request["arguments"]]
+    return str(request["entry"])
