@@ -24,6 +24,15 @@ from typing import IO, Any
 
 #: Variables that count when an interpreter or a library starts.
 _AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "GRPC_")
+#: What most commands import, before or while they run.
+_IMPORTED = (
+    "mx.api",
+    "mx.cli.app",
+    "mx.cli.coordinator",
+    "mx.cli.pull",
+    "mx.cli.serve",
+    "mx.coordinator.daemon",
+)
 _MAX_REQUEST = 1 << 17
 _TICK_S = 0.01
 
@@ -154,11 +163,13 @@ def server_pid() -> int | None:
 
 def main(descriptor: int) -> None:
     """Serve requests until the other side is gone. In a forked process: run the command."""
-    with contextlib.suppress(ImportError):  # which typer imports for the first parameter
-        importlib.import_module("typer._adapters")
-    import mx.api
-    import mx.cli.app  # noqa: F401
+    from mx import config
 
+    config.quieten_grpc()  # as commands do, before they import it
+    with contextlib.suppress(ImportError):  # typer imports it for the first parameter
+        importlib.import_module("typer._adapters")
+    for module in _IMPORTED:
+        importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
     control = socket.socket(fileno=descriptor)
     control.send(b"ready")
