@@ -1,11 +1,14 @@
-"""Addresses of byte views, copies between them that hold no interpreter lock, and maps of memory
-files."""
+"""Addresses of byte views, copies between them that hold no interpreter lock, and maps and seals of
+memory files."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -155,3 +158,23 @@ def map_private(descriptor: int, nbytes: int) -> memoryview:
     place = address_of(view)
     map_at(place, nbytes, descriptor=descriptor, protection=protection, flags=flags)
     return view
+
+
+def seal(descriptor: int, seals: int) -> None:
+    """Add seals to a memory file that is mapped for writing nowhere.
+
+    Pages that the kernel moves at the moment (compaction, reclaim) count as mapped for writing: it
+    waits 0.15 s for them, which is too short where memory is scarce. So it is asked for 0.75 s.
+
+    Raises:
+        OSError: EBUSY: a writable map is left, or something keeps the pages.
+    """
+    for pause_s in (0.05, 0.1, 0.2, 0.4):
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        time.sleep(pause_s)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)

@@ -14,12 +14,11 @@ import fcntl
 import gc
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mx import forks
-from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_at, map_private
+from mx.buffers import HUGE_PAGE_BYTES, address_of, advise, map_at, map_private, seal
 from mx.core.digest import BlockHasher
 from mx.errors import CapacityError, ClosedError, LocalError
 from mx.memory.budget import require
@@ -232,21 +231,15 @@ def _seal_writes(descriptor: int) -> None:
     Raises:
         LocalError: A writable map exists, or something keeps its pages.
     """
-    for pause_s in (0.05, 0.1, 0.2, 0.4, None):
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise LocalError(f"the arena can't be sealed: {error.strerror}") from error
-            if pause_s is None:
-                raise LocalError(
-                    "the arena can't be sealed: a writable map is left, or its pages are in use",
-                    hint="try again; it happens where memory is scarce",
-                ) from None
-            # Pages that the kernel moves at the moment (compaction, reclaim) count as in use too:
-            # it waits 0.15 s for them, which is too short where memory is scarce.
-            time.sleep(pause_s)
+    try:
+        seal(descriptor, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise LocalError(f"the arena can't be sealed: {error.strerror}") from error
+        raise LocalError(
+            "the arena can't be sealed: a writable map is left, or its pages are in use",
+            hint="try again; it happens where memory is scarce",
+        ) from None
 
 
 class BorrowedArena(_HostMemory):

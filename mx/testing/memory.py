@@ -3,7 +3,6 @@ one place or in many."""
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import gc
 import mmap
@@ -13,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from enum import Enum
 
-from mx.buffers import address_of
+from mx.buffers import address_of, seal
 from mx.cuda import driver as cuda
 from mx.cuda.device import Device, DeviceMemory
 from mx.cuda.vmm import VmmMemory
@@ -21,7 +20,6 @@ from mx.testing import spans
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, Span
 from mx.units import KIB, MIB
 
-_F_ADD_SEALS = 1033
 _SEALS = 0x2 | 0x4 | 0x8  # SHRINK, GROW, WRITE
 
 
@@ -95,7 +93,7 @@ class Memory:
             self.memfd = os.memfd_create("mx-testing", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.write(self.memfd, self.expected or b"\0")
             if kind is Kind.SEALED:
-                fcntl.fcntl(self.memfd, _F_ADD_SEALS, _SEALS)
+                seal(self.memfd, _SEALS)
             self._map = mmap.mmap(self.memfd, max(nbytes, 1), prot=mmap.PROT_READ)
 
     def _scatter(self, seed: int, device: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mx import buffers
 from mx.core.topology import Place
 from mx.errors import (
     NotAllowedError,
@@ -100,7 +101,7 @@ def test_an_unsealed_memfd_is_not_attached_whatever_the_source_says(bench: Bench
             kernel.add_seals(memfd, seal)
             with pytest.raises(NotAllowedError, match="sealed"):
                 session.attach(0)
-        kernel.add_seals(memfd, kernel.F_SEAL_WRITE)
+        buffers.seal(memfd, kernel.F_SEAL_WRITE)
         view = session.attach(0)
         assert host_view(view).tobytes() == memory.expected
         del view

@@ -9,6 +9,7 @@ import os
 from array import array
 from collections.abc import Sequence
 
+from mx.buffers import seal
 from mx.errors import PeerLostError, PeerProtocolError, PeerRefusedError, SourceError
 
 F_ADD_SEALS = 1033
@@ -50,7 +51,7 @@ def sealed_memfd(name: str, data: memoryview) -> int:
         done = 0
         while done < len(data):
             done += os.write(descriptor, data[done:])
-        add_seals(descriptor, FULL_SEALS | F_SEAL_SEAL)
+        seal(descriptor, FULL_SEALS | F_SEAL_SEAL)
     except BaseException:
         os.close(descriptor)
         raise
