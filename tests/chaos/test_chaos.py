@@ -16,7 +16,7 @@ SEED = 1
 #: to neighbours without a path to them.
 REGRESSIONS = (1143, 1289, 1601, 258)
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.long]
 
 
 @pytest.mark.timeout(240)

@@ -16,7 +16,7 @@ from mx.units import MIB
 from tests.hostile.conftest import CONFIG, END_S, SIDE_FILE, Started, Weights, failed, succeeded
 from tests.integration.conftest import Command, Run, free_port, serve, start_coordinator
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 
 OWN_DIGESTS = {"bytes": "others", "digests": "own"}
 

@@ -20,7 +20,7 @@ from tests.hostile.conftest import (
 )
 from tests.integration.conftest import Run, serve, start_coordinator
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("named", ["with files", "weights alone"])

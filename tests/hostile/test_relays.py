@@ -11,7 +11,7 @@ from mx.errors import EXIT_INTEGRITY
 from tests.hostile.conftest import Started, Weights, failed, left, succeeded
 from tests.integration.conftest import Run, environment, serve, start_coordinator
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 
 COORDINATED = environment(MX_PEER_COORDINATED_READING="always")
 MISMATCH = "match the model's identity"

@@ -30,7 +30,7 @@ from tests.integration.conftest import REPOSITORY, Command, Run, environment
 from tests.integration.hog import Hog, answer
 from tests.integration.test_bounds import until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 DESCRIPTORS = 256
 OPENS = 900

@@ -18,6 +18,7 @@ __all__ = ["lan", "pull"]  # fixtures
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.long,
     pytest.mark.usefixtures("coordinated"),
     pytest.mark.timeout(300),
 ]
