@@ -18,6 +18,7 @@ from mx.errors import (
     ConfigError,
     CoordinatorError,
     LocalError,
+    ManifestError,
     MxError,
     NoSourceError,
     PeerLostError,
@@ -158,7 +159,8 @@ async def retry_until_found(
     attempt: Callable[[], Awaitable[T]], wait_s: float, on_wait: Callable[[], None]
 ) -> T:
     """Return the result of `attempt`, which is repeated for up to `wait_s` while it fails only for
-    want of a source; `on_wait` is called before each pause. Raises its last error."""
+    want of a source, or of one that describes the weights; `on_wait` is called before each pause.
+    Raises its last error."""
     until_s = time.monotonic() + wait_s
     pause_s = FIRST_S
     while True:
@@ -178,8 +180,9 @@ async def retry_until_found(
 
 
 def _may_pass(error: MxError) -> bool:
-    """Return True if the error may pass when a source comes, or the coordinator."""
-    none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
+    """Return True if the error may pass when a source comes, or the coordinator. (A stranger may
+    have been listed first, with a manifest that is none.)"""
+    none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError, ManifestError)
     return isinstance(error, none_opened) or type(error) is CoordinatorError
 
 
