@@ -126,7 +126,9 @@ def test_an_attempt_begins_with_nothing_of_the_one_before(tmp_path: Path) -> Non
     assert job.pages is not None and not job.pages.missing
     assert job.progress().bytes_done == job.progress().bytes_total == 12
     assert torch.equal(target["weight"], torch.full((3,), 2.0))
-    assert job.kept == ""
+    assert job.kept == "" and job.arena is not None
+    job.arena.release()
+    into.release()
 
 
 def test_a_failed_pull_tells_of_what_any_of_its_attempts_has_written(tmp_path: Path) -> None:
@@ -137,6 +139,7 @@ def test_a_failed_pull_tells_of_what_any_of_its_attempts_has_written(tmp_path: P
     assert isinstance(state.error, ConfigError) and UNUSABLE in state.error.hint
     assert job.kept == UNUSABLE
     assert (job.manifest, job.arena, job.layout) == (None, None, None)
+    into.release()
 
 
 def test_sources_of_other_machines_are_reached_where_there_is_a_network() -> None:
