@@ -42,8 +42,9 @@ class Store:
         text = f"{path.relative_to(self.folder)} {path.stat().st_size} {self.version}"
         return f'"{hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()}"'
 
-    def asked(self, method: str, path: str, span: str) -> None:
-        """Count a request, and switch on the fault that is due."""
+    def asked(self, method: str, path: str, span: str) -> bool:
+        """Count a request, and switch on the fault that is due. Returns whether it gets an answer,
+        which no later request changes."""
         with self._lock:
             self.requests.append((method, path, span))
             if self.after is not None and span and not span.startswith("bytes=0-"):
@@ -52,6 +53,7 @@ class Store:
                 if count <= 0:
                     self.after = None
                     setattr(self, name, value)
+            return self.serving
 
     def until_stopped(self) -> None:
         """Wait until requests get no answer any more."""
@@ -82,8 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         store, parts = self.store, urlsplit(self.path)
         span = self.headers.get("Range", "")
-        store.asked(self.command, unquote(parts.path), span)
-        if not store.serving:
+        if not store.asked(self.command, unquote(parts.path), span):
             store.ended.wait()
             self.close_connection = True
             return
