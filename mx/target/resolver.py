@@ -143,6 +143,8 @@ async def _first(
         except (LocalError, ConfigError):
             raise
         except MxError as error:
+            if isinstance(error, ManifestError):
+                error.of_a_source = True
             failure = failure or error
             log.info("%s in layout %s: %s", each.key, each.ref.layout.hex()[:16], str(error))
     raise failure or NoSourceError(f"no other source of {located.key} is registered")
@@ -182,7 +184,9 @@ async def retry_until_found(
 def _may_pass(error: MxError) -> bool:
     """Return True if the error may pass when a source comes, or the coordinator. (A stranger may
     have been listed first, with a manifest that is none.)"""
-    none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError, ManifestError)
+    none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
+    if isinstance(error, ManifestError):
+        return error.of_a_source
     return isinstance(error, none_opened) or type(error) is CoordinatorError
 
 
