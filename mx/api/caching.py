@@ -11,7 +11,7 @@ from typing import IO
 from mx import config, forks, runtime
 from mx.api.cache_keeper import Keeper, require_free_port
 from mx.api.closing import Closable, Step
-from mx.api.serving import join_or_embed
+from mx.api.serving import join_or_embed, named_by
 from mx.coordinator.daemon import Coordinator
 from mx.errors import ConfigError, LocalError
 from mx.memory.budget import available_nbytes
@@ -220,13 +220,10 @@ def _start(
     *,
     embed: bool,
 ) -> Cache:
-    named_by = "`coordinator`" if coordinator else ""
-    if settings.is_set("coordinator") and address == settings.coordinator:
-        named_by = settings.origin("coordinator")
     embedded = loop.run(
         join_or_embed(
             address,
-            named_by=named_by,
+            named_by=named_by(coordinator, settings),
             embed=embed,
             wait_s=settings.wait_s,
             settings=settings,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mx import config, runtime
 from mx.api.closing import Step
-from mx.api.common import transports
 from mx.api.filled import FilledMemory
-from mx.api.serving import offer, source_options, start_source
+from mx.api.serving import serve_held
 from mx.api.source import Source
 from mx.core.types import SourceRole
 from mx.errors import ClosedError, ConfigError
@@ -92,20 +91,7 @@ class Giving:
         )
         if self._job.reader_id in ("", self._reporter.pull_id):  # routers know the pull by it
             held.source_id = self._reporter.pull_id
-        coordinator = self._options.coordinator
-        loop = runtime.acquire()
-        try:
-            options = source_options(self._settings, coordinator, live=live)
-            server = loop.run(start_source(options, transports()))
-            try:
-                loop.run(offer(server, held, coordinator))
-            except BaseException:
-                loop.run(server.close())
-                raise
-        except BaseException:
-            runtime.release(loop)
-            raise
-        return Source(loop, server, held, coordinator or "", None)
+        return serve_held(held, self._options.coordinator, self._settings, live=live)
 
     def _settle(self, relay: Relay, arena: MemfdArena | LiveMemory) -> Source:
         """Turn the relay, which others read from without a break, into a source."""

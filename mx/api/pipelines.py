@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mx import config, runtime
-from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT, transports
-from mx.api.serving import offer, serve, source_options, start_source
+from mx import config
+from mx.api.common import DEFAULT_REVISION, DEFAULT_VARIANT
+from mx.api.serving import serve, serve_held
 from mx.api.source import Source
 from mx.codec import check_model_key
 from mx.core import manifest as manifests
@@ -157,16 +157,8 @@ def _held_files(root: Path, key: ModelKey) -> HeldModel:
 
 
 def _serve_held(held: HeldModel, coordinator: str, settings: config.Settings) -> Source:
-    loop = runtime.acquire()
     try:
-        server = loop.run(start_source(source_options(settings, coordinator), transports()))
-        try:
-            loop.run(offer(server, held, coordinator))
-        except BaseException:
-            loop.run(server.close())
-            raise
+        return serve_held(held, coordinator, settings, may_update=True)
     except BaseException:
         held.release()
-        runtime.release(loop)
         raise
-    return Source(loop, server, held, coordinator, None, settings)

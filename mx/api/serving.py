@@ -79,6 +79,14 @@ def source_options(
     )
 
 
+def named_by(coordinator: str | None, settings: config.Settings) -> str:
+    """Return what names the coordinator: an argument, or where the setting comes from; "" if it is
+    the default."""
+    if settings.is_set("coordinator") and coordinator in (None, "", settings.coordinator):
+        return settings.origin("coordinator")
+    return "`coordinator`" if coordinator else ""
+
+
 async def join_or_embed(
     address: str,
     *,
@@ -248,9 +256,6 @@ def serve(
     folder = None if files is None else Path(files)
     key = _key_of(what, model, revision, variant)
     address = coordinator or settings.coordinator
-    named_by = "`coordinator`" if coordinator else ""
-    if settings.is_set("coordinator") and address == settings.coordinator:
-        named_by = settings.origin("coordinator")
     loop = runtime.acquire()
     try:
         options = source_options(settings, address, live=not copy)
@@ -261,7 +266,7 @@ def serve(
             embedded = loop.run(
                 join_or_embed(
                     address,
-                    named_by=named_by,
+                    named_by=named_by(coordinator, settings),
                     embed=embed,
                     wait_s=settings.wait_s,
                     settings=settings,
@@ -310,6 +315,41 @@ async def start_source(options: SourceOptions, transports: Mapping[str, Transpor
     server = SourceServer(options, transports)
     await server.start()
     return server
+
+
+def serve_held(
+    held: HeldModel,
+    coordinator: str | None,
+    settings: config.Settings,
+    *,
+    live: bool = False,
+    may_update: bool = False,
+) -> Source:
+    """Serve a model that this process holds, and register it.
+
+    Args:
+        held: The model, which the source owns from then on; the caller's if this raises.
+        coordinator: HOST:PORT to register with; None registers with none.
+        settings: The settings of the source.
+        live: Whether the memory is an engine's.
+        may_update: Whether `Source.update` may replace the model.
+
+    Raises:
+        MxError: As `serve`.
+    """
+    loop = runtime.acquire()
+    try:
+        options = source_options(settings, coordinator, live=live)
+        server = loop.run(start_source(options, transports()))
+        try:
+            loop.run(offer(server, held, coordinator))
+        except BaseException:
+            loop.run(server.close())
+            raise
+    except BaseException:
+        runtime.release(loop)
+        raise
+    return Source(loop, server, held, coordinator or "", None, settings if may_update else None)
 
 
 async def offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:

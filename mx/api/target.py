@@ -352,7 +352,7 @@ class Pull(Described, Closable):
 
         The coordinator lists the port with the pull, and with the source that `hold` returns, until
         the pull is closed. Routers find the host by the settings (`advertise`, else `listen`), or
-        by the address from which this process reaches the coordinator. Whoever asks before all
+        by the address from which this process reaches the coordinator. Who asks before all
         layers are ready waits for them as `layers()` does.
 
         Returns at once, also in a callback of `on_layer`.

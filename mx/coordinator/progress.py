@@ -59,7 +59,7 @@ class PullsServicer:
             try:
                 while (request := await _next(requests)) is not None:
                     status = pull_from_wire(request.pull)
-                    # Ids of sources are known to all: whoever reports as one is taken for it.
+                    # Ids of sources are known to all: what reports as one is taken for it.
                     registered_from = await self._registered_from(status.pull_id)
                     if registered_from not in (None, address_of(context)):
                         raise NotAllowedError(

@@ -474,6 +474,5 @@ class TransferMachine:
             return not any(self._may_read(load, first) for load in self._open.values())
         if self._expected:
             return False
-        return (
-            self._verification.waits and not self._open
-        )  # a source that gives bytes gives pages too
+        # A source that gives bytes gives pages too.
+        return self._verification.waits and not self._open

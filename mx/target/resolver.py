@@ -184,9 +184,9 @@ async def retry_until_found(
 def _may_pass(error: MxError) -> bool:
     """Return True if the error may pass when a source comes, or the coordinator. (A stranger may
     have been listed first, with a manifest that is none.)"""
-    none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
     if isinstance(error, ManifestError):
         return error.of_a_source
+    none_opened = (NoSourceError, PeerLostError, PeerTimeoutError, UnknownModelError)
     return isinstance(error, none_opened) or type(error) is CoordinatorError
 
 

@@ -182,7 +182,7 @@ def _held(tensors: Weights, chunk_nbytes: int) -> HeldModel:
 
 
 def test_what_holds_nothing_is_refused(coordinator: str) -> None:
-    with api.pull("nobody", coordinator=coordinator) as failing:
+    with api.pull("absent", coordinator=coordinator) as failing:
         error = error_of(failing)
         with pytest.raises(type(error)):
             api.pull("m", coordinator=coordinator, reuse=failing)
