@@ -7,7 +7,7 @@ SHELL := /bin/bash
 # takes longer than the rest of its start.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-vllm demo test test-long test-models test-pythons test-vllm chaos lint proto proto-check bench clean
+.PHONY: help setup setup-vllm demo test test-long test-models test-pythons test-vllm chaos differential lint proto proto-check bench clean
 
 PY := .venv/bin/python
 READY := .venv/.ready
@@ -30,6 +30,7 @@ help:
 	@echo "make test-models [ARGS=...] loads every type of model of transformers, prints what works"
 	@echo "make chaos                  the slow ones too: kills, stops, corruption, full disks"
 	@echo "make chaos PULLS=N [SEED=S] N pulls among random faults; a seed repeats its round"
+	@echo "make differential [ROUNDS=N] [SEED=S]  random steps of all kinds, every byte compared"
 	@echo "make lint                   ruff, formatting, mypy --strict, import contracts"
 	@echo "make proto                  regenerate mx/wire/v1 from proto/"
 	@echo "make bench [ARGS=...]       measure against bare references (ARGS go to mx bench)"
@@ -103,6 +104,9 @@ test-models: $(READY)
 chaos: $(READY)
 	$(if $(PULLS),$(PY) -m tests.chaos --pulls $(PULLS) --seed $(or $(SEED),1) $(ARGS),\
 	  $(PY) -m pytest -m "chaos or slow" $(ARGS))
+
+differential: $(READY)
+	$(PY) -m tests.differential --rounds $(or $(ROUNDS),2000) --seed $(or $(SEED),1) --jobs 2 $(ARGS)
 
 bench: $(READY)
 	$(PY) -m mx bench $(ARGS)
