@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch  # its first import keeps frames for the collector: here none of a pull
 
 from mx import api, runtime
 from tests.integration.conftest import commands, environment, serve, start_coordinator
@@ -87,7 +88,7 @@ def test_a_router_that_is_dropped_warns_and_is_closed(served: str) -> None:
 def test_a_finished_pull_that_is_dropped_is_closed_without_a_word(served: str) -> None:
     tensors = api.pull("m", coordinator=served, attach=False).state_dict()
     assert becomes(loop_is_free)
-    assert all(tensor.numel() for tensor in tensors.values())
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
 
 
 def test_a_finished_pull_that_others_may_read_warns(served: str) -> None:
@@ -128,11 +129,11 @@ import mx
 
 gc.disable()
 
-def shared_nbytes():
-    names = ("rss_anon", "RssShmem", "RssAnon")
+def held():
+    # bytes of memory of its own and shared with others, and descriptors
     with open("/proc/self/status") as status:
-        return sum(int(line.split()[1]) << 10 for line in status
-                   if line.startswith(("RssAnon", "RssShmem")))
+        lines = [line.split() for line in status if line.startswith(("RssAnon", "RssShmem"))]
+    return sum(int(line[1]) << 10 for line in lines), len(os.listdir("/proc/self/fd"))
 
 def pulled(number):
     if number % 2:
@@ -143,29 +144,29 @@ def pulled(number):
     asyncio.run(awaited())
 
 pulled(0), pulled(1)
-time.sleep(1)
-before = shared_nbytes(), len(os.listdir("/proc/self/fd"))
 nbytes = mx.pull("m", coordinator=sys.argv[1], attach=False).wait().bytes
+time.sleep(1)  # what the first ones leave for good, such as gRPC's threads
+began = held()
 for number in range(8):
     pulled(number)
 deadline_s = time.monotonic() + 20
-while shared_nbytes() > before[0] + 2 * nbytes and time.monotonic() < deadline_s:
+more = began
+while time.monotonic() < deadline_s:
+    more = [now - before for now, before in zip(held(), began)]
+    if more[0] < nbytes / 2 and more[1] <= 0:
+        break
     time.sleep(0.05)
-kept = shared_nbytes() - before[0]
-descriptors = len(os.listdir("/proc/self/fd")) - before[1]
-print("kept", kept <= 2 * nbytes, kept, nbytes, "descriptors", descriptors)
-gc.collect()
+print("more than at first:", more[0] // nbytes, "models,", more[1], "descriptors")
 """
 
 
 def test_finished_pulls_that_are_never_closed_leave_nothing(served: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", FINISHED, served],
+        [sys.executable, "-W", "always", "-c", FINISHED, served],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.startswith("kept True"), ran.stdout
-    assert int(ran.stdout.split()[-1]) <= 4, ran.stdout
+    assert ran.stdout == "more than at first: 0 models, 0 descriptors\n"
