@@ -14,6 +14,7 @@ from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory
 from mx.source.model import HeldModel
 from mx.source.relay import Relay
+from mx.target.edition import Edition
 from mx.target.files_job import FilesJob
 from mx.target.job import Job
 from mx.target.options import PullOptions
@@ -52,11 +53,14 @@ class Giving:
         self._reporter = reporter
         self._memory = memory
         self._source: Source | None = None
+        self._released = False
         self._requests_port = 0
 
     def hold(self) -> Source:
         """Serve the memory, after the pull's end; return the same source at each call."""
         with self._memory.lock:
+            if self._released:
+                raise ClosedError("the pull has given its memory back (`release`)")
             if self._source is None:
                 self._source = self._begin_to_hold()
                 if self._requests_port:
@@ -64,7 +68,8 @@ class Giving:
             return self._source
 
     def _begin_to_hold(self) -> Source:
-        arena, manifest, pages = self._job.arena, self._job.manifest, self._job.pages
+        edition = self._memory.edition()
+        arena, manifest, pages = edition.arena, edition.manifest, edition.pages
         if (
             not self._options.hold
             or not isinstance(arena, MemfdArena | DeviceArena | LiveMemory)
@@ -72,15 +77,15 @@ class Giving:
             or pages is None
         ):
             raise ConfigError("only a pull made with hold=True can become a source")
-        self._memory.check_not_released()
-        node = self._job.node
+        node = edition.node
         host = None if node is None else node.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
-            return self._settle(host, arena)
+            return self._settle(host, edition, arena)
         self._loop.run(self._job.leave())
         live = isinstance(arena, LiveMemory)
         if not isinstance(arena, LiveMemory):
-            arena.seal()
+            with edition.lock:
+                arena.seal()
         held = HeldModel(
             self._job.key,
             manifest,
@@ -88,15 +93,15 @@ class Giving:
             pages,
             role=SourceRole.RELAY,
             borrowed=True,
+            source_id=self._reporter.pull_id,  # routers know the pull by it
         )
-        if self._job.reader_id in ("", self._reporter.pull_id):  # routers know the pull by it
-            held.source_id = self._reporter.pull_id
         return serve_held(held, self._options.coordinator, self._settings, live=live)
 
-    def _settle(self, relay: Relay, arena: MemfdArena | LiveMemory) -> Source:
+    def _settle(self, relay: Relay, edition: Edition, arena: MemfdArena | LiveMemory) -> Source:
         """Turn the relay, which others read from without a break, into a source."""
         if isinstance(arena, MemfdArena):
-            arena.freeze()
+            with edition.lock:
+                arena.freeze()
         loop = runtime.acquire()
         try:
             server, held = loop.run(relay.settle())
@@ -123,12 +128,23 @@ class Giving:
     def end(self) -> None:
         """Give nothing to others any more, and give the tensors of `into` back. Idempotent."""
         with self._memory.lock:
+            self._released = True
             source, self._source = self._source, None
         if source is not None:
             source.close()
         self._loop.run(self._job.leave())
-        if isinstance(self._job.arena, LiveMemory):
-            self._job.arena.release()
+        if isinstance(self._job.edition.arena, LiveMemory):
+            self._job.edition.release()
+
+    @property
+    def gives(self) -> bool:
+        """True while others are to read here, or to send requests, until the pull is closed."""
+        return (self._options.hold and not self._released) or bool(self._requests_port)
+
+    def hand_over(self) -> Source | None:
+        """Return the source that `hold` has made, which is the caller's alone from now on."""
+        source, self._source = self._source, None
+        return source
 
     def closing_steps(self) -> list[Step]:
         """Return the steps that close the source, if there is one."""

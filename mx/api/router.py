@@ -127,7 +127,7 @@ class Router(Closable):
             )
         loop = runtime.acquire()
         try:
-            watch = Watch(loop, client, wanted, self._watches.discard)
+            watch = Watch(loop, client, wanted, self._forget)
         except BaseException:
             runtime.release(loop)
             raise
@@ -214,6 +214,9 @@ class Router(Closable):
         """Return what `place` returns, without blocking the caller's event loop."""
         found = await self._asking(self._estimates(_named(model, variant), hosts, attach))
         return in_order_of_readiness(found)
+
+    def _forget(self, watch: Watch) -> None:
+        self._watches.discard(watch)
 
     # -- inside ---------------------------------------------------------------------------------
 
