@@ -17,7 +17,7 @@ from mx.core.types import Alias, Layout
 from mx.errors import ConfigError, MxError
 from mx.memory.arena import Arena, MakeHasher, host_hasher
 from mx.memory.arrays import Array, all_are_now, arrays_of
-from mx.memory.claims import claim, merged, overlap
+from mx.memory.claims import Claim, claim, merged, overlap
 from mx.memory.collector import paused
 from mx.text import listed
 from mx.views import ScatteredView, Span, View, Window
@@ -72,7 +72,7 @@ class _Place:
         self.view: ScatteredView | memoryview = ScatteredView.over(
             begins, spans, layout.arena_nbytes
         )
-        self.claim = claim(ranges, what, fills=fills, beside=beside)
+        self.claim: Claim = claim(ranges, what, fills=fills, beside=beside)
 
     @cached_property
     def extents(self) -> ExtentMap:

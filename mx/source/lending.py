@@ -82,8 +82,7 @@ class Lending:
         """Why it was withdrawn, until it is lent again; else ""."""
         return self._state.why
 
-    @property
-    def closed(self) -> bool:
+    def _is_closed(self) -> bool:
         return self._state.now is Lent.CLOSED
 
     @property
@@ -154,7 +153,7 @@ class Lending:
 
     def _say_withdrawn(self, why: str) -> None:
         self._state.step(LentEvent.WITHDRAW, why)
-        if self.closed:
+        if self._is_closed():
             return
         event(
             log,
@@ -181,7 +180,7 @@ class Lending:
         """
         change.begun = True
         last, before = self._change, self._changing
-        if last is not None and not last.ended.is_set and not last.gone and not self.closed:
+        if last is not None and not last.ended.is_set and not last.gone and not self._is_closed():
             change.end(ConfigError(f"{self.held.key} is changing already"))
             return
         if last is not None:
@@ -212,19 +211,19 @@ class Lending:
             change.end(ClosedError(f"the source of {self.held.key} was closed"))
 
     async def _make(self, change: Change) -> None:
-        if self.closed:
+        if self._is_closed():
             raise ClosedError(f"the source of {self.held.key} was closed")
         all_of_it = self._state.why != ""  # what is withdrawn may differ anywhere
         await self._enter(change)
-        if self.closed:
+        if self._is_closed():
             raise ClosedError(f"the source of {self.held.key} was closed")
         entered = not change.gone
         if entered:
             self._state.step(LentEvent.OPEN)
             change.entered.set()
-            while not (change.left or change.gone or self.closed):
+            while not (change.left or change.gone or self._is_closed()):
                 await change.told(WATCH_S)
-            if self.closed:
+            if self._is_closed():
                 return
             if not change.left:
                 self._say_withdrawn(INTERRUPTED)
@@ -234,12 +233,12 @@ class Lending:
         self._state.step(LentEvent.LEAVE)
 
         def stopped() -> bool:
-            return self.closed or (entered and change.gone)
+            return self._is_closed() or (entered and change.gone)
 
         try:
             await self._leave(change, all_of_it, stopped)
         except Exception as error:
-            if self.closed:
+            if self._is_closed():
                 return
             interrupted = isinstance(error, ClosedError) and stopped()
             why = INTERRUPTED if interrupted else str(error) or type(error).__name__
@@ -257,7 +256,7 @@ class Lending:
         async def retire() -> None:
             async with self._busy:  # what hashes it has stopped then
                 await self._server.retire_memory(
-                    self.held.arena, change.grace_s, lambda: change.gone or self.closed
+                    self.held.arena, change.grace_s, lambda: change.gone or self._is_closed()
                 )
 
         self._retiring = retiring = asyncio.create_task(retire(), name="mx-withdraw")
