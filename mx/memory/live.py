@@ -7,7 +7,7 @@ an engine may replace a tensor, or resize or free its storage, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from operator import add
 
@@ -105,6 +105,7 @@ class LiveMemory:
         what: str,
         *,
         fills: bool = False,
+        overlapping: Set[int] = frozenset(),
     ) -> None:
         """
         Args:
@@ -113,10 +114,13 @@ class LiveMemory:
             tensors: Returns them as they are now.
             what: Who uses the memory, for the error that another one gets.
             fills: Whether it is to be filled: then no other pull or source may use it.
+            overlapping: The layers with tensors that share memory with others which are no views of
+                them in the layout: what is written to one is written to the other.
 
         Raises:
             ConfigError: The memory is in use.
         """
+        self.overlapping = overlapping
         self._tensors: Tensors | None = tensors
         self._place = _Place(layout, arrays, what, fills=fills)
 

@@ -6,8 +6,9 @@ import asyncio
 
 from mx.core.types import Layout
 from mx.errors import CheckpointError
-from mx.memory.live import Memory
+from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
+from mx.memory.verify import check_overlapping
 from mx.runtime import in_thread, uncut
 from mx.storage.load import Loaded, load_opened
 from mx.storage.staging import Staging
@@ -53,6 +54,9 @@ class FromStore(Attempt):
         if isinstance(arena, SubsetMemory):
             self.subset, arena = arena.subset, arena.memory
         self.manifest, self.pages = manifest, loaded.pages
+        if isinstance(arena, LiveMemory) and arena.overlapping:
+            check = in_thread(check_overlapping, manifest, arena.view, arena.overlapping)
+            await uncut(check)
         self._log.planned(len(manifest.layout.layers), manifest)
         files.loaded(manifest)
         delivery = self._deliver(manifest, strong=False)
@@ -116,6 +120,9 @@ class FromStore(Attempt):
 
     def _landed(self, layer: int) -> None:
         """Deliver a layer that is complete, if nothing but the store describes the weights."""
+        arena = self.arena
+        if isinstance(arena, LiveMemory) and layer in arena.overlapping:
+            return  # not known to be right before all of them are there
         if self._early_layout is not None:
             event = self._log.event(self._early_layout.layers[layer], VerifiedBy.DIGEST)
             self._log.layer_ready(event)
