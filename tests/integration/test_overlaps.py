@@ -53,6 +53,13 @@ def partly(memory: torch.Tensor) -> Weights:
     }
 
 
+def wait(pull: api.Pull) -> None:
+    try:
+        pull.wait(60)
+    except MxError as error:
+        raise AssertionError(f"not filled: {error}") from error
+
+
 MAKERS = [whole, in_other_layers, within, partly]
 
 
@@ -70,6 +77,7 @@ def test_what_can_be_lent_can_be_filled(
         api.serve(lent, model="m", coordinator=coordinator, copy=False),
         api.pull("m", coordinator=coordinator, into=own, hold=hold) as pull,
     ):
+        wait(pull)
         for layer in pull.layers():
             assert same(own, {name: lent[name] for name in layer.tensors()})
         assert same(own, lent)
@@ -89,7 +97,7 @@ def test_a_change_is_filled_too(coordinator: str, make: Callable[[torch.Tensor],
             with source.changing(["model.layers.0.w"] if "model.layers.0.w" in lent else None):
                 memory.copy_(pool(seed))
             with api.pull("m", coordinator=coordinator, into=own) as pull:
-                pull.wait(60)
+                wait(pull)
             assert same(own, lent)
 
 
@@ -133,7 +141,7 @@ def test_from_a_checkpoint_too(coordinator: str, tmp_path: Path) -> None:
         own = whole(pool(None))
         with api.pull("m", coordinator=coordinator, into=own, path=path) as pull:
             if ends:
-                pull.wait(60)
+                wait(pull)
                 assert same(own, apart)
             else:
                 with pytest.raises(MxError, match="different bytes"):
