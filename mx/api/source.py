@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mx import config, runtime
+from mx.api.changing import Changing
 from mx.api.closing import Closable, Step
 from mx.api.common import (
     checked_port,
@@ -22,7 +22,6 @@ from mx.core.variant import membership
 from mx.errors import (
     ClosedError,
     ConfigError,
-    MxError,
 )
 from mx.memory.live import LiveMemory
 from mx.source.handover import Handover
@@ -84,9 +83,15 @@ class Source(Closable):
         return f"<Source {self.model}: {size}, {state}>"
 
     @property
+    def _current(self) -> HeldModel:
+        """What is served, or lent, or was before it was withdrawn."""
+        lending = self._server.lending
+        return self._held if lending is None else lending.held
+
+    @property
     def model(self) -> ModelKey:
         """The name, revision and variant that are served."""
-        return self._held.key
+        return self._current.key
 
     @property
     def manifest(self) -> Manifest:
@@ -95,12 +100,12 @@ class Source(Closable):
         The source may be registered with another layout or chunk size, those in which the same
         weights were listed before.
         """
-        return self._held.laid_out.manifest
+        return self._current.laid_out.manifest
 
     @property
     def pages(self) -> Pages:
         """The digests of the model's blocks."""
-        return self._held.laid_out.pages
+        return self._current.laid_out.pages
 
     def buffer(self) -> memoryview:
         """Return the weights as the manifest's arena lays them out.
@@ -111,7 +116,7 @@ class Source(Closable):
         Raises:
             LocalError: The weights are in a GPU, or lent where they are.
         """
-        return host_view(self._held.arena.view)
+        return host_view(self._current.arena.view)
 
     def memory(self) -> View:
         """Return the weights as the manifest's arena lays them out, wherever they are.
@@ -123,7 +128,7 @@ class Source(Closable):
         Raises:
             ClosedError: The weights were lent, and the source was closed.
         """
-        arena = self._held.arena
+        arena = self._current.arena
         if isinstance(arena, LiveMemory) and arena.released:
             raise ClosedError(f"the source of {self.model} was closed")
         return arena.view
@@ -131,12 +136,12 @@ class Source(Closable):
     @property
     def memfd(self) -> int | None:
         """The memory file that readers of this host attach to; None if there is none."""
-        return self._held.arena.memfd
+        return self._current.arena.memfd
 
     @property
     def identity_hex(self) -> str:
         """The identity of the weights, in hexadecimal."""
-        return self._held.manifest.ref.identity.hex()
+        return self._current.manifest.ref.identity.hex()
 
     @property
     def pinned(self) -> str:
@@ -256,10 +261,7 @@ class Source(Closable):
         self._held = held
         await self._handover.hand_over(old, held, grace_s, self._closing.is_set)
 
-    @contextlib.contextmanager
-    def changing(
-        self, names: Collection[str] | None = None, *, grace_s: float = 0.0
-    ) -> Iterator[None]:
+    def changing(self, names: Collection[str] | None = None, *, grace_s: float = 0.0) -> Changing:
         """Write to tensors that are lent, inside the `with` block.
 
         Entering withdraws them: readers may finish within `grace_s` seconds and are then cut off,
@@ -267,70 +269,44 @@ class Source(Closable):
         ended, after two seconds at most. Leaving hashes the tensors and lists them again: as a new
         revision that NAME means from then on if this source bound the name, as they were if nothing
         has changed. A source that did not bind the name lists them only if these weights are bound
-        already, and else stays withdrawn (`withdrawn` says why).
+        already.
 
-        If the block raises, and has changed anything, the tensors stay withdrawn, since they may
-        be half written. Another `changing` lists them.
+        Whenever leaving does not list them it raises, and `withdrawn` says why: the tensors stay
+        withdrawn until another `changing`. If the block raises, that error goes out. Then the
+        tensors are listed if nothing has changed, and else stay withdrawn, since they may be half
+        written. So they do if `changing` is interrupted, as by Ctrl-C, wherever that is.
 
         Args:
             names: The tensors that the block writes to; None: any, and all are hashed again.
             grace_s: Seconds that readers have to finish.
 
+        Returns:
+            A context manager, for one block.
+
         Raises:
             ConfigError: This source lends no live memory, a name is not among its tensors, or
-                another thread is inside.
+                another thread is inside; or, on leaving, a tensor has another shape or dtype than
+                before, is gone, or its memory is in use.
+            BindingError: Another source bound the name, and none has registered these weights.
             ClosedError: The source was closed.
-            MxError: The tensors could not be listed again, and stay withdrawn.
+            MxError: The tensors could not be withdrawn from their readers, or not be listed again.
         """
-        self._require_own()
-        lending = self._server.lending
-        if lending is None:
-            raise ConfigError(
-                f"{self.model} is a copy of mx's own: writing to the tensors changes nothing here",
-                hint="serve with `copy=False`, or use update()",
-            )
-        check_names(lending.held.laid_out.manifest.layout, names)
-        if self._closed.is_set():
-            raise ClosedError(f"the source of {self.model} was closed")
-        change = object()
-        try:
-            self._loop.run(lending.enter(change, grace_s))
-        except MxError:
-            raise
-        except BaseException:  # an interrupt: entering goes on by itself
-            self._leave(lending, change, (), failed=True)
-            raise
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            self._leave(lending, change, names, failed=failed)
 
-    def _leave(
-        self, lending: Lending, change: object, names: Collection[str] | None, *, failed: bool
-    ) -> None:
-        with self._lock:
+        def lending() -> Lending:
+            self._require_own()
+            lending = self._server.lending
+            if lending is None:
+                raise ConfigError(
+                    f"{self.model} is a copy of mx's own: writing to the tensors changes nothing "
+                    "here",
+                    hint="serve with `copy=False`, or use update()",
+                )
+            check_names(lending.held.laid_out.manifest.layout, names)
             if self._closing.is_set():
-                return
-            before, now, why = lending.held, None, "`changing` ended with an error"
-            try:
-                now = lending.hashed(names)
-            except MxError as error:
-                why = str(error)
-            except BaseException:  # a second interrupt
-                self._loop.run(lending.leave(change, None, "`changing` was interrupted"))
-                raise
-            old = before.manifest.ref.identity
-            if failed and now is not None and now.manifest.ref.identity != old:
-                now = None
-            try:
-                self._loop.run(lending.leave(change, now, why))
-            except MxError:
-                if not failed:  # else the block's own error counts; this one was logged
-                    raise
-            finally:
-                self._held = lending.held
+                raise ClosedError(f"the source of {self.model} was closed")
+            return lending
+
+        return Changing(self._loop, lending, names, grace_s)
 
     @property
     def withdrawn(self) -> str:

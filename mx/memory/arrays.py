@@ -93,7 +93,7 @@ class Array(NamedTuple):
     @property
     def span_nbytes(self) -> int:
         """The bytes from the start of the first to the end of the last element."""
-        return _span_nbytes(self.dtype, self.shape, self.stride)
+        return span_nbytes(self.dtype, self.shape, self.stride)
 
     @property
     def order(self) -> tuple[int, ...] | None:
@@ -127,7 +127,8 @@ _order = lru_cache(4096)(permuted_stride)
 
 
 @lru_cache(4096)
-def _span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+def span_nbytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return the bytes from the start of the first to the end of the last element."""
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

@@ -29,13 +29,16 @@ _lock = threading.Lock()
 _claims: list[Claim] = []
 
 
-def claim(ranges: Iterable[tuple[int, int]], what: str, *, fills: bool) -> Claim:
+def claim(
+    ranges: Iterable[tuple[int, int]], what: str, *, fills: bool, beside: Claim | None = None
+) -> Claim:
     """Claim memory, to fill it or to lend it. Any number of sources may lend the same memory.
 
     Args:
         ranges: Half-open ranges of addresses; empty ones are left out.
         what: Who claims it, for the error that another one gets.
         fills: Whether it is to be filled.
+        beside: A claim of the same claimant's, which may have some of it.
 
     Raises:
         ConfigError: Some of it is filled by another pull, or is to be filled and is lent.
@@ -43,7 +46,7 @@ def claim(ranges: Iterable[tuple[int, int]], what: str, *, fills: bool) -> Claim
     new = Claim(merged(ranges), what, fills=fills)
     with _lock:
         for other in _claims:
-            if (fills or other.fills) and overlap(new.ranges, other.ranges):
+            if other is not beside and (fills or other.fills) and overlap(new.ranges, other.ranges):
                 raise ConfigError(
                     f"some of these tensors' memory is in use: {other.what}",
                     hint="close that one first, or give other tensors",

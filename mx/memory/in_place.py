@@ -12,6 +12,7 @@ from mx.core.types import Alias, Layout, Tensor
 from mx.errors import ClosedError, ConfigError
 from mx.memory.arrays import Array, all_are_now, arrays_and_errors
 from mx.memory.collector import paused
+from mx.memory.describe import describe_arrays
 from mx.memory.live import LiveMemory, Tensors, is_tied
 from mx.text import listed
 
@@ -57,7 +58,8 @@ class InPlace:
         now = self._tensors()
         if now.keys() != self._arrays.keys() or not all_are_now(self._arrays, now):
             self._arrays = _arrays(now)  # the pull may have waited long for a source
-        differences = list(self._differences(layout, what))
+        overlapping = self._overlapping(layout.tensors)
+        differences = [*self._differences(layout, what), *self._unlike(overlapping, what)]
         if differences:
             raise ConfigError(
                 f"`into` does not fit {what}, and nothing was written: " + "; ".join(differences),
@@ -67,7 +69,15 @@ class InPlace:
             )
         names = [*(tensor.name for tensor in layout.tensors), *(a.name for a in layout.aliases)]
         arrays = {name: self._arrays[name] for name in names}
-        self._arena = LiveMemory(layout, arrays, self._tensors, "another pull fills it", fills=True)
+        layers = {tensor.layer for tensor in layout.tensors if tensor.name in overlapping}
+        self._arena = LiveMemory(
+            layout,
+            arrays,
+            self._tensors,
+            "another pull fills it",
+            fills=True,
+            overlapping=frozenset(layers),
+        )
         return self._arena
 
     def release(self) -> None:
@@ -110,7 +120,6 @@ class InPlace:
                     f"{_strides(wanted[name])} in the model"
                 )
         found += self._ties([aliases[name] for name in here if name in aliases])
-        found += self._overlaps([tensor for tensor in tensors if fit or tensor.name in arrays])
         return found
 
     def _fit(self, tensors: Sequence[Tensor]) -> bool:
@@ -143,24 +152,45 @@ class InPlace:
                 )
         return found
 
-    def _overlaps(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return which tensors share memory that do not in the model."""
+    def _overlapping(self, tensors: Sequence[Tensor]) -> dict[str, str]:
+        """Return which of these tensors share memory, and for each another one that it does with
+        (the first of them: with itself)."""
         arrays = self._arrays
-        held = [arrays[tensor.name] for tensor in tensors if tensor.nbytes]
-        begins = [array.address for array in held]
-        ends = map(add, begins, [tensor.nbytes for tensor in tensors if tensor.nbytes])
+        held = [tensor for tensor in tensors if tensor.nbytes and tensor.name in arrays]
+        begins = [arrays[tensor.name].address for tensor in held]
+        ends = map(add, begins, [tensor.nbytes for tensor in held])
         edges = sorted(zip(begins, ends, strict=True))
         if all(end <= begin for (_, end), (begin, _) in pairwise(edges)):
-            return []
+            return {}
         places = sorted(
             (arrays[t.name].address, arrays[t.name].address + arrays[t.name].span_nbytes, t.name)
-            for t in tensors
-            if arrays[t.name].span_nbytes
+            for t in held
         )
+        found: dict[str, str] = {}
+        reached, last = -1, ""  # the highest end so far, and whose it is
+        for begin, end, name in places:
+            if begin < reached:
+                found.setdefault(last, last)
+                found[name] = last
+            if end > reached:
+                reached, last = end, name
+        return found
+
+    def _unlike(self, overlapping: Mapping[str, str], what: str) -> list[str]:
+        """Return which of the tensors that share memory do not in the model.
+
+        What would be lent as tensors of their own, although they share memory, may be filled: such
+        as the same memory in two dtypes. What would be lent as a view of another one is none in
+        the model. Slices could not be compared with the model's digests.
+        """
+        if what != WHOLE:
+            pairs = {name: other for name, other in overlapping.items() if name != other}
+        else:
+            dense = {n: self._arrays[n] for n in overlapping if self._arrays[n].order is not None}
+            pairs = {alias.name: alias.target for alias in describe_arrays(dense).aliases}
         return [
-            f"{name} shares memory with {before} here, and not in the model"
-            for (_, end, before), (begin, _, name) in pairwise(places)
-            if begin < end
+            f"{name} shares memory with {other} here, and not in the model"
+            for name, other in pairs.items()
         ]
 
 

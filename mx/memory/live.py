@@ -7,7 +7,7 @@ an engine may replace a tensor, or resize or free its storage, without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property
 from operator import add
 
@@ -17,13 +17,73 @@ from mx.core.types import Alias, Layout
 from mx.errors import ConfigError, MxError
 from mx.memory.arena import Arena, MakeHasher, host_hasher
 from mx.memory.arrays import Array, all_are_now, arrays_of
-from mx.memory.claims import claim, merged, overlap
+from mx.memory.claims import Claim, claim, merged, overlap
 from mx.memory.collector import paused
 from mx.text import listed
 from mx.views import ScatteredView, Span, View, Window
 
+#: What to do where tensors are not what they were.
+_AS_BEFORE = "make them as they were and call `changing` again, or serve the tensors anew"
+
 #: Returns the tensors of a module or mapping as they are at the moment.
 Tensors = Callable[[], Mapping[str, object]]
+
+
+class _Place:
+    """Where the tensors of a layout are at one moment, and the claim on that memory."""
+
+    @paused()
+    def __init__(
+        self,
+        layout: Layout,
+        arrays: Mapping[str, Array],
+        what: str,
+        *,
+        fills: bool,
+        before: _Place | None = None,
+    ) -> None:
+        """Args and Raises as those of `LiveMemory`; `before` is the place that this one is to
+        replace."""
+        self.arrays: dict[str, Array] = dict(arrays)
+        held = [arrays[t.name] for t in layout.tensors if t.nbytes]
+        addresses = [array.address for array in held]
+        lengths = [nbytes for layer in layout.layers for _, nbytes in layer.extents if nbytes]
+        ends = list(map(add, addresses, lengths))
+        ranges = zip(addresses, ends, strict=True)
+        beside = None if before is None else before.claim
+        begins = [
+            layer.arena_offset + offset
+            for layer in layout.layers
+            for offset, nbytes in layer.extents
+            if nbytes
+        ]
+        self.address = min(addresses, default=0)
+        self.nbytes = max(ends, default=0) - self.address
+        self._shifts = [address - self.address for address in addresses]
+        self._layout = layout
+        self.base: Span | None = None
+        spans: Sequence[Span] = ()
+        if {array.device for array in held} <= {"cpu"}:
+            owners = [array.owner for array in held]
+            self.base = memory_at(self.address, self.nbytes, owners)
+            spans = Window(self.base, self.address, self._shifts, lengths)
+        else:
+            spans = [array.view() for array in held]
+        self.view: ScatteredView | memoryview = ScatteredView.over(
+            begins, spans, layout.arena_nbytes
+        )
+        self.claim: Claim = claim(ranges, what, fills=fills, beside=beside)
+
+    @cached_property
+    def extents(self) -> ExtentMap:
+        return ExtentMap.of_places(self._layout, self._shifts)
+
+    def release(self) -> None:
+        """Let go of the tensors. Idempotent."""
+        self.claim.release()
+        self.view = memoryview(b"")
+        self.arrays.clear()
+        self.base = None
 
 
 class LiveMemory:
@@ -37,7 +97,6 @@ class LiveMemory:
     hasher: MakeHasher = staticmethod(host_hasher)
     memfd: int | None = None
 
-    @paused()
     def __init__(
         self,
         layout: Layout,
@@ -46,6 +105,7 @@ class LiveMemory:
         what: str,
         *,
         fills: bool = False,
+        overlapping: Set[int] = frozenset(),
     ) -> None:
         """
         Args:
@@ -54,43 +114,32 @@ class LiveMemory:
             tensors: Returns them as they are now.
             what: Who uses the memory, for the error that another one gets.
             fills: Whether it is to be filled: then no other pull or source may use it.
+            overlapping: The layers with tensors that share memory with others which are no views of
+                them in the layout: what is written to one is written to the other.
 
         Raises:
             ConfigError: The memory is in use.
         """
-        self._arrays: dict[str, Array] = dict(arrays)
+        self.overlapping = overlapping
         self._tensors: Tensors | None = tensors
-        held = [arrays[t.name] for t in layout.tensors if t.nbytes]
-        addresses = [array.address for array in held]
-        lengths = [nbytes for layer in layout.layers for _, nbytes in layer.extents if nbytes]
-        ends = list(map(add, addresses, lengths))
-        self._claim = claim(zip(addresses, ends, strict=True), what, fills=fills)
-        begins = [
-            layer.arena_offset + offset
-            for layer in layout.layers
-            for offset, nbytes in layer.extents
-            if nbytes
-        ]
-        self.address = min(addresses, default=0)
-        self.nbytes = max(ends, default=0) - self.address
-        self._shifts = [address - self.address for address in addresses]
-        self._layout = layout
-        self._base: Span | None = None
-        spans: Sequence[Span] = ()
-        if {array.device for array in held} <= {"cpu"}:
-            owners = [array.owner for array in held]
-            self._base = memory_at(self.address, self.nbytes, owners)
-            spans = Window(self._base, self.address, self._shifts, lengths)
-        else:
-            spans = [array.view() for array in held]
-        self.view: ScatteredView | memoryview = ScatteredView.over(
-            begins, spans, layout.arena_nbytes
-        )
+        self._place = _Place(layout, arrays, what, fills=fills)
 
-    @cached_property
+    @property
+    def view(self) -> ScatteredView | memoryview:
+        return self._place.view
+
+    @property
+    def address(self) -> int:
+        return self._place.address
+
+    @property
+    def nbytes(self) -> int:
+        return self._place.nbytes
+
+    @property
     def extents(self) -> ExtentMap:
         """Where the layout's bytes are: a row for each tensor, in one region."""
-        return ExtentMap.of_places(self._layout, self._shifts)
+        return self._place.extents
 
     def renew(self, layout: Layout) -> None:
         """Take over where the same tensors are now, in place of where they were.
@@ -100,15 +149,15 @@ class LiveMemory:
 
         Raises:
             ConfigError: A tensor is gone, has no memory of its own, or another form or other ties
-                than before. Then nothing has changed.
+                than before, or its memory is in use. Then nothing has changed.
         """
         if self._tensors is None:
             raise ConfigError("the memory was given back", hint="serve the tensors again")
-        now = self._tensors()
-        gone = [name for name in self._arrays if name not in now]
+        now, before = self._tensors(), self._place
+        gone = [name for name in before.arrays if name not in now]
         if gone:
-            raise ConfigError(f"{listed(gone)}: no longer there", hint="serve the tensors again")
-        arrays = arrays_of({name: now[name] for name in self._arrays})
+            raise ConfigError(f"{listed(gone)}: no longer there", hint=_AS_BEFORE)
+        arrays = arrays_of({name: now[name] for name in before.arrays})
         other = [
             t.name
             for t in layout.tensors
@@ -120,24 +169,22 @@ class LiveMemory:
         ]
         if other:
             raise ConfigError(
-                f"{listed(other)}: another shape, dtype, order or tie than before",
-                hint="serve the tensors again",
+                f"{listed(other)}: another shape, dtype, order or tie than before", hint=_AS_BEFORE
             )
-        self._claim.release()
-        self.__dict__.pop("extents", None)
-        LiveMemory.__init__(
-            self, layout, arrays, self._tensors, self._claim.what, fills=self._claim.fills
-        )
+        claim = before.claim
+        self._place = _Place(layout, arrays, claim.what, fills=claim.fills, before=before)
+        before.release()
 
     def sharing(self, names: Iterable[str]) -> set[str]:
         """Return the names of all tensors that share memory with some of these."""
+        arrays = self._place.arrays
 
         def place(name: str) -> tuple[int, int]:
-            array = self._arrays[name]
+            array = arrays[name]
             return array.address, array.address + array.span_nbytes
 
         ranges = merged(map(place, names))
-        return {name for name in self._arrays if overlap([place(name)], ranges)}
+        return {name for name in arrays if overlap([place(name)], ranges)}
 
     @property
     def released(self) -> bool:
@@ -150,22 +197,23 @@ class LiveMemory:
 
     def span_at(self, offset: int, nbytes: int) -> Span:
         """Return bytes of the region that `extents` names, within one tensor."""
-        if self._base is not None:
-            return self._base[offset : offset + nbytes]
-        at = self.address + offset
-        array = next(a for a in self._arrays.values() if 0 <= at - a.address < a.span_nbytes)
+        place = self._place
+        if place.base is not None:
+            return place.base[offset : offset + nbytes]
+        at = place.address + offset
+        array = next(a for a in place.arrays.values() if 0 <= at - a.address < a.span_nbytes)
         return array.view()[at - array.address : at - array.address + nbytes]
 
     def changed(self) -> str:
         """Say which tensors are no longer where they were: "" if all are."""
-        tensors = self._tensors
+        tensors, arrays = self._tensors, self._place.arrays
         if tensors is None:
             return "the memory was given back"
         now = tensors()
-        if all_are_now(self._arrays, now):
+        if all_are_now(arrays, now):
             return ""
         moved: list[str] = []
-        for name, array in self._arrays.items():
+        for name, array in arrays.items():
             try:
                 if name not in now or not array.is_now(name, now[name]):
                     moved.append(name)
@@ -177,11 +225,8 @@ class LiveMemory:
 
     def release(self) -> None:
         """Let go of the tensors. Idempotent."""
-        self._claim.release()
-        self.view = memoryview(b"")
         self._tensors = None
-        self._arrays.clear()
-        self._base = None
+        self._place.release()
 
 
 def is_tied(alias: Alias, array: Array, target: Array) -> bool:

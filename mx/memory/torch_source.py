@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
-from operator import attrgetter
+from operator import add, attrgetter, ge, mul
 from typing import Any
 
 from mx.errors import ConfigError
-from mx.memory.arrays import Array, adapters, array_of, batch_adapters
+from mx.memory.arrays import Array, adapters, array_of, batch_adapters, span_nbytes
 from mx.memory.describe import Described, describe_arrays
 from mx.memory.extras import torch_missing
 from mx.memory.tensors import TORCH_DTYPES
@@ -33,7 +33,7 @@ def torch_array(name: str, tensor: object) -> Array | None:
     Raises:
         ConfigError: Its values are not in memory of its own: it is on the meta device, sparse, a
             conjugated or negated view, or of a subclass that computes its values or keeps them
-            elsewhere (DTensor, quantised tensors).
+            elsewhere (DTensor, quantised tensors). Or its storage was freed or made smaller.
     """
     if not isinstance(tensor, torch.Tensor):
         return None
@@ -48,7 +48,7 @@ def torch_array(name: str, tensor: object) -> Array | None:
     ):
         raise _refusal(name, tensor)
     storage = tensor.untyped_storage()
-    return Array(
+    array = Array(
         dtype,
         tuple(tensor.shape),
         tensor.stride(),
@@ -59,6 +59,12 @@ def torch_array(name: str, tensor: object) -> Array | None:
         True,
         storage.nbytes(),
     )
+    if tensor.storage_offset() * array.item_nbytes + array.span_nbytes > array.owner_nbytes:
+        raise ConfigError(
+            f"{name} has lost its memory: its storage was freed or resized",
+            hint="give it memory again first",
+        )
+    return array
 
 
 def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
@@ -79,6 +85,11 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
         return None  # a complex one may be a conjugated view
     dtypes, shapes, strides = zip(*map(known.__getitem__, forms), strict=True)
     storages = list(map(torch.Tensor.untyped_storage, tensors))
+    sizes = list(map(_nbytes, storages))
+    spans = {form: span_nbytes(*known[form]) for form in known}
+    begins = map(mul, map(_offset, tensors), map(torch.Tensor.element_size, tensors))
+    if not all(map(ge, sizes, map(add, begins, map(spans.__getitem__, forms)))):
+        return None  # a storage was freed, or made smaller
     fields = (
         dtypes,
         shapes,
@@ -88,7 +99,7 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
         storages,
         repeat(_hold),
         repeat(True),
-        map(_nbytes, storages),
+        sizes,
     )
     return list(map(partial(tuple.__new__, Array), zip(*fields, strict=False)))
 
@@ -96,7 +107,7 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 _is_cpu, _layout, _is_neg = attrgetter("is_cpu"), attrgetter("layout"), torch.Tensor.is_neg
 _stride, _data_ptr = torch.Tensor.stride, torch.Tensor.data_ptr
-_nbytes = torch.UntypedStorage.nbytes
+_nbytes, _offset = torch.UntypedStorage.nbytes, torch.Tensor.storage_offset
 #: (is_cpu, layout, is_neg()) of tensors whose values are in host memory of their own.
 _PLAIN = (True, torch.strided, False)
 

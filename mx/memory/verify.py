@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mx.core.digest import block_digest, tensor_root
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Manifest
-from mx.errors import DigestError
+from mx.errors import ConfigError, DigestError
 from mx.memory.device import HostReader
+from mx.text import listed
 from mx.transport import View, contiguous
 
 
@@ -58,4 +59,30 @@ def check_layer(manifest: Manifest, arena: View, layer: int, reader: HostReader)
         raise DigestError(
             f"tensor {name} does not match the model's identity",
             hint="the source's memory is damaged; do not use it",
+        )
+
+
+def check_overlapping(manifest: Manifest, arena: View, layers: Iterable[int]) -> None:
+    """Hash layers whose tensors share memory, after all of them were filled: each write to one
+    tensor was one to another. Blocks.
+
+    Args:
+        manifest: The model's manifest.
+        arena: The memory of the whole model, on the host.
+        layers: The layers.
+
+    Raises:
+        ConfigError: In the model they do not hold the same bytes where they share memory here.
+    """
+    reader, wrong = HostReader(), []
+    for layer in sorted(layers):
+        place = manifest.layout.layers[layer]
+        space = arena[place.arena_offset : place.arena_offset + place.nbytes]
+        for number in wrong_tensors(manifest, layer, space, reader):
+            wrong.append(manifest.layout.tensors[place.first_tensor + number].name)
+    if wrong:
+        raise ConfigError(
+            f"{listed(wrong)}: shares memory with another tensor of `into`, and in the model the "
+            "two hold different bytes",
+            hint="give each of them memory of its own",
         )

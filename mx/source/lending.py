@@ -6,23 +6,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Protocol
 
-from mx.core.lending import TRANSITIONS, Lent, LentEvent
-from mx.core.types import ModelKey, SourceRole
+from mx.core.lending import Lent, LentEvent, LentState
+from mx.core.types import SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
     ClosedError,
     ConfigError,
     CoordinatorError,
+    LocalError,
     NotAllowedError,
     UnknownModelError,
 )
 from mx.log import event
 from mx.memory.live import LiveMemory, Memory
-from mx.runtime import in_thread, uncut
+from mx.runtime import in_thread, uncut, unexpected
+from mx.source.changes import Change
 from mx.source.model import HeldModel, hashed_again, wrong_tensors_of
 from mx.source.registrar import Registrar
 
@@ -37,6 +39,12 @@ _HASHING_PART = 0.1
 
 #: How long to try to list changed memory while no coordinator answers, and how often.
 LIST_S, LIST_AGAIN_S = 10.0, 0.5
+#: How long entering a change waits at most, besides the grace: leases end in a part of this, and a
+#: coordinator that does not answer takes another.
+ENTER_S = 10.0
+
+INTERRUPTED = "`changing` was interrupted"
+FAILED = "`changing` ended with an error"
 
 
 class Server(Protocol):
@@ -46,30 +54,42 @@ class Server(Protocol):
     def registrar(self) -> Registrar | None: ...
     async def offer(self, held: HeldModel) -> None: ...
     async def retire(self, source_id: str, grace_s: float) -> bool: ...
-    async def retire_memory(self, memory: Memory, grace_s: float) -> None: ...
+    async def retire_memory(
+        self, memory: Memory, grace_s: float, hurry: Callable[[], bool] = ...
+    ) -> None: ...
 
 
 class Lending:
-    """One lent model; on the loop. `held` is what is lent, or was before it was withdrawn."""
+    """One lent model; on the loop. `held` is what is lent, or was before it was withdrawn.
+
+    One task makes a change, from entering to leaving, and alone moves the state on meanwhile. The
+    thread whose change it is only tells it what it wants.
+    """
 
     def __init__(self, server: Server, held: HeldModel) -> None:
         self.held = held
-        self.state = Lent.LENT
-        self.why = ""  # it was withdrawn
+        self._state = LentState()
         self._listed = held.manifest.ref.identity  # under `held.key`
         self._server = server
-        self._change: object = None  # that runs, or ran last
+        self._change: Change | None = None  # that runs, or ran last
+        self._changing: asyncio.Task[None] | None = None
+        self._retiring: asyncio.Task[None] | None = None
         self._doubted = asyncio.Event()
         self._busy = asyncio.Lock()
+
+    @property
+    def why(self) -> str:
+        """Why it was withdrawn, until it is lent again; else ""."""
+        return self._state.why
+
+    def _is_closed(self) -> bool:
+        return self._state.now is Lent.CLOSED
 
     @property
     def _memory(self) -> LiveMemory:
         memory = self.held.arena
         assert isinstance(memory, LiveMemory)
         return memory
-
-    def _step(self, what: LentEvent) -> None:
-        self.state = TRANSITIONS[self.state, what]
 
     # -- while it is lent -------------------------------------------------------------------------
 
@@ -79,13 +99,13 @@ class Lending:
         Raises:
             NotAllowedError: It is not lent, or not any more.
         """
-        if self.state is Lent.LENT:
+        if self._state.now is Lent.LENT:
             held = self.held
             # To its end, also if the source is closed: it holds the tensors meanwhile.
             moved = await uncut(in_thread(self._memory.changed))
             if moved and self._is_lent(held):
                 await self._withdraw(moved)
-        if self.state is not Lent.LENT:
+        if self._state.now is not Lent.LENT:
             raise NotAllowedError(f"{self.held.key} is not lent at the moment")
 
     def doubt(self) -> None:
@@ -97,7 +117,7 @@ class Lending:
         rested_until_s = 0.0
         while True:
             await asyncio.sleep(WATCH_S)
-            if self.state is not Lent.LENT:
+            if self._state.now is not Lent.LENT:
                 continue
             try:
                 await self.check()
@@ -113,7 +133,7 @@ class Lending:
 
     def _is_lent(self, held: HeldModel) -> bool:
         """Return True if this is what is lent: what was seen of it still counts."""
-        return self.state is Lent.LENT and self.held is held
+        return self._state.now is Lent.LENT and self.held is held
 
     async def _hash(self, held: HeldModel) -> str:
         """Return which tensors are wrong. Ends soon once the owner wants to write: it may free
@@ -127,13 +147,14 @@ class Lending:
 
     async def _withdraw(self, why: str) -> None:
         """Give the memory to no reader any more."""
-        self._step(LentEvent.WITHDRAW)
         self._say_withdrawn(why)
         async with self._busy:
             await uncut(self._server.retire_memory(self.held.arena, 0.0))
 
     def _say_withdrawn(self, why: str) -> None:
-        self.why = why
+        self._state.step(LentEvent.WITHDRAW, why)
+        if self._is_closed():
+            return
         event(
             log,
             "source.withdrawn",
@@ -145,98 +166,157 @@ class Lending:
 
     # -- around changes ---------------------------------------------------------------------------
 
-    async def enter(self, change: object, grace_s: float) -> None:
-        """Let the owner write: no reader trusts anything that it reads from now on.
+    def begin(self, change: Change) -> None:
+        """Begin a change: let its owner write, and lend the memory again once it has left.
 
-        Readers may finish within `grace_s` seconds, and are then cut off; this returns once their
-        leases have ended.
+        No reader trusts anything that it reads from the moment at which `change.entered` is set.
+        When `change.ended` is set the memory is lent, withdrawn, or closed.
 
         Args:
-            change: Names this change; `leave` ends no other.
-            grace_s: How long readers have to finish.
-
-        Raises:
-            ConfigError: It is changing already.
+            change: The change. Its error is ConfigError if another one runs, ClosedError if the
+                memory is not lent any more, another MxError if the memory is withdrawn. It is
+                registered under a new revision if it differs and this source bound its name; if
+                another one did, only if these weights are bound already.
         """
-        if self.state is Lent.CHANGING:
-            raise ConfigError(f"{self.held.key} is changing already")
-        self._step(LentEvent.ENTER)
+        change.begun = True
+        last, before = self._change, self._changing
+        if last is not None and not last.ended.is_set and not last.gone and not self._is_closed():
+            change.end(ConfigError(f"{self.held.key} is changing already"))
+            return
+        if last is not None:
+            last.wake()
         self._change = change
-        async with self._busy:  # what hashes it has stopped then
-            try:
-                await uncut(self._server.retire_memory(self.held.arena, grace_s))
-            except BaseException as error:
-                self._step(LentEvent.WITHDRAW)
-                self._say_withdrawn(f"it could not be withdrawn from its readers: {error}")
-                raise
+        self._changing = asyncio.create_task(self._run(change, before), name="mx-changing")
 
-    def hashed(self, names: Collection[str] | None) -> HeldModel:
-        """Return what is in memory now, as a model of its own. Blocks; runs on any thread.
+    async def close(self) -> None:
+        """Lend the memory no more, and wait for the end of a change. Idempotent."""
+        self._state.step(LentEvent.CLOSE)
+        if self._change is not None:
+            self._change.wake()
+        running = [task for task in (self._changing, self._retiring) if task is not None]
+        if running:
+            await asyncio.wait(running)
 
-        Args:
-            names: The tensors that may have changed; None: all.
-        """
-        return hashed_again(self.held, names if self.why == "" else None)
+    async def _run(self, change: Change, before: asyncio.Task[None] | None) -> None:
+        """Make a change, once the one before has ended."""
+        try:
+            if before is not None:
+                await asyncio.wait((before,))
+                before = None
+            await self._make(change)
+            change.end(None)
+        except Exception as error:  # noqa: BLE001 - it is raised on the owner's thread
+            change.end(unexpected(error))
+        finally:
+            change.end(ClosedError(f"the source of {self.held.key} was closed"))
 
-    async def leave(self, change: object, now: HeldModel | None, why: str = "") -> ModelKey:
-        """Lend the memory again, as it is now, and register it. Does nothing if this change has
-        ended, or was never entered.
+    async def _make(self, change: Change) -> None:
+        if self._is_closed():
+            raise ClosedError(f"the source of {self.held.key} was closed")
+        all_of_it = self._state.why != ""  # what is withdrawn may differ anywhere
+        await self._enter(change)
+        if self._is_closed():
+            raise ClosedError(f"the source of {self.held.key} was closed")
+        entered = not change.gone
+        if entered:
+            self._state.step(LentEvent.OPEN)
+            change.entered.set()
+            while not (change.left or change.gone or self._is_closed()):
+                await change.told(WATCH_S)
+            if self._is_closed():
+                return
+            if not change.left:
+                self._say_withdrawn(INTERRUPTED)
+                return
+        else:
+            change.failed = True  # nothing was written
+        self._state.step(LentEvent.LEAVE)
 
-        Its name means these weights from now on if this source bound it. Otherwise it is listed
-        only if these weights are bound already.
+        def stopped() -> bool:
+            return self._is_closed() or (entered and change.gone)
 
-        Args:
-            change: What `enter` was given.
-            now: What is in memory; None withdraws it.
-            why: Why it is withdrawn.
+        try:
+            await self._leave(change, all_of_it, stopped)
+        except Exception as error:
+            if self._is_closed():
+                return
+            interrupted = isinstance(error, ClosedError) and stopped()
+            why = INTERRUPTED if interrupted else str(error) or type(error).__name__
+            self._say_withdrawn(why)
+            raise
 
-        Returns:
-            The key under which it is lent, or was.
+    async def _enter(self, change: Change) -> None:
+        """Return once no reader trusts anything that it reads from now on.
 
         Raises:
-            MxError: It could not be offered or registered, and is withdrawn.
+            LocalError: That takes too long.
         """
-        async with self._busy:  # entering that was interrupted goes on until here
-            if self.state is not Lent.CHANGING or self._change is not change:
-                return self.held.key
-        if now is None:
-            self._step(LentEvent.WITHDRAW)
-            self._say_withdrawn(why)
-            return self.held.key
+        self._state.step(LentEvent.ENTER)
+
+        async def retire() -> None:
+            async with self._busy:  # what hashes it has stopped then
+                await self._server.retire_memory(
+                    self.held.arena, change.grace_s, lambda: change.gone or self._is_closed()
+                )
+
+        self._retiring = retiring = asyncio.create_task(retire(), name="mx-withdraw")
+        done, _ = await asyncio.wait((retiring,), timeout=change.grace_s + ENTER_S)
+        try:
+            if not done:
+                raise LocalError(
+                    f"{self.held.key} is in use: its readers' connections do not end",
+                    hint="enter `changing` again a little later",
+                )
+            retiring.result()
+        except Exception as error:
+            self._say_withdrawn(f"it could not be withdrawn from its readers: {error}")
+            raise
+
+    async def _leave(self, change: Change, all_of_it: bool, stopped: Callable[[], bool]) -> None:
+        """Lend the memory again, as it is now, and register it.
+
+        Args:
+            change: The change; nothing differs from before if it has failed.
+            all_of_it: Whether more than the change's names may differ.
+            stopped: Polled; if it returns True, hashing and waiting stop.
+
+        Raises:
+            ClosedError: It was stopped.
+            MxError: The memory can't be lent, or its new weights not be listed.
+        """
+        names = None if all_of_it else change.names
+        now = await uncut(in_thread(hashed_again, self.held, names, stopped))
+        if change.failed and now.manifest.ref.identity != self.held.manifest.ref.identity:
+            raise LocalError(FAILED)
         self.held = now
         try:
-            await self._server.offer(now)
-            refusal = await self._list(now)
-        except BaseException as error:
-            self._step(LentEvent.WITHDRAW)
-            self._say_withdrawn(str(error))
+            await uncut(self._server.offer(now))
+            await self._list(now, stopped)
+        except BaseException:
             await uncut(self._server.retire(now.source_id, 0.0))
             raise
-        if refusal:
-            self._step(LentEvent.WITHDRAW)
-            self._say_withdrawn(refusal)
-            await uncut(self._server.retire(now.source_id, 0.0))
-        else:
-            self._step(LentEvent.LIST)
-            self.why, self._listed = "", now.manifest.ref.identity
-        return now.key
+        self._state.step(LentEvent.LIST)
+        self._listed = now.manifest.ref.identity
 
-    async def _list(self, now: HeldModel) -> str:
-        """Register the memory as it is now, also if the coordinator is gone for a while. Returns
-        why it may not be listed, or ""."""
+    async def _list(self, now: HeldModel, stopped: Callable[[], bool]) -> None:
+        """Register the memory as it is now, also if the coordinator is gone for a while."""
         until_s = time.monotonic() + LIST_S
         while True:
+            if stopped():
+                raise ClosedError(INTERRUPTED)
             try:
-                return await self._try_list(now)
+                await self._try_list(now)
             except CoordinatorError as error:
                 if type(error) is not CoordinatorError or time.monotonic() >= until_s:
                     raise
+            else:
+                return
             await asyncio.sleep(LIST_AGAIN_S)
 
-    async def _try_list(self, now: HeldModel) -> str:
+    async def _try_list(self, now: HeldModel) -> None:
         registrar = self._server.registrar
         if registrar is None:
-            return ""
+            return
         try:
             same = now.manifest.ref.identity == self._listed
             if same and (now.role is SourceRole.RELAY or membership(now.key.variant).alone):
@@ -250,6 +330,9 @@ class Lending:
                 now.key = await registrar.key_of(now)
                 now.key = await registrar.list(now)
             except (BindingError, UnknownModelError):
-                return f"{error.message}; no source has registered the new weights"
+                raise type(error)(
+                    f"{error.message}; no source has registered the new weights",
+                    hint=error.hint
+                    or "once the name's owner has registered them, call `changing` again",
+                ) from error
         registrar.keep_listed(now)
-        return ""

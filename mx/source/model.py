@@ -348,7 +348,11 @@ def _lent(key: ModelKey, manifest: Manifest, memory: LiveMemory, filled: Filled)
     return HeldModel(key, manifest, memory, pages, filled.shortcuts)
 
 
-def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:
+def hashed_again(
+    held: HeldModel,
+    names: Collection[str] | None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> HeldModel:
     """Hash live memory that its owner has written to, and return what it holds now, as a new
     source of the next generation. Blocks.
 
@@ -356,12 +360,14 @@ def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:
         held: What it held before. No reader reads it.
         names: The tensors that may have changed; None: all. All are hashed, too, if a tensor is
             elsewhere by now.
+        cancelled: Polled; if it returns True, hashing stops with an error.
 
     Returns:
         The model. Its memory is the same object, also where tensors are elsewhere now.
 
     Raises:
-        ConfigError: A tensor can't be lent any more.
+        ConfigError: A tensor can't be lent any more. Then nothing has changed.
+        ClosedError: It was cancelled.
     """
     own, memory = held.laid_out, held.arena
     assert isinstance(memory, LiveMemory)
@@ -377,7 +383,7 @@ def hashed_again(held: HeldModel, names: Collection[str] | None) -> HeldModel:
         roots = dict(zip((t.name for t in layout.tensors), own.manifest.roots, strict=True))
         pages = [own.pages.get(layer) or b"" for layer in range(len(layout.layers))]
         before = Filled(roots, pages, own.shortcuts)
-    filled = hash_in_place(layout, memory.view, only=only, before=before)
+    filled = hash_in_place(layout, memory.view, only=only, before=before, cancelled=cancelled)
     documents = own.manifest.documents
     side_documents = {
         side.digest: documents[side.digest]

@@ -346,11 +346,13 @@ class SourceServer:
             await self._free(served)
         return finished
 
-    async def retire_memory(self, memory: Memory, grace_s: float) -> None:
+    async def retire_memory(
+        self, memory: Memory, grace_s: float, hurry: Callable[[], bool] = lambda: False
+    ) -> None:
         """Retire every source of this memory: it may be served in another layout, too."""
         models = self._servicer.models.items()
         ids = [source_id for source_id, served in models if served.held.arena is memory]
-        await asyncio.gather(*(self.retire(source_id, grace_s) for source_id in ids))
+        await asyncio.gather(*(self.retire(source_id, grace_s, hurry) for source_id in ids))
 
     async def _free(self, served: Served) -> None:
         await self._withdraw(served)
@@ -436,6 +438,8 @@ class SourceServer:
     async def close(self) -> None:
         """Deregister, stop listening, revoke every ticket, release the memory. Idempotent."""
         self._closing = True
+        if self.lending is not None:
+            await self.lending.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from mx.core.types import Layout, Manifest
 from mx.memory.device import HostReader
-from mx.memory.verify import check_layer
+from mx.memory.verify import check_layer, check_overlapping
 from mx.storage.output import Output
 from mx.target.edition import EditionLog
 from mx.target.outcome import Outcome
@@ -49,6 +50,10 @@ class Delivery:
         self._reader = HostReader() if strong else None
         #: How the transferred layers were verified: by another rank, or the shortcut, if any were.
         self.verified_by = VerifiedBy.STRONG if strong else VerifiedBy.DIGEST
+        #: Layers whose tensors share memory with each other, and those of them that have landed.
+        self._together: Set[int] = frozenset()
+        self._landed: dict[int, VerifiedBy] = {}
+        self._lock = threading.Lock()  # guards what has landed of them
         self._output = None if out is None else Output(out, manifest, outcome.raised, keep=keep)
 
     @property
@@ -73,7 +78,22 @@ class Delivery:
             by = VerifiedBy.STRONG
         elif by is not VerifiedBy.DIGEST and self.verified_by is not VerifiedBy.RANK:
             self.verified_by = by
-        self.announce(arena, layer, by)
+        if layer not in self._together:
+            self.announce(arena, layer, by)
+            return
+        with self._lock:
+            self._landed[layer] = by
+            if len(self._landed) < len(self._together):
+                return
+        with self._outcome.guard():
+            check_overlapping(self._manifest, arena, self._together)
+            for each, by in sorted(self._landed.items()):
+                self.announce(arena, each, by)
+
+    def deliver_together(self, layers: Set[int]) -> None:
+        """Deliver these layers once all of them are there, and right: their tensors share memory,
+        so that reading one writes to the other. Call it before the first connection."""
+        self._together = layers
 
     def check_attached(self, arena: View) -> None:
         """With `strong`, hash every byte of a source's mapped memory, on a GPU piece by piece.

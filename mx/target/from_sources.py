@@ -146,6 +146,8 @@ class FromSources(Attempt):
         """Return new memory, and the transfer into it, which `_closing` ends."""
         manifest, options = found.manifest, self._options
         arena = await uncut(self._new_arena(self.edition.layout or manifest.layout))
+        if isinstance(arena, LiveMemory):
+            delivery.deliver_together(arena.overlapping)
         selected = exchanged = None
         if self.edition.subset is not None:
             selected = await uncut(in_thread(_selected, self.edition.subset, arena, manifest))

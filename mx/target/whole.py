@@ -6,8 +6,9 @@ import asyncio
 
 from mx.core.types import Layout
 from mx.errors import CheckpointError
-from mx.memory.live import Memory
+from mx.memory.live import LiveMemory, Memory
 from mx.memory.subset import SubsetMemory
+from mx.memory.verify import check_overlapping
 from mx.runtime import in_thread, uncut
 from mx.storage.load import Loaded, load_opened
 from mx.storage.staging import Staging
@@ -48,6 +49,9 @@ class FromStore(Attempt):
         if isinstance(arena, SubsetMemory):
             self.edition.subset, arena = arena.subset, arena.memory
         self.edition.manifest, self.edition.pages = manifest, loaded.pages
+        if isinstance(arena, LiveMemory) and arena.overlapping:
+            check = in_thread(check_overlapping, manifest, arena.view, arena.overlapping)
+            await uncut(check)
         self.edition.log.planned(len(manifest.layout.layers), manifest)
         self.edition.files.loaded(manifest)
         delivery = self._deliver(manifest, strong=False)
@@ -111,6 +115,9 @@ class FromStore(Attempt):
 
     def _landed(self, layer: int) -> None:
         """Deliver a layer that is complete, if nothing but the store describes the weights."""
+        arena = self.edition.arena
+        if isinstance(arena, LiveMemory) and layer in arena.overlapping:
+            return  # not known to be right before all of them are there
         if self.edition.early_layout is not None:
             event = self.edition.log.event(
                 self.edition.early_layout.layers[layer], VerifiedBy.DIGEST

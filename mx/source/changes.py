@@ -1,0 +1,98 @@
+"""A change of lent memory, between the thread that makes it and the loop that looks after it.
+
+The thread may be interrupted at any bytecode, and its side of the change may be dropped. So the
+loop alone moves the state on (`mx.source.lending`), and what the two sides share is made of steps
+that are whole or were never begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Collection
+
+from mx.errors import MxError
+
+
+class Latch:
+    """Something that happens once, for which a thread waits. Unlike `threading.Event` it is not
+    broken by an exception from a signal while it waits."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let who waits go on. Idempotent; called on one thread."""
+        if not self.is_set:
+            self.is_set = True
+            self._lock.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is set, for `timeout_s` at most; return whether it is. One thread waits."""
+        if not self.is_set and self._lock.acquire(timeout=timeout_s):
+            self._lock.release()
+        return self.is_set
+
+
+class Change:
+    """One change of lent memory. The methods, and what has no latch, are the loop's."""
+
+    def __init__(self, names: Collection[str] | None, grace_s: float) -> None:
+        """
+        Args:
+            names: The tensors that it writes to; None: any.
+            grace_s: How long readers have to finish.
+        """
+        self.names = names
+        self.grace_s = grace_s
+        #: The owner may write from now on.
+        self.entered = Latch()
+        #: The change is over. `error` says what went wrong, if anything did.
+        self.ended = Latch()
+        self.error: MxError | None = None
+        self.begun = False
+        #: The owner has left its block; `failed` if by an exception.
+        self.left = self.failed = False
+        #: Returns what the thread holds for as long as it makes the change: None once that was
+        #: dropped.
+        self.driver: Callable[[], object] = lambda: self
+        self._interrupted = False
+        self._told = asyncio.Event()
+
+    @property
+    def gone(self) -> bool:
+        """True if the thread no longer makes the change: it was interrupted."""
+        return self._interrupted or self.driver() is None
+
+    def leave(self, *, failed: bool) -> None:
+        """Record that the owner has left its block."""
+        self.left, self.failed = True, failed
+        self._told.set()
+
+    def interrupt(self) -> None:
+        """Record that the thread no longer makes the change. Idempotent."""
+        self._interrupted = True
+        self._told.set()
+        if not self.begun:
+            self.end(None)
+
+    def wake(self) -> None:
+        """Have `told` return."""
+        self._told.set()
+
+    async def told(self, timeout_s: float) -> None:
+        """Wait until the owner has left, is gone, or `wake` was called, for `timeout_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._told.wait()
+                self._told.clear()
+
+    def end(self, error: MxError | None) -> None:
+        """Record that the change is over. Idempotent."""
+        if not self.ended.is_set:
+            self.error = error
+            self.ended.set()
+            self.entered.set()
