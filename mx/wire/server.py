@@ -36,11 +36,20 @@ from mx.errors import (
 )
 from mx.log import Throttle, event
 from mx.transport import TlsFiles
-from mx.wire.address import WILDCARDS, join_address, read_tls, require_protection, split_address
+from mx.wire.address import (
+    WILDCARDS,
+    address_of_peer,
+    join_address,
+    read_tls,
+    require_protection,
+    split_address,
+)
 from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
+from mx.wire.descriptors import Connections, most_connections
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.tls import check_server_files
+from mx.wire.upkeep import Upkeep
 from mx.wire.versions import SAME_HINT, headers, sent
 
 _log = logging.getLogger(__name__)
@@ -51,7 +60,6 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Clients of mx ping each second; the default would disconnect them.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
     # Otherwise two servers could share a port, and each would get some of the clients.
     ("grpc.so_reuseport", 0),
     # A client that connects and sends nothing is disconnected after this.
@@ -64,6 +72,9 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", 16_384),
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
 )
+
+#: A connection without a call is ended after this, whether or not it answers pings.
+IDLE_S = 30.0
 
 #: A call whose first message does not come within this time is refused.
 FIRST_MESSAGE_S = 15.0
@@ -96,9 +107,11 @@ class Listening:
     address: str
     port: int
     _health: Any
+    _upkeep: Upkeep
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new RPCs, let running ones finish within `grace_s`, then cut them."""
+        self._upkeep.stop()
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
@@ -167,12 +180,21 @@ def _log_refusal(context: Any, error: MxError) -> None:
     """Log an error; at debug level that a model or source is unknown, which clients poll for."""
     is_absent = isinstance(error, UnknownModelError | UnknownSourceError)
     level = logging.DEBUG if is_absent else logging.INFO
-    held_back = _refusals.passes() if _log.isEnabledFor(level) else None
+    if not _log.isEnabledFor(level):
+        return
+    peer, kind = context.peer(), type(error).__name__
+    # Whose address it is and which error: such a cause is one line in a while.
+    held_back = _refusals.passes((("peer", address_of_peer(peer)), ("error", kind)))
     if held_back is not None:
         more = {"held_back": held_back} if held_back else {}
-        kind, text = type(error).__name__, error.message[:500]
         event(
-            _log, "request.refused", level=level, peer=context.peer(), error=kind, text=text, **more
+            _log,
+            "request.refused",
+            level=level,
+            peer=peer,
+            error=kind,
+            text=error.message[:500],
+            **more,
         )
 
 
@@ -190,7 +212,7 @@ async def _drain(requests: AsyncIterator[object], most: int = _DRAIN_MESSAGES) -
                     return
 
 
-def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
+def _method_handler(method: MethodDescriptor, servicer: object, connections: Connections) -> Any:
     behaviour: Any = getattr(servicer, method.name)
     streams_in, streams_out = method.client_streaming, method.server_streaming
     service = method.containing_service.name
@@ -214,7 +236,8 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
 
     async def answer(requests: Any, context: Any) -> Any:
         try:
-            return await behaviour(await incoming(requests, context), context)
+            with connections.running(context):
+                return await behaviour(await incoming(requests, context), context)
         except MxError as error:
             if streams_in:
                 await _drain(requests)
@@ -222,14 +245,16 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
 
     async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(await incoming(requests, context), context):
-                yield response
+            with connections.running(context):
+                async for response in behaviour(await incoming(requests, context), context):
+                    yield response
         except MxError as error:
             await _abort(context, error)
 
     async def write(requests: Any, context: Any) -> None:
         try:
-            await behaviour(await incoming(requests, context), context)
+            with connections.running(context):
+                await behaviour(await incoming(requests, context), context)
         except MxError as error:
             await _abort(context, error)
 
@@ -250,9 +275,9 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
     )
 
 
-def _add(server: grpc.aio.Server, service: Service) -> None:
+def _add(server: grpc.aio.Server, service: Service, connections: Connections) -> None:
     handlers = {
-        method.name: _method_handler(method, service.servicer)
+        method.name: _method_handler(method, service.servicer, connections)
         for method in service.descriptor.methods
     }
     name = service.descriptor.full_name
@@ -375,9 +400,15 @@ async def listen(
         credentials = grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=authority, require_client_auth=True
         )
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    options = (
+        *_SERVER_OPTIONS,
+        ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+    )
+    server = grpc.aio.server(options=options)
+    connections = Connections()
     for service in services:
-        _add(server, service)
+        _add(server, service, connections)
     server.add_generic_rpc_handlers((_UnknownMethods(),))
     health = await _add_health(server, [service.descriptor.full_name for service in services])
     try:
@@ -391,4 +422,7 @@ async def listen(
         raise LocalError(f"cannot listen on {address}: {why or error}") from error
     await server.start()
     runtime.stop_at_exit(server)
-    return Listening(server, address if is_unix else join_address(host, port), port, health)
+    upkeep = Upkeep(0 if is_unix else port, connections, _refusals)
+    upkeep.start()
+    found = address if is_unix else join_address(host, port)
+    return Listening(server, found, port, health, upkeep)

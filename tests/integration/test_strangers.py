@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -23,7 +28,7 @@ from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.versions import headers
-from tests.support.daemon import ended, python
+from tests.support.daemon import ROOT, daemon, ended, python
 from tests.support.records import by_digest, make_documents, make_record
 from tests.support.strangers import seen_from
 
@@ -32,6 +37,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 SECRET = b"s" * 32
 SERVICE = "/mx.wire.v1.Coordinator/"
 STRANGER = "127.0.0.2"
+LOAD = ROOT / "benchmarks" / "crowd_load.py"
 
 #: A coordinator with room for 16 MiB of documents.
 _SMALL = """
@@ -185,3 +191,180 @@ async def test_what_can_not_be_decoded_is_refused_and_not_held() -> None:
             assert await register(client, others, "other") == "listed"
             mixed = [documents[0], *others[1:]]
             assert (await register(client, mixed, "mixed")).startswith("ManifestError")
+
+
+# -- connections -------------------------------------------------------------------------------
+
+#: A daemon that is started with few descriptors, and what ends connections without a call soon.
+_FEW = """
+import resource, sys
+import mx.wire.server
+from mx.coordinator.daemon import Options, run
+soft, hard = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+mx.wire.server.IDLE_S = float(sys.argv[3])
+sys.exit(run(Options(listen="127.0.0.1:0")))
+"""
+_SERVE = """
+import resource, sys
+import mx.wire.server
+from mx.cli import main
+soft, hard = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+mx.wire.server.IDLE_S = float(sys.argv[3])
+sys.argv = ["mx", *sys.argv[4:]]
+sys.exit(main())
+"""
+
+
+class Crowd:
+    """The load generator of the benchmark, as a child: it holds connections."""
+
+    def __init__(self, address: str, connections: int, hosts: int = 8) -> None:
+        command = [sys.executable, str(LOAD), address]
+        command += ["--connections", str(connections), "--hosts", str(hosts)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.first = self._read()
+
+    def _read(self) -> dict[str, int]:
+        assert self._process.stdout is not None
+        found: dict[str, int] = json.loads(self._process.stdout.readline())
+        return found
+
+    def found(self) -> dict[str, int]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+async def answers(address: str) -> str:
+    """Register and resolve over a new connection, and say what happened."""
+    async with client_of(address) as client:
+        happened = await register(client, make_documents("A"), "llama")
+        if happened == "listed":
+            found = await client.resolve("llama")
+            happened = f"{len(found.sources)} found"
+    return happened
+
+
+async def at_most(crowd: Crowd, count: float) -> bool:
+    """Return True once no more connections than this are open; False after long."""
+    for _ in range(600):
+        if crowd.found()["open"] <= count:
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+async def test_idle_connections_stop_no_coordinator() -> None:
+    """They answer the server's pings. The soft limit is what a shell gives."""
+    with ended(python(_FEW, "1024", str(HARD), "6")) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().split()[-1]
+        with Crowd(address, 1100) as crowd:
+            async with client_of(address) as kept:
+                assert await answers(address) == "1 found"
+                assert await kept.list_models()
+                assert await at_most(crowd, 0)
+                # An honest client has been idle as well, and connects again.
+                assert await kept.list_models()
+
+
+async def test_idle_connections_stop_no_source(checkpoint: Path) -> None:
+    serve = ("serve", str(checkpoint), "--model", "honest", "--listen", "127.0.0.1:0", "--json")
+    with daemon() as (_, coordinator):
+        command = [sys.executable, "-c", _SERVE, "1024", str(HARD), "6", *serve]
+        process = subprocess.Popen(
+            [*command, "--coordinator", coordinator],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'transports'}"},
+        )
+        try:
+            assert process.stdout is not None
+            endpoint = json.loads(process.stdout.readline())["endpoint"]
+            with Crowd(endpoint, 1100) as crowd:
+                ran = await asyncio.to_thread(mx, "pull", "honest", "--coordinator", coordinator)
+                assert ran.returncode == 0, ran
+                assert await at_most(crowd, 0)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+async def test_one_address_does_not_take_all_connections() -> None:
+    """Few descriptors for good, and connections that are not ended for being idle."""
+    with ended(python(_FEW, "256", "256", "600")) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().split()[-1]
+        with seen_from("127.0.0.9", address) as there:
+            async with client_of(there) as before:  # is idle, and one of few from there
+                assert await before.list_models() == []
+                with Crowd(address, 400, hosts=1) as crowd:
+                    assert await at_most(crowd, 0.75 * 256)
+                    assert await answers(address) == "1 found"
+                    assert len(await before.list_models()) == 1
+        process.terminate()
+        said = process.stderr.read()
+    assert said.count("connections.crowded") == 1 and "mostly_from=127.0.1.1" in said, said
+    assert "ulimit -n" in said
+
+
+def mx(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mx", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'transports'}"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# -- plain text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listen", "by_setting", "count"),
+    [("0.0.0.0:0", False, 1), ("0.0.0.0:0", True, 1), ("127.0.0.1:0", False, 0)],
+)
+def test_insecure_says_what_it_means(listen: str, by_setting: bool, count: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'transports'}"}
+    if by_setting:
+        environment["MX_PEER_INSECURE"] = "1"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mx.cli.coordinator", "--listen", listen]
+        + ([] if by_setting else ["--insecure"]),
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        said = ""
+        while "listens on" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+    finally:
+        process.kill()
+        said += process.communicate()[1]
+    lines = [line for line in said.splitlines() if "in the clear" in line]
+    assert len(lines) == count, said
+    assert all("weights" in line and "--tls-cert" in line for line in lines)
