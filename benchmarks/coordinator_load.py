@@ -45,7 +45,7 @@ from mx.wire.v1 import coordinator_pb2 as pb
 MODELS = 10
 LAYERS = 82
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_SECRET = b"benchmark secret"
+SECRET = b"benchmark secret"
 _REGISTER_TIMEOUT_S = 120.0
 
 
@@ -141,7 +141,7 @@ class Load:
                 while True:
                     try:
                         documents = manifest_of(number % MODELS).documents
-                        await client.register(record, documents, binding_secret=_SECRET)
+                        await client.register(record, documents, binding_secret=SECRET)
                         break
                     except MxError as error:
                         self.found.refused[f"register: {self._name(error)}"] += 1
@@ -157,7 +157,7 @@ class Load:
         call = stub.Heartbeat()
         request = pb.HeartbeatRequest(
             source_id=record.source_id,
-            binding_secret=_SECRET,
+            binding_secret=SECRET,
             state=codec.state_to_wire(SourceState.SERVING),
         )
         counted = False

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -368,3 +369,44 @@ def test_insecure_says_what_it_means(listen: str, by_setting: bool, count: int) 
     lines = [line for line in said.splitlines() if "in the clear" in line]
     assert len(lines) == count, said
     assert all("weights" in line and "--tls-cert" in line for line in lines)
+
+
+# -- the log ------------------------------------------------------------------------------------
+
+
+async def test_refusals_of_one_address_are_one_line_in_a_while() -> None:
+    """Each of these calls is refused. What is left out of the log is counted there later."""
+    command = [sys.executable, "-m", "mx.cli.coordinator", "--listen", "127.0.0.1:0"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stderr is not None
+        address = ""
+        while not address:
+            line = (await process.stderr.readline()).decode()
+            address = line.split("listens on ")[1].split(";")[0] if "listens on" in line else ""
+        channel: Any = dial(address)
+        missing = channel.unary_unary(SERVICE + "Missing")
+        request = pb.MissingRequest(digests=[b"short"]).SerializeToString()
+        for _ in range(300):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await missing(request, metadata=headers())
+            await asyncio.sleep(0.01)
+        await channel.close(None)
+        lines, told = 0, 0
+        while told < 300:
+            line = (await asyncio.wait_for(process.stderr.readline(), 60)).decode()
+            assert "request.refused" in line and "error=PeerProtocolError" in line
+            assert "127.0.0.1" in line
+            lines += 1
+            count = int(line.split("held_back=")[1].split()[0]) if "held_back=" in line else 0
+            told += count + ("text=" in line)
+            assert lines < 20, line
+        assert told == 300
+    finally:
+        process.kill()
+        await process.wait()
