@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import unquote
 
 from mx.core.quota import level_down
@@ -76,32 +75,7 @@ class Ended:
     address: str
 
 
-class Connections:
-    """The connections that a server has accepted, and which of them have running calls."""
-
-    def __init__(self) -> None:
-        self._running: Counter[str] = Counter()
-
-    @contextmanager
-    def running(self, context: Any) -> Iterator[None]:
-        """Count a call of a connection while the block runs."""
-        peer = context.peer()
-        self._running[peer] += 1
-        try:
-            yield
-        finally:
-            self._running[peer] -= 1
-            if not self._running[peer]:
-                del self._running[peer]
-
-    def busy(self) -> frozenset[tuple[str, int]]:
-        """Return the connections that have running calls, as (IP address, port) of their other
-        ends."""
-        found = (_endpoint_of(peer) for peer in self._running)
-        return frozenset(each for each in found if each is not None)
-
-
-def make_room(port: int, busy: frozenset[tuple[str, int]]) -> Ended | None:
+def make_room(port: int, busy: frozenset[str]) -> Ended | None:
     """End connections of a server, if few descriptors are left.
 
     The addresses with the most connections lose theirs until all is level: first those without a
@@ -110,7 +84,7 @@ def make_room(port: int, busy: frozenset[tuple[str, int]]) -> Ended | None:
 
     Args:
         port: Where the server listens.
-        busy: As `Connections.busy`.
+        busy: The connections that have running calls, as gRPC names their other ends.
 
     Returns:
         What was done; None if there is room.
@@ -119,10 +93,11 @@ def make_room(port: int, busy: frozenset[tuple[str, int]]) -> Ended | None:
     if used <= most * _CROWDED:
         return None
     excess = used - int(most * _LOWEST)
+    running = {_endpoint_of(peer) for peer in busy}
     idle: dict[str, list[int]] = {}
     others: dict[str, list[int]] = {}
     for descriptor, endpoint in _accepted(port):
-        kind = others if endpoint in busy else idle
+        kind = others if endpoint in running else idle
         kind.setdefault(address_of_peer(_peer_of(endpoint)), []).append(descriptor)
     counts = {a: len(idle.get(a, ())) + len(others.get(a, ())) for a in idle.keys() | others.keys()}
     kinds = [idle, others] if used > most * _FULL else [idle]
@@ -134,6 +109,19 @@ def make_room(port: int, busy: frozenset[tuple[str, int]]) -> Ended | None:
             for descriptor in found[: share - ended[address]]:
                 ended[address] += _end(descriptor, port)
     return Ended(used, most, ended.total(), ended.most_common(1)[0][0] if ended else "")
+
+
+def end(port: int, peers: frozenset[str]) -> None:
+    """End these connections of a server. Blocks; call it on a thread.
+
+    Args:
+        port: Where the server listens.
+        peers: The connections, as gRPC names their other ends.
+    """
+    endpoints = {_endpoint_of(peer) for peer in peers}
+    for descriptor, endpoint in _accepted(port):
+        if endpoint in endpoints:
+            _end(descriptor, port)
 
 
 def _accepted(port: int) -> Iterator[tuple[int, tuple[str, int]]]:

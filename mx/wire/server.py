@@ -44,8 +44,9 @@ from mx.wire.address import (
     require_protection,
     split_address,
 )
+from mx.wire.calls import Calls
 from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
-from mx.wire.descriptors import Connections, most_connections
+from mx.wire.descriptors import most_connections
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.tls import check_server_files
@@ -125,18 +126,21 @@ def _checked(request: object) -> object:
 
 class _CheckedRequests:
     """A request stream that raises for a message that did not parse, and for a first one that
-    does not come within `FIRST_MESSAGE_S`."""
+    does not come within `FIRST_MESSAGE_S`; unless `patient`, for any that does not."""
 
-    def __init__(self, requests: AsyncIterator[object], method: str) -> None:
+    def __init__(self, requests: AsyncIterator[object], method: str, *, patient: bool) -> None:
         self._requests = requests
         self._method = method
+        self._patient = patient
         self._deadline_s: float | None = FIRST_MESSAGE_S
 
     def __aiter__(self) -> AsyncIterator[object]:
         return self
 
     async def __anext__(self) -> object:
-        timeout_s, self._deadline_s = self._deadline_s, None
+        timeout_s = self._deadline_s
+        if self._patient:
+            self._deadline_s = None
         # Asked for only now: gRPC's generator warns if it is made and never run, as it would be
         # by a method that ends before it reads.
         requests = aiter(self._requests)
@@ -212,7 +216,9 @@ async def _drain(requests: AsyncIterator[object], most: int = _DRAIN_MESSAGES) -
                     return
 
 
-def _method_handler(method: MethodDescriptor, servicer: object, connections: Connections) -> Any:
+def _method_handler(
+    method: MethodDescriptor, servicer: object, calls: Calls, *, is_ours: bool = True
+) -> Any:
     behaviour: Any = getattr(servicer, method.name)
     streams_in, streams_out = method.client_streaming, method.server_streaming
     service = method.containing_service.name
@@ -222,12 +228,13 @@ def _method_handler(method: MethodDescriptor, servicer: object, connections: Con
 
     async def incoming(requests: Any, context: Any) -> Any:
         try:
-            await _agree_on_versions(context, service, streams_out=streams_out)
+            if is_ours:
+                await _agree_on_versions(context, service, streams_out=streams_out)
         except PeerVersionError:
             if streams_in and streams_out:  # its first message is under way
                 await _drain(requests, 1)
             raise
-        checked = _CheckedRequests(requests, method.name)
+        checked = _CheckedRequests(requests, method.name, patient=is_ours)
         if streams_in:
             return checked
         async for request in checked:
@@ -236,8 +243,10 @@ def _method_handler(method: MethodDescriptor, servicer: object, connections: Con
 
     async def answer(requests: Any, context: Any) -> Any:
         try:
-            with connections.running(context):
-                return await behaviour(await incoming(requests, context), context)
+            calls.begin(context)
+            response = await behaviour(await incoming(requests, context), context)
+            calls.answers(context, response.ByteSize())
+            return response
         except MxError as error:
             if streams_in:
                 await _drain(requests)
@@ -245,16 +254,17 @@ def _method_handler(method: MethodDescriptor, servicer: object, connections: Con
 
     async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            with connections.running(context):
-                async for response in behaviour(await incoming(requests, context), context):
+            calls.begin(context)
+            async for response in behaviour(await incoming(requests, context), context):
+                with calls.sending(context, response.ByteSize()):
                     yield response
         except MxError as error:
             await _abort(context, error)
 
     async def write(requests: Any, context: Any) -> None:
         try:
-            with connections.running(context):
-                await behaviour(await incoming(requests, context), context)
+            calls.begin(context)
+            await behaviour(await incoming(requests, context), context)
         except MxError as error:
             await _abort(context, error)
 
@@ -275,13 +285,19 @@ def _method_handler(method: MethodDescriptor, servicer: object, connections: Con
     )
 
 
-def _add(server: grpc.aio.Server, service: Service, connections: Connections) -> None:
+def _add(server: grpc.aio.Server, service: Service, calls: Calls, *, is_ours: bool = True) -> None:
+    """Add a service; one that is not ours knows no versions, and may lack methods."""
     handlers = {
-        method.name: _method_handler(method, service.servicer, connections)
+        method.name: _method_handler(method, service.servicer, calls, is_ours=is_ours)
         for method in service.descriptor.methods
+        if is_ours or _is_async(getattr(service.servicer, method.name))
     }
     name = service.descriptor.full_name
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+def _is_async(behaviour: object) -> bool:
+    return inspect.iscoroutinefunction(behaviour) or inspect.isasyncgenfunction(behaviour)
 
 
 class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -304,23 +320,26 @@ class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
-async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
+async def _add_health(server: grpc.aio.Server, names: Sequence[str], calls: Calls) -> Any:
     """Add health checking and reflection, if their packages are installed."""
     try:
         health: Any = importlib.import_module("grpc_health.v1.health")
-        health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
+        health_pb2: Any = importlib.import_module("grpc_health.v1.health_pb2")
         reflection: Any = importlib.import_module("grpc_reflection.v1alpha.reflection")
+        reflection_pb2: Any = importlib.import_module("grpc_reflection.v1alpha.reflection_pb2")
     except ImportError as error:
         _log.info("no health checking or reflection: %s", error)
         return None
     servicer = health.aio.HealthServicer()
-    health_grpc.add_HealthServicer_to_server(servicer, server)
     serving = 1  # HealthCheckResponse.SERVING
     for name in ("", *names):
         await servicer.set(name, serving)
-    reflection.enable_server_reflection(
-        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    reflected = reflection.aio.ReflectionServicer(
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     )
+    for module, implementation in ((health_pb2, servicer), (reflection_pb2, reflected)):
+        (descriptor,) = module.DESCRIPTOR.services_by_name.values()
+        _add(server, Service(descriptor, implementation), calls, is_ours=False)
     return servicer
 
 
@@ -406,11 +425,13 @@ async def listen(
         ("grpc.max_allowed_incoming_connections", most_connections()),
     )
     server = grpc.aio.server(options=options)
-    connections = Connections()
+    calls = Calls()
     for service in services:
-        _add(server, service, connections)
+        _add(server, service, calls)
     server.add_generic_rpc_handlers((_UnknownMethods(),))
-    health = await _add_health(server, [service.descriptor.full_name for service in services])
+    health = await _add_health(
+        server, [service.descriptor.full_name for service in services], calls
+    )
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
@@ -422,7 +443,7 @@ async def listen(
         raise LocalError(f"cannot listen on {address}: {why or error}") from error
     await server.start()
     runtime.stop_at_exit(server)
-    upkeep = Upkeep(0 if is_unix else port, connections, _refusals)
+    upkeep = Upkeep(0 if is_unix else port, calls, _refusals)
     upkeep.start()
     found = address if is_unix else join_address(host, port)
     return Listening(server, found, port, health, upkeep)
