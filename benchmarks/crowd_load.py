@@ -88,8 +88,12 @@ class Connection:
 class Crowd:
     """All connections, in one thread."""
 
-    def __init__(self, target: tuple[str, int], hosts: list[str], every_s: float) -> None:
+    def __init__(
+        self, target: tuple[str, int], hosts: list[str], every_s: float, *, reads: bool
+    ) -> None:
         self._target = target
+        # A window without a byte (setting 4) keeps all answers at the server.
+        self._settings = frame(SETTINGS, 0, 0, b"" if reads else bytes([0, 4, 0, 0, 0, 0]))
         self._hosts = hosts
         self._every_s = every_s
         self._ready = selectors.DefaultSelector()
@@ -101,7 +105,7 @@ class Crowd:
         host = self._hosts[number % len(self._hosts)]
         try:
             sock = socket.create_connection(self._target, timeout=5, source_address=(host, 0))
-            sock.sendall(PREFACE + frame(SETTINGS, 0, 0))
+            sock.sendall(PREFACE + self._settings)
         except OSError:
             self.refused += 1
             return
@@ -167,12 +171,13 @@ def main() -> None:
     parser.add_argument(
         "--every", type=float, default=0, help="seconds between a connection's calls"
     )
+    parser.add_argument("--unread", action="store_true", help="take no byte of any answer")
     given = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, _, port = given.target.rpartition(":")
     hosts = [f"127.0.1.{number + 1}" for number in range(given.hosts)]
-    crowd = Crowd((host, int(port)), hosts, given.every)
+    crowd = Crowd((host, int(port)), hosts, given.every, reads=not given.unread)
     for number in range(given.connections):
         crowd.connect(number)
         if not number % 50:

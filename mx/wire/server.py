@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import importlib
 import inspect
 import logging
-import os
-import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +44,7 @@ from mx.wire.address import (
 from mx.wire.calls import Calls
 from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
 from mx.wire.descriptors import most_connections
+from mx.wire.ports import require_free, why_not_unix
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.tls import check_server_files
@@ -343,43 +341,6 @@ async def _add_health(server: grpc.aio.Server, names: Sequence[str], calls: Call
     return servicer
 
 
-def _why_not_unix(path: str) -> str:
-    """Return why no socket can be made at a path, as gRPC does not say; "" if one can be."""
-    try:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.bind(path)
-            os.unlink(path)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-async def _require_free(host: str, port: int) -> None:
-    """Raise LocalError if the address cannot be bound. A plain socket gives the reason; gRPC only
-    says and logs that it failed."""
-    where = join_address(host, port)
-    try:
-        found = await runtime.in_thread(
-            socket.getaddrinfo,
-            host,
-            port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )
-        for family, kind, protocol, _, endpoint in found:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(endpoint)
-    except OSError as error:
-        hint = "choose another port with `listen`, or port 0 for any free one"
-        if error.errno != errno.EADDRINUSE:
-            hint = "give `listen` an address of this machine"
-        what = f"port {port}: " if port else ""
-        raise LocalError(
-            f"cannot listen on {where}: {what}{error.strerror or error}", hint=hint
-        ) from error
-
-
 async def listen(
     address: str,
     services: Sequence[Service],
@@ -411,7 +372,7 @@ async def listen(
     host, port = ("", 0) if is_unix else split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="listen on")
     if not is_unix:
-        await _require_free(host, port)
+        await require_free(host, port)
     credentials = None
     if tls is not None:
         check_server_files(tls, dialled or ("" if host in WILDCARDS else host))
@@ -439,7 +400,7 @@ async def listen(
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         await server.stop(0)
-        why = _why_not_unix(address.removeprefix("unix:")) if is_unix else ""
+        why = why_not_unix(address.removeprefix("unix:")) if is_unix else ""
         raise LocalError(f"cannot listen on {address}: {why or error}") from error
     await server.start()
     runtime.stop_at_exit(server)

@@ -198,12 +198,14 @@ async def test_what_can_not_be_decoded_is_refused_and_not_held() -> None:
 
 #: A daemon that is started with few descriptors, and what ends connections without a call soon.
 _FEW = """
-import resource, sys
+import importlib.util, resource, sys
 import mx.wire.server
 from mx.coordinator.daemon import Options, run
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 mx.wire.server.IDLE_S = float(sys.argv[3])
+if importlib.util.find_spec("mx.wire.calls"):
+    importlib.import_module("mx.wire.calls").UNREAD_S = 2.0
 sys.exit(run(Options(listen="127.0.0.1:0")))
 """
 _SERVE = """
@@ -221,8 +223,8 @@ sys.exit(main())
 class Crowd:
     """The load generator of the benchmark, as a child: it holds connections."""
 
-    def __init__(self, address: str, connections: int, hosts: int = 8) -> None:
-        command = [sys.executable, str(LOAD), address]
+    def __init__(self, address: str, connections: int, *more: str, hosts: int = 8) -> None:
+        command = [sys.executable, str(LOAD), address, *more]
         command += ["--connections", str(connections), "--hosts", str(hosts)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -323,6 +325,19 @@ async def test_one_address_does_not_take_all_connections() -> None:
         said = process.stderr.read()
     assert said.count("connections.crowded") == 1 and "mostly_from=127.0.1.1" in said, said
     assert "ulimit -n" in said
+
+
+async def test_connections_that_take_no_answer_are_ended() -> None:
+    """They have a running call, and answer pings."""
+    with ended(python(_FEW, "1024", str(HARD), "600")) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().split()[-1]
+        with (
+            Crowd(address, 20, "--every", "1", "--unread") as crowd,
+            Crowd(address, 20, "--every", "1") as others,
+        ):
+            assert await at_most(crowd, 0)
+            assert others.found()["open"] == 20
 
 
 def mx(*arguments: str) -> subprocess.CompletedProcess[str]:
