@@ -16,14 +16,25 @@ import time
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import grpc.aio
 
 from mx import codec
 from mx.core.digest import document_digest
+from mx.core.manifest import TensorSpec, encode, plan_layout
 from mx.core.topology import Nic, NumaNode, Place
-from mx.core.types import AddressTable, ManifestRef, ModelKey, Region, SourceRecord, SourceState
+from mx.core.types import (
+    AddressTable,
+    Manifest,
+    ModelKey,
+    PackagedFile,
+    Packaging,
+    Region,
+    SourceRecord,
+    SourceState,
+)
 from mx.errors import MxError
 from mx.units import MIB
 from mx.wire.channel import Remote, Role, cut, dial
@@ -34,7 +45,7 @@ from mx.wire.v1 import coordinator_pb2 as pb
 MODELS = 10
 LAYERS = 82
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_SECRET = b"benchmark secret"
+SECRET = b"benchmark secret"
 _REGISTER_TIMEOUT_S = 120.0
 
 
@@ -54,19 +65,24 @@ class Found:
     seconds: list[float] = field(default_factory=list)
 
 
-def documents_of(model: int) -> dict[bytes, bytes]:
-    """Return three documents by digest, in a manifest's order; all models share the layout."""
-    texts = [f"identity {model}", "layout", "packaging"]
-    made = [text.encode().ljust(16 << 10, b".") for text in texts]
-    return {document_digest(data): data for data in made}
+@cache
+def manifest_of(model: int) -> Manifest:
+    """Return a model's manifest; all models share the layout."""
+    specs = [
+        TensorSpec(f"model.layers.{layer}.{part}.weight".ljust(64, "."), "BF16", (64, 64))
+        for layer in range(LAYERS)
+        for part in ("attention", "gate", "up", "down")
+    ]
+    names = tuple(spec.name for spec in specs)
+    roots = {name: document_digest(f"{model} {name}".encode()) for name in names}
+    packaging = Packaging((PackagedFile("model.safetensors", None, names),))
+    return encode(plan_layout(specs), packaging, roots, chunk_nbytes=MIB)
 
 
 def record_of(number: int) -> SourceRecord:
     """Return the record of a source as a server with two interfaces registers it."""
     model = number % MODELS
-    documents = documents_of(model)
-    one, two, three = documents
-    sizes = [len(data) for data in documents.values()]
+    ref = manifest_of(model).ref
     nics = tuple(
         Nic(f"eth{i}", "up", (f"10.{i}.{number >> 8 & 255}.{number & 255}/16",), 100_000, 9000, 0)
         for i in range(2)
@@ -84,11 +100,11 @@ def record_of(number: int) -> SourceRecord:
     return SourceRecord(
         source_id=str(uuid.uuid4()),
         model=ModelKey(f"model-{model}"),
-        ref=ManifestRef(one, two, MIB, three, (sizes[0], sizes[1], sizes[2])),
+        ref=ref,
         endpoint=f"10.0.{number >> 8 & 255}.{number & 255}:7601",
         place=place,
         generation=1,
-        table=AddressTable(two, (region,), held=((0, LAYERS),)),
+        table=AddressTable(ref.layout, (region,), held=((0, LAYERS),)),
         transports=("shm", "tcp", "ucx"),
     )
 
@@ -124,9 +140,8 @@ class Load:
             async with asyncio.timeout(_REGISTER_TIMEOUT_S):
                 while True:
                     try:
-                        await client.register(
-                            record, documents_of(number % MODELS), binding_secret=_SECRET
-                        )
+                        documents = manifest_of(number % MODELS).documents
+                        await client.register(record, documents, binding_secret=SECRET)
                         break
                     except MxError as error:
                         self.found.refused[f"register: {self._name(error)}"] += 1
@@ -142,7 +157,7 @@ class Load:
         call = stub.Heartbeat()
         request = pb.HeartbeatRequest(
             source_id=record.source_id,
-            binding_secret=_SECRET,
+            binding_secret=SECRET,
             state=codec.state_to_wire(SourceState.SERVING),
         )
         counted = False

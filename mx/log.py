@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TextIO
@@ -49,30 +49,50 @@ def event(
 
 
 class Throttle:
-    """Lets a few lines through each second, and counts the others: for events that any client can
-    cause."""
+    """Lets one line of each cause through in an interval, and counts the others: for events that
+    any client can cause. Not thread-safe."""
 
-    def __init__(self, per_s: int = 10) -> None:
-        self._per_s = per_s
-        self._second = 0
-        self._passed = 0
-        self._held_back = 0
+    def __init__(self, interval_s: float = 10.0, most_causes: int = 100) -> None:
+        """
+        Args:
+            interval_s: After a line, further ones of its cause are counted for this long.
+            most_causes: How many causes are told apart at a time; all others are one, `None`.
+        """
+        self._interval_s = interval_s
+        self._most_causes = most_causes
+        #: By cause: until when its lines are counted, and how many there were. In that order.
+        self._counted: dict[Hashable, tuple[float, int]] = {}
 
-    def passes(self, now_s: float | None = None) -> int | None:
-        """Decide about the next line.
+    def passes(self, cause: Hashable, now_s: float | None = None) -> int | None:
+        """Decide about the next line of a cause.
 
         Returns:
-            None to hold it back, else the number of lines held back since the last that passed.
+            None to hold it back, else the number of lines of this cause that were held back since
+            the last that passed.
         """
-        second = int(time.monotonic() if now_s is None else now_s)
-        if second != self._second:
-            self._second, self._passed = second, 0
-        if self._passed >= self._per_s:
-            self._held_back += 1
+        now_s = time.monotonic() if now_s is None else now_s
+        if cause not in self._counted and len(self._counted) >= self._most_causes:
+            cause = None
+        until_s, count = self._counted.get(cause, (0.0, 0))
+        if cause in self._counted and now_s < until_s:
+            self._counted[cause] = until_s, count + 1
             return None
-        self._passed += 1
-        held_back, self._held_back = self._held_back, 0
-        return held_back
+        self._counted.pop(cause, None)
+        self._counted[cause] = now_s + self._interval_s, 0
+        return count
+
+    def left_out(self, now_s: float | None = None) -> list[tuple[Hashable, int]]:
+        """Forget the causes whose interval has ended, and return those of which lines were held
+        back, with their number. Call this now and then."""
+        now_s = time.monotonic() if now_s is None else now_s
+        ended = []
+        for cause, (until_s, count) in self._counted.items():
+            if now_s < until_s:
+                break
+            ended.append((cause, count))
+        for cause, _ in ended:
+            del self._counted[cause]
+        return [each for each in ended if each[1]]
 
 
 def set_up(

@@ -11,6 +11,7 @@ from mx.cli import options, outcome
 from mx.cli.stop import Stop
 from mx.errors import ConfigError, NoSourceError, PeerLostError
 from mx.units import count, format_bytes, format_seconds
+from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
     from mx.api.caching import Cache
@@ -35,6 +36,7 @@ def run_cache(context: typer.Context, checkpoint: str, *, as_json: bool) -> None
         )
     settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
+    raise_limit()
     from mx.api.caching import cache
 
     with options.tracing(settings):

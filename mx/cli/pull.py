@@ -13,6 +13,7 @@ from mx.cli.stop import Stop
 from mx.cli.words import in_flags
 from mx.errors import ConfigError
 from mx.units import count, format_bytes, format_rate, format_seconds
+from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
     from mx.api import Pull, PullReport
@@ -149,6 +150,8 @@ def pull(
         },
     )
     settings = options.settings_of(context, runs_long=True, level="info" if hold else "")
+    if hold:
+        raise_limit()
     from mx import api
 
     stop = Stop()

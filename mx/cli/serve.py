@@ -12,6 +12,7 @@ from mx.cli.pipeline import run_pipeline
 from mx.cli.stop import Stop
 from mx.errors import ConfigError
 from mx.units import count, format_bytes
+from mx.wire.descriptors import raise_limit
 
 if TYPE_CHECKING:
     from mx.api import Source
@@ -135,6 +136,7 @@ def serve(
         raise ConfigError("--memory is the memory of a cache", hint="give --cache, too")
     settings = options.settings_of(context, runs_long=True, level="info")
     outcome.ignore_hangup()
+    raise_limit()
     from mx import api
     from mx.api.pipelines import is_pipeline
 

@@ -16,6 +16,7 @@ from mx.coordinator.state import StateStore, open_state
 from mx.errors import ConfigError
 from mx.log import event
 from mx.transport import TlsFiles
+from mx.wire.descriptors import raise_limit
 from mx.wire.documents import DocumentsServicer
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, coordinator_pb2
@@ -150,5 +151,6 @@ def run(options: Options, on_listening: Callable[[str], None] = _print_address) 
         ConfigError: An option is not valid.
         LocalError: The address cannot be listened on.
     """
+    raise_limit()
     asyncio.run(_serve(options, on_listening))
     return 0

@@ -12,7 +12,7 @@ from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
 from mx.coordinator.state import StateStore
-from mx.coordinator.uploads import Upload
+from mx.coordinator.uploads import Decoded, Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.named import Meant
@@ -45,6 +45,7 @@ class CoordinatorServicer(PullsServicer):
         super().__init__(state.now, self._registered_from)
         self._state = state
         self._messages = SourceMessages()
+        self._decoded = Decoded()
         self._log = WatchLog()
         self._names = MeantLog()
         self._watchers: dict[str, set[Watcher]] = {}
@@ -90,7 +91,7 @@ class CoordinatorServicer(PullsServicer):
         record = codec.source_from_wire(source)
         secret = codec.secret_from_wire(source.binding_secret)
         rows = RowsDecoder(record.table, source.table.rows)
-        async with Upload(self._state, record) as upload:
+        async with Upload(self._state, record, address) as upload:
             async for request in requests:
                 match request.WhichOneof("part"):
                     case "page":
@@ -100,6 +101,7 @@ class CoordinatorServicer(PullsServicer):
                     case _:
                         raise PeerProtocolError("Register: pages and rows follow the source")
             rows.finish()
+            await upload.finish(self._decoded)
         answer = await self._state.register(
             record,
             upload.documents,
@@ -122,11 +124,10 @@ class CoordinatorServicer(PullsServicer):
         )
 
     async def Missing(self, request: pb.MissingRequest, context: Any) -> pb.MissingResponse:
-        del context
         if len(request.digests) > _MAX_MISSING:
             raise PeerProtocolError(f"more than {_MAX_MISSING} digests")
         digests = [codec.digest_from_wire(digest, "digests") for digest in request.digests]
-        return pb.MissingResponse(digests=await self._state.missing(digests))
+        return pb.MissingResponse(digests=await self._state.missing(digests, address_of(context)))
 
     async def Heartbeat(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any

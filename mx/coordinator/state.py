@@ -40,20 +40,21 @@ class StateStore(Protocol):
     def subscribe(self, listener: Listener) -> None:
         """Call `listener` with every change, in order, on the event loop."""
 
-    async def missing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """Return the documents that are not held; the others stay for a while."""
+    async def missing(self, digests: Sequence[bytes], address: str = "") -> list[bytes]:
+        """Return the documents that are not held; the others stay for a while, and `address` pays
+        for those that nothing else holds."""
 
     def document(self, digest: bytes) -> bytes | None:
         """Return a held document, or None. Not a coroutine, since it is called for each page."""
 
-    async def reserve(self, nbytes: int) -> None:
-        """Reserve space for documents that are being uploaded.
+    async def reserve(self, nbytes: int, address: str = "") -> None:
+        """Reserve space for documents that are being uploaded from an address.
 
         Raises:
-            CapacityError: The documents would exceed the limit.
+            CapacityError: The documents would exceed the limit, or that of the address.
         """
 
-    async def unreserve(self, nbytes: int) -> None:
+    async def unreserve(self, nbytes: int, address: str = "") -> None:
         """Return space that `reserve` reserved."""
 
     async def register(
@@ -69,7 +70,8 @@ class StateStore(Protocol):
         row_count: int = 0,
         address: str = "",
     ) -> Registration:
-        """List a source, as `Registry.register`, and store the documents of its manifest.
+        """List a source, as `Registry.register`, and store the documents of its manifest, which
+        the caller has decoded.
 
         Raises:
             PeerProtocolError: A document of the manifest is neither given nor held, or has another
@@ -137,22 +139,24 @@ class MemoryState:
         )
         self._store = DocumentStore(limit_bytes=document_limit_bytes, grace_s=grace_s)
         self._listeners: list[Listener] = []
+        #: By source, the address that pays for its documents: the one that it first came from.
+        self._payers: dict[str, str] = {}
 
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
-    async def missing(self, digests: Sequence[bytes]) -> list[bytes]:
+    async def missing(self, digests: Sequence[bytes], address: str = "") -> list[bytes]:
         now = self.now()
-        return [digest for digest in digests if not self._store.keep(now, digest)]
+        return [digest for digest in digests if not self._store.keep(now, digest, address)]
 
     def document(self, digest: bytes) -> bytes | None:
         return self._store.get(digest)
 
-    async def reserve(self, nbytes: int) -> None:
-        self._store.reserve(nbytes)
+    async def reserve(self, nbytes: int, address: str = "") -> None:
+        self._store.reserve(nbytes, address)
 
-    async def unreserve(self, nbytes: int) -> None:
-        self._store.unreserve(nbytes)
+    async def unreserve(self, nbytes: int, address: str = "") -> None:
+        self._store.unreserve(nbytes, address)
 
     async def register(
         self,
@@ -181,7 +185,7 @@ class MemoryState:
         listed: Registration | None = None
         try:
             for digest in fresh:
-                self._store.put(now, digest, documents[digest])
+                self._store.put(now, digest, documents[digest], address)
             listed = self._registry.register(
                 now,
                 record,
@@ -269,18 +273,24 @@ class MemoryState:
         whose files may differ."""
         changes, now = self._registry.take_changes(), self.now()
         meant = self._registry.take_meant()
-        refs = self._registry.take_refs()
+        refs = [(ref, held, "") for ref, held in self._registry.take_refs()]
         for change in changes:
+            source_id = change.record.source_id
+            if change.kind is ChangeKind.UP:
+                self._payers[source_id] = self._registry.source(source_id).address
+            payer = self._payers[source_id]
             if change.kind is not ChangeKind.GONE:
-                refs.append((change.record.ref, True))
+                refs.append((change.record.ref, True, payer))
+            else:
+                del self._payers[source_id]
             if change.before is not None:
-                refs.append((change.before.ref, False))
-        for ref, held in sorted(refs, key=lambda each: not each[1]):  # no document goes and comes
+                refs.append((change.before.ref, False, payer))
+        for ref, held, payer in sorted(refs, key=lambda each: not each[1]):  # none goes and comes
             digests = [digest for digest, _ in ref.documents]
             if held:
-                self._store.hold(digests)
+                self._store.hold(digests, payer)
             else:
-                self._store.release(now, digests)
+                self._store.release(now, digests, payer)
         if changes or meant:
             for listener in self._listeners:
                 listener(changes, meant)

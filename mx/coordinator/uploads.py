@@ -2,26 +2,78 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from weakref import WeakValueDictionary
+
 from mx.coordinator.state import StateStore
-from mx.core.types import SourceRecord
+from mx.core import manifest
+from mx.core.types import ManifestRef, SourceRecord
+from mx.errors import ManifestError
+from mx.runtime import in_thread, uncut
 from mx.wire.documents import Assembler
 from mx.wire.v1 import common_pb2
+
+#: The most manifests that are known to be decodable.
+_MOST_DECODED = 4096
+#: Documents up to this size together are decoded at once, without a thread: it takes a millisecond.
+_SMALL_BYTES = 32 << 10
+
+
+class Decoded:
+    """Decodes manifests before their sources are listed: large ones on a thread, one at a time, and
+    of each address one in turn, so that an address which sends many delays the others by one."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[ManifestRef, None] = OrderedDict()
+        self._decoding = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def check(self, ref: ManifestRef, documents: Mapping[bytes, bytes], address: str) -> None:
+        """Decode a manifest, unless that has been done lately.
+
+        Args:
+            ref: The manifest.
+            documents: Its documents.
+            address: Who registers it.
+
+        Raises:
+            ManifestError: It can't be decoded.
+        """
+        if sum(ref.sizes) <= _SMALL_BYTES:
+            if ref not in self._known:
+                manifest.decode(ref, documents)
+        else:
+            turn = self._turns.setdefault(address, asyncio.Lock())
+            async with turn:
+                if ref not in self._known:
+                    async with self._decoding:
+                        # Uncut: else the next one would be decoded beside one that was given up.
+                        await uncut(in_thread(manifest.decode, ref, documents))
+        self._known[ref] = None
+        self._known.move_to_end(ref)
+        while len(self._known) > _MOST_DECODED:
+            self._known.popitem(last=False)
 
 
 class Upload:
     """An async context manager; its end returns the reserved space in every case."""
 
-    def __init__(self, state: StateStore, record: SourceRecord) -> None:
+    def __init__(self, state: StateStore, record: SourceRecord, address: str) -> None:
         """
         Args:
             state: The state that holds documents.
             record: The source that registers.
+            address: Where it registers from.
 
         Raises:
             PeerProtocolError: The manifest is malformed.
             CapacityError: The manifest is too large.
         """
         self._state = state
+        self._ref = record.ref
+        self._address = address
         self._digests = [digest for digest, _ in record.ref.documents]
         self._held: set[bytes] = set()
         self._reserved = 0
@@ -33,13 +85,13 @@ class Upload:
         return self._assembler.documents
 
     async def __aenter__(self) -> Upload:
-        absent = await self._state.missing(self._digests)
+        absent = await self._state.missing(self._digests, self._address)
         self._held = set(self._digests).difference(absent)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         reserved, self._reserved = self._reserved, 0
-        await self._state.unreserve(reserved)
+        await self._state.unreserve(reserved, self._address)
 
     async def add(self, page: common_pb2.Page) -> None:
         """Add a page. Pages of documents that the state holds already are ignored.
@@ -47,12 +99,32 @@ class Upload:
         A sender may send such a document: another source may have sent it in the meantime.
 
         Raises:
-            CapacityError: The documents would exceed the coordinator's limit.
+            CapacityError: The documents would exceed the coordinator's limit, or that of the
+                address.
             MxError: As `Assembler.add`.
         """
         if page.digest in self._held:
             return
         nbytes = len(page.data)
-        await self._state.reserve(nbytes)
+        await self._state.reserve(nbytes, self._address)
         self._reserved += nbytes
         self._assembler.add(page)
+
+    async def finish(self, decoded: Decoded) -> None:
+        """Decode the manifest, if all of its documents have come or are held.
+
+        Raises:
+            ManifestError: It can't be decoded; then nothing of it is held.
+        """
+        documents = dict(self.documents)
+        for digest in self._digests:
+            data = documents.get(digest) or self._state.document(digest)
+            if data is None:
+                return  # `StateStore.register` says which one
+            documents[digest] = data
+        try:
+            await decoded.check(self._ref, documents, self._address)
+        except ManifestError as error:
+            raise ManifestError(
+                f"the manifest can't be decoded: {error.message}", hint=error.hint
+            ) from error

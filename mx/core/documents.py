@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from mx.errors import CapacityError
 from mx.units import MIB, format_bytes
+
+#: One address may fill this part of the limit: a quarter.
+_ADDRESSES = 4
 
 
 class DocumentStore:
     """The documents of one coordinator. Not thread-safe; `now` is in seconds.
 
     A document is dropped `grace_s` after the last binding or source that names it is gone.
-    `limit_bytes` bounds the documents and the reservations together.
+    `limit_bytes` bounds the documents and the reservations together, and a quarter of it those of
+    one address. An address pays for what it reserves and for the documents that it has put; once
+    none of its sources holds a document any more, another address whose sources do pays for it.
     """
 
     def __init__(self, *, limit_bytes: int = 512 * MIB, grace_s: float = 60.0) -> None:
         self.limit_bytes = limit_bytes
         self.grace_s = grace_s
         self.used_bytes = 0
+        self._used_by: Counter[str] = Counter()
         self._documents: dict[bytes, bytes] = {}
-        self._holders: dict[bytes, int] = {}
+        self._payers: dict[bytes, str] = {}
+        # Of each document that is held, the number of holders by address; "" for bindings.
+        self._holders: dict[bytes, Counter[str]] = {}
         self._drop_at: dict[bytes, float] = {}  # only documents without a holder
         self._due = math.inf
 
@@ -32,73 +41,123 @@ class DocumentStore:
         """Return the document, or None if it is not here."""
         return self._documents.get(digest)
 
-    def keep(self, now: float, digest: bytes) -> bool:
-        """Return True if the document is here; it then stays for at least `grace_s`."""
+    def used_by(self, address: str) -> int:
+        """Return the bytes of documents and reservations that an address pays for."""
+        return self._used_by[address]
+
+    def keep(self, now: float, digest: bytes, address: str = "") -> bool:
+        """Return True if the document is here.
+
+        It then stays for at least `grace_s`, and `address` pays for it if nothing holds it; unless
+        that would exceed the share of `address`.
+        """
         if digest not in self._documents:
             return False
-        if digest in self._drop_at:
+        if digest in self._drop_at and self._pays_for(digest, address):
             self._drop_at[digest] = now + self.grace_s
         return True
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, address: str = "") -> None:
         """Reserve space for a document that is being uploaded; `unreserve` returns it.
 
+        Args:
+            nbytes: The space.
+            address: Who uploads.
+
         Raises:
-            CapacityError: The store would exceed `limit_bytes`.
+            CapacityError: The store would exceed `limit_bytes`, or the share of this address.
         """
         if self.used_bytes + nbytes > self.limit_bytes:
             raise CapacityError(
                 f"the coordinator holds {format_bytes(self.used_bytes)} of documents, and "
                 f"{format_bytes(nbytes)} more would exceed its limit"
             )
-        self.used_bytes += nbytes
+        if not self._has_share(nbytes, address):
+            raise CapacityError(
+                f"the coordinator holds {format_bytes(self._used_by[address])} of documents from "
+                f"{address or 'this address'}, and {format_bytes(nbytes)} more would exceed its "
+                "limit for one address"
+            )
+        self._charge(nbytes, address)
 
-    def unreserve(self, nbytes: int) -> None:
+    def unreserve(self, nbytes: int, address: str = "") -> None:
         """Return space that `reserve` reserved."""
-        self.used_bytes -= nbytes
+        self._charge(-nbytes, address)
 
-    def put(self, now: float, digest: bytes, data: bytes) -> None:
+    def put(self, now: float, digest: bytes, data: bytes, address: str = "") -> None:
         """Store a document whose digest the caller has verified.
 
         The caller returns its own reservation first.
 
         Raises:
-            CapacityError: The store would exceed `limit_bytes`.
+            CapacityError: As `reserve`.
         """
         if digest not in self._documents:
-            self.reserve(len(data))
-            self._documents[digest] = data
+            self.reserve(len(data), address)
+            self._documents[digest], self._payers[digest] = data, address
             self._schedule(now, digest)
 
     def discard(self, digests: Iterable[bytes]) -> None:
         """Drop those of these documents at once that nothing names."""
         for digest in digests:
-            if self._drop_at.pop(digest, None) is not None:
-                self.used_bytes -= len(self._documents.pop(digest))
+            if digest in self._drop_at:
+                self._drop(digest)
 
-    def hold(self, digests: Iterable[bytes]) -> None:
-        """Count one more binding or source that names these documents."""
+    def hold(self, digests: Iterable[bytes], address: str = "") -> None:
+        """Count one more binding, or one more source of `address`, that names these documents."""
         for digest in set(digests):
-            self._holders[digest] = self._holders.get(digest, 0) + 1
+            self._holders.setdefault(digest, Counter())[address] += 1
             self._drop_at.pop(digest, None)
 
-    def release(self, now: float, digests: Iterable[bytes]) -> None:
-        """Count one binding or source less that names these documents."""
+    def release(self, now: float, digests: Iterable[bytes], address: str = "") -> None:
+        """Count one holder less: as `hold`."""
         for digest in set(digests):
-            self._holders[digest] -= 1
-            if not self._holders[digest]:
+            holders = self._holders[digest]
+            holders[address] -= 1
+            if not holders[address]:
+                del holders[address]
+            if not holders:
                 del self._holders[digest]
                 self._schedule(now, digest)
+            elif self._payers[digest] not in holders:
+                self._let_another_pay(digest, holders)
 
     def sweep(self, now: float) -> None:
         """Drop the documents that had no holder for `grace_s`. Cheap while nothing is due."""
         if now < self._due:
             return
         for digest in [d for d, at in self._drop_at.items() if at <= now]:
-            del self._drop_at[digest]
-            self.used_bytes -= len(self._documents.pop(digest))
+            self._drop(digest)
         self._due = min(self._drop_at.values(), default=math.inf)
 
     def _schedule(self, now: float, digest: bytes) -> None:
         self._drop_at[digest] = now + self.grace_s
         self._due = min(self._due, now + self.grace_s)
+
+    def _drop(self, digest: bytes) -> None:
+        del self._drop_at[digest]
+        self._charge(-len(self._documents.pop(digest)), self._payers.pop(digest))
+
+    def _charge(self, nbytes: int, address: str) -> None:
+        self.used_bytes += nbytes
+        self._used_by[address] += nbytes
+        if not self._used_by[address]:
+            del self._used_by[address]
+
+    def _has_share(self, nbytes: int, address: str) -> bool:
+        return self._used_by[address] + nbytes <= self.limit_bytes // _ADDRESSES
+
+    def _pays_for(self, digest: bytes, address: str) -> bool:
+        """Let an address pay for a document. Return False if its share is too small for that."""
+        if self._payers[digest] != address:
+            nbytes = len(self._documents[digest])
+            if not self._has_share(nbytes, address):
+                return False
+            self._charge(-nbytes, self._payers[digest])
+            self._charge(nbytes, address)
+            self._payers[digest] = address
+        return True
+
+    def _let_another_pay(self, digest: bytes, holders: Iterable[str]) -> None:
+        """Let the first holder pay whose share suffices; else all stays as it is."""
+        any(address and self._pays_for(digest, address) for address in holders)

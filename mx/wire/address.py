@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
+import threading
 from urllib.parse import unquote
 
 from mx.errors import ConfigError
 from mx.transport import TlsFiles
+
+_log = logging.getLogger(__name__)
 
 #: Every address of this machine.
 WILDCARDS = ("0.0.0.0", "::")
@@ -113,7 +117,7 @@ def is_local(address: str) -> bool:
 
 
 def require_protection(address: str, *, tls: TlsFiles | None, insecure: bool, verb: str) -> None:
-    """Refuse plain text beyond this machine without `insecure`.
+    """Refuse plain text beyond this machine without `insecure`; with it, log what that means.
 
     Args:
         address: The address to use.
@@ -124,10 +128,28 @@ def require_protection(address: str, *, tls: TlsFiles | None, insecure: bool, ve
     Raises:
         ConfigError: `address` is beyond this machine, and neither `tls` nor `insecure` is given.
     """
-    if tls is None and not insecure and not is_local(address):
+    if tls is not None or is_local(address):
+        return
+    if not insecure:
         raise ConfigError(
             f"refusing to {verb} {address} without TLS",
             hint="give `tls_cert`, `tls_key` and `tls_ca`, or `insecure`",
+        )
+    _say_once(verb, address)
+
+
+_said = threading.Event()
+
+
+def _say_once(verb: str, address: str) -> None:
+    """Say, once in a process, what plain text means."""
+    if not _said.is_set():
+        _said.set()
+        _log.warning(
+            "`insecure`: the weights, and all else, travel in the clear between machines and are "
+            "not authenticated (to %s %s); give `tls_cert`, `tls_key` and `tls_ca` to protect them",
+            verb,
+            address,
         )
 
 

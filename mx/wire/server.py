@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import importlib
 import inspect
 import logging
-import os
-import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +33,22 @@ from mx.errors import (
 )
 from mx.log import Throttle, event
 from mx.transport import TlsFiles
-from mx.wire.address import WILDCARDS, join_address, read_tls, require_protection, split_address
+from mx.wire.address import (
+    WILDCARDS,
+    address_of_peer,
+    join_address,
+    read_tls,
+    require_protection,
+    split_address,
+)
+from mx.wire.calls import Calls
 from mx.wire.channel import KEEPALIVE_OPTIONS, remember_unix
+from mx.wire.descriptors import most_connections
+from mx.wire.ports import require_free, why_not_unix
 from mx.wire.rpc import Malformed, parser
 from mx.wire.status import DETAIL_KEY, code_of, encode_detail, status_text
 from mx.wire.tls import check_server_files
+from mx.wire.upkeep import Upkeep
 from mx.wire.versions import SAME_HINT, headers, sent
 
 _log = logging.getLogger(__name__)
@@ -51,7 +59,6 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Clients of mx ping each second; the default would disconnect them.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 200),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
     # Otherwise two servers could share a port, and each would get some of the clients.
     ("grpc.so_reuseport", 0),
     # A client that connects and sends nothing is disconnected after this.
@@ -64,6 +71,9 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests", 16_384),
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
 )
+
+#: A connection without a call is ended after this, whether or not it answers pings.
+IDLE_S = 30.0
 
 #: A call whose first message does not come within this time is refused.
 FIRST_MESSAGE_S = 15.0
@@ -96,9 +106,11 @@ class Listening:
     address: str
     port: int
     _health: Any
+    _upkeep: Upkeep
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new RPCs, let running ones finish within `grace_s`, then cut them."""
+        self._upkeep.stop()
         if self._health is not None:
             await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
@@ -112,18 +124,21 @@ def _checked(request: object) -> object:
 
 class _CheckedRequests:
     """A request stream that raises for a message that did not parse, and for a first one that
-    does not come within `FIRST_MESSAGE_S`."""
+    does not come within `FIRST_MESSAGE_S`; unless `patient`, for any that does not."""
 
-    def __init__(self, requests: AsyncIterator[object], method: str) -> None:
+    def __init__(self, requests: AsyncIterator[object], method: str, *, patient: bool) -> None:
         self._requests = requests
         self._method = method
+        self._patient = patient
         self._deadline_s: float | None = FIRST_MESSAGE_S
 
     def __aiter__(self) -> AsyncIterator[object]:
         return self
 
     async def __anext__(self) -> object:
-        timeout_s, self._deadline_s = self._deadline_s, None
+        timeout_s = self._deadline_s
+        if self._patient:
+            self._deadline_s = None
         # Asked for only now: gRPC's generator warns if it is made and never run, as it would be
         # by a method that ends before it reads.
         requests = aiter(self._requests)
@@ -167,12 +182,21 @@ def _log_refusal(context: Any, error: MxError) -> None:
     """Log an error; at debug level that a model or source is unknown, which clients poll for."""
     is_absent = isinstance(error, UnknownModelError | UnknownSourceError)
     level = logging.DEBUG if is_absent else logging.INFO
-    held_back = _refusals.passes() if _log.isEnabledFor(level) else None
+    if not _log.isEnabledFor(level):
+        return
+    peer, kind = context.peer(), type(error).__name__
+    # Whose address it is and which error: such a cause is one line in a while.
+    held_back = _refusals.passes((("peer", address_of_peer(peer)), ("error", kind)))
     if held_back is not None:
         more = {"held_back": held_back} if held_back else {}
-        kind, text = type(error).__name__, error.message[:500]
         event(
-            _log, "request.refused", level=level, peer=context.peer(), error=kind, text=text, **more
+            _log,
+            "request.refused",
+            level=level,
+            peer=peer,
+            error=kind,
+            text=error.message[:500],
+            **more,
         )
 
 
@@ -190,7 +214,9 @@ async def _drain(requests: AsyncIterator[object], most: int = _DRAIN_MESSAGES) -
                     return
 
 
-def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
+def _method_handler(
+    method: MethodDescriptor, servicer: object, calls: Calls, *, is_ours: bool = True
+) -> Any:
     behaviour: Any = getattr(servicer, method.name)
     streams_in, streams_out = method.client_streaming, method.server_streaming
     service = method.containing_service.name
@@ -200,12 +226,13 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
 
     async def incoming(requests: Any, context: Any) -> Any:
         try:
-            await _agree_on_versions(context, service, streams_out=streams_out)
+            if is_ours:
+                await _agree_on_versions(context, service, streams_out=streams_out)
         except PeerVersionError:
             if streams_in and streams_out:  # its first message is under way
                 await _drain(requests, 1)
             raise
-        checked = _CheckedRequests(requests, method.name)
+        checked = _CheckedRequests(requests, method.name, patient=is_ours)
         if streams_in:
             return checked
         async for request in checked:
@@ -214,7 +241,10 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
 
     async def answer(requests: Any, context: Any) -> Any:
         try:
-            return await behaviour(await incoming(requests, context), context)
+            calls.begin(context)
+            response = await behaviour(await incoming(requests, context), context)
+            calls.answers(context, response.ByteSize())
+            return response
         except MxError as error:
             if streams_in:
                 await _drain(requests)
@@ -222,13 +252,16 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
 
     async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            calls.begin(context)
             async for response in behaviour(await incoming(requests, context), context):
-                yield response
+                with calls.sending(context, response.ByteSize()):
+                    yield response
         except MxError as error:
             await _abort(context, error)
 
     async def write(requests: Any, context: Any) -> None:
         try:
+            calls.begin(context)
             await behaviour(await incoming(requests, context), context)
         except MxError as error:
             await _abort(context, error)
@@ -250,13 +283,19 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> Any:
     )
 
 
-def _add(server: grpc.aio.Server, service: Service) -> None:
+def _add(server: grpc.aio.Server, service: Service, calls: Calls, *, is_ours: bool = True) -> None:
+    """Add a service; one that is not ours knows no versions, and may lack methods."""
     handlers = {
-        method.name: _method_handler(method, service.servicer)
+        method.name: _method_handler(method, service.servicer, calls, is_ours=is_ours)
         for method in service.descriptor.methods
+        if is_ours or _is_async(getattr(service.servicer, method.name))
     }
     name = service.descriptor.full_name
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+
+
+def _is_async(behaviour: object) -> bool:
+    return inspect.iscoroutinefunction(behaviour) or inspect.isasyncgenfunction(behaviour)
 
 
 class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -279,61 +318,27 @@ class _UnknownMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
-async def _add_health(server: grpc.aio.Server, names: Sequence[str]) -> Any:
+async def _add_health(server: grpc.aio.Server, names: Sequence[str], calls: Calls) -> Any:
     """Add health checking and reflection, if their packages are installed."""
     try:
         health: Any = importlib.import_module("grpc_health.v1.health")
-        health_grpc: Any = importlib.import_module("grpc_health.v1.health_pb2_grpc")
+        health_pb2: Any = importlib.import_module("grpc_health.v1.health_pb2")
         reflection: Any = importlib.import_module("grpc_reflection.v1alpha.reflection")
+        reflection_pb2: Any = importlib.import_module("grpc_reflection.v1alpha.reflection_pb2")
     except ImportError as error:
         _log.info("no health checking or reflection: %s", error)
         return None
     servicer = health.aio.HealthServicer()
-    health_grpc.add_HealthServicer_to_server(servicer, server)
     serving = 1  # HealthCheckResponse.SERVING
     for name in ("", *names):
         await servicer.set(name, serving)
-    reflection.enable_server_reflection(
-        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    reflected = reflection.aio.ReflectionServicer(
+        (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     )
+    for module, implementation in ((health_pb2, servicer), (reflection_pb2, reflected)):
+        (descriptor,) = module.DESCRIPTOR.services_by_name.values()
+        _add(server, Service(descriptor, implementation), calls, is_ours=False)
     return servicer
-
-
-def _why_not_unix(path: str) -> str:
-    """Return why no socket can be made at a path, as gRPC does not say; "" if one can be."""
-    try:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.bind(path)
-            os.unlink(path)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-async def _require_free(host: str, port: int) -> None:
-    """Raise LocalError if the address cannot be bound. A plain socket gives the reason; gRPC only
-    says and logs that it failed."""
-    where = join_address(host, port)
-    try:
-        found = await runtime.in_thread(
-            socket.getaddrinfo,
-            host,
-            port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )
-        for family, kind, protocol, _, endpoint in found:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(endpoint)
-    except OSError as error:
-        hint = "choose another port with `listen`, or port 0 for any free one"
-        if error.errno != errno.EADDRINUSE:
-            hint = "give `listen` an address of this machine"
-        what = f"port {port}: " if port else ""
-        raise LocalError(
-            f"cannot listen on {where}: {what}{error.strerror or error}", hint=hint
-        ) from error
 
 
 async def listen(
@@ -367,7 +372,7 @@ async def listen(
     host, port = ("", 0) if is_unix else split_address(address)
     require_protection(address, tls=tls, insecure=insecure, verb="listen on")
     if not is_unix:
-        await _require_free(host, port)
+        await require_free(host, port)
     credentials = None
     if tls is not None:
         check_server_files(tls, dialled or ("" if host in WILDCARDS else host))
@@ -375,11 +380,19 @@ async def listen(
         credentials = grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=authority, require_client_auth=True
         )
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    options = (
+        *_SERVER_OPTIONS,
+        ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", most_connections()),
+    )
+    server = grpc.aio.server(options=options)
+    calls = Calls()
     for service in services:
-        _add(server, service)
+        _add(server, service, calls)
     server.add_generic_rpc_handlers((_UnknownMethods(),))
-    health = await _add_health(server, [service.descriptor.full_name for service in services])
+    health = await _add_health(
+        server, [service.descriptor.full_name for service in services], calls
+    )
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
@@ -387,8 +400,11 @@ async def listen(
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         await server.stop(0)
-        why = _why_not_unix(address.removeprefix("unix:")) if is_unix else ""
+        why = why_not_unix(address.removeprefix("unix:")) if is_unix else ""
         raise LocalError(f"cannot listen on {address}: {why or error}") from error
     await server.start()
     runtime.stop_at_exit(server)
-    return Listening(server, address if is_unix else join_address(host, port), port, health)
+    upkeep = Upkeep(0 if is_unix else port, calls, _refusals)
+    upkeep.start()
+    found = address if is_unix else join_address(host, port)
+    return Listening(server, found, port, health, upkeep)

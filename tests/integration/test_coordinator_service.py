@@ -216,7 +216,7 @@ async def test_nonsense_registrations_are_refused_and_leave_nothing() -> None:
 
 
 async def test_limits_are_said() -> None:
-    small = MemoryState(limits=Limits(models=1, sources=2), document_limit_bytes=1000)
+    small = MemoryState(limits=Limits(models=1, sources=2), document_limit_bytes=4 * 1000)
     async with coordinator(small) as client:
         await register(client)
         with pytest.raises(CoordinatorError, match="1 models"):
@@ -225,7 +225,7 @@ async def test_limits_are_said() -> None:
         with pytest.raises(CoordinatorError, match="2 sources"):
             await register(client)
         big = make_documents("A", nbytes=600)
-        with pytest.raises(CoordinatorError, match="documents"):
+        with pytest.raises(CoordinatorError, match="documents from"):
             await client.register(make_record(big, name="z"), by_digest(big), binding_secret=SECRET)
         error = await raw(client, "Register", source_message(name="other"))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

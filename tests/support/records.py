@@ -1,15 +1,21 @@
-"""Source records for tests: real documents, real digests, no source behind them."""
+"""Source records for tests: real manifests, real digests, no source behind them."""
 
 from __future__ import annotations
 
 import uuid
+from functools import cache
 
 from mx.core.digest import document_digest
+from mx.core.layout import build_layout
+from mx.core.manifest import encode
 from mx.core.topology import Place
 from mx.core.types import (
     AddressTable,
+    Manifest,
     ManifestRef,
     ModelKey,
+    PackagedFile,
+    Packaging,
     Region,
     SourceRecord,
     SourceRole,
@@ -19,13 +25,26 @@ from mx.core.types import (
 from mx.units import MIB
 
 
+@cache
+def _manifest(weights: str, layout: str, files: str, nbytes: int) -> Manifest:
+    fill = "x" * 1000
+    names = [f"{number:07}{fill}"[: 8 + nbytes // 4] for number in range(max(4, nbytes // 1000))]
+    count = len(names) // 4
+    layers = [(f"{layout}.{number}", count) for number in range(3)]
+    layers.append((f"{layout}.3", len(names) - 3 * count))
+    planned = build_layout(layers, names, [("F32", (4,), ())], [0] * len(names), [])
+    file = PackagedFile(f"{files}.safetensors", None, tuple(names))
+    roots = {name: document_digest(f"{weights} {name}".encode()) for name in names}
+    return encode(planned, Packaging((file,)) if files else Packaging(), roots, chunk_nbytes=MIB)
+
+
 def make_documents(
     weights: str, *, layout: str = "layout", files: str = "packaging", nbytes: int = 64
 ) -> list[bytes]:
-    """Return the documents of a manifest, in order: identity, layout, and packaging if there are
-    `files`."""
-    texts = [f"identity {weights}", layout, *([files] if files else [])]
-    return [text.encode().ljust(nbytes, b".") for text in texts]
+    """Return the documents of a manifest of four layers, in order: identity, layout, and packaging
+    if there are `files`. `nbytes` is about the size of the first two."""
+    made = _manifest(weights, layout, files, nbytes)
+    return [made.documents[digest] for digest, _ in made.ref.documents]
 
 
 def make_ref(documents: list[bytes], *, chunk_nbytes: int = MIB) -> ManifestRef:

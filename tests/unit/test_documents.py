@@ -41,16 +41,52 @@ def test_keep_extends_the_grace_of_a_document() -> None:
 
 
 def test_the_limit_counts_reservations() -> None:
-    documents = store(10)
-    documents.reserve(6)
-    with pytest.raises(CapacityError):
-        documents.put(0, b"k", b"12345")
-    documents.unreserve(6)
-    documents.put(0, b"k", b"12345")
-    documents.put(0, b"k", b"12345")
-    assert documents.used_bytes == 5
+    documents = store(40)
+    for address in ("a", "b", "c"):
+        documents.reserve(10, address)
+    documents.reserve(6, "d")
+    with pytest.raises(CapacityError, match="its limit$"):
+        documents.put(0, b"k", b"12345", "e")
+    documents.unreserve(6, "d")
+    documents.put(0, b"k", b"12345", "e")
+    documents.put(0, b"k", b"12345", "f")
+    assert documents.used_bytes == 35
+    assert documents.used_by("e") == 5 and documents.used_by("f") == 0
     documents.discard([b"k", b"unknown"])
-    assert documents.used_bytes == 0 and len(documents) == 0
+    assert documents.used_bytes == 30 and len(documents) == 0
+
+
+def test_an_address_has_a_quarter() -> None:
+    documents = store(40)
+    documents.reserve(4, "a")
+    documents.put(0, b"one", b"123456", "a")
+    with pytest.raises(CapacityError, match="from a, .* its limit for one address"):
+        documents.reserve(1, "a")
+    with pytest.raises(CapacityError, match="for one address"):
+        documents.put(0, b"two", b"1", "a")
+    documents.reserve(10, "b")
+    documents.unreserve(4, "a")
+    documents.put(0, b"two", b"1", "a")
+    assert documents.used_by("a") == 7 and documents.used_bytes == 17
+
+
+def test_another_holder_pays_once_the_first_one_is_gone() -> None:
+    documents = store(40)
+    documents.put(0, b"k", b"12345", "a")
+    for address in ("", "a", "b"):
+        documents.hold([b"k"], address)
+    assert documents.used_by("a") == 5
+    documents.release(1, [b"k"], "a")
+    assert (documents.used_by("a"), documents.used_by("b")) == (0, 5)
+    documents.release(2, [b"k"], "b")
+    documents.release(2, [b"k"])
+    assert documents.used_by("b") == 5
+    assert documents.keep(3, b"k", "c")  # who wants it to stay pays
+    assert (documents.used_by("b"), documents.used_by("c")) == (0, 5)
+    documents.reserve(10, "d")
+    assert documents.keep(8, b"k", "d")  # without a share it does not stay for longer
+    documents.sweep(3 + GRACE_S)
+    assert len(documents) == 0 and documents.used_bytes == 10
 
 
 @given(

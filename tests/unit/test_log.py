@@ -62,10 +62,24 @@ def test_lines(style: str) -> None:
         assert json.loads(second)["fields"]["text"] == "plain words"
 
 
-def test_a_throttle_counts_what_it_holds_back() -> None:
-    throttle = log.Throttle(per_s=2)
-    assert [throttle.passes(5.0 + n / 10) for n in range(5)] == [0, 0, None, None, None]
-    assert [throttle.passes(6.1), throttle.passes(6.2), throttle.passes(6.3)] == [3, 0, None]
+def test_a_throttle_lets_one_line_of_a_cause_through_and_counts_the_others() -> None:
+    throttle = log.Throttle(interval_s=10)
+    assert [throttle.passes("a", 5.0 + n) for n in range(4)] == [0, None, None, None]
+    assert throttle.passes("b", 6.0) == 0
+    assert throttle.left_out(14.9) == []
+    assert throttle.passes("a", 15.0) == 3
+    assert throttle.passes("a", 15.1) is None
+    assert throttle.left_out(24.9) == []  # "b" had one line, which passed
+    assert throttle.left_out(25.0) == [("a", 1)]
+    assert throttle.left_out(99.0) == []
+    assert throttle.passes("a", 99.0) == 0
+
+
+def test_a_throttle_tells_some_causes_apart() -> None:
+    throttle = log.Throttle(interval_s=10, most_causes=2)
+    assert [throttle.passes(n, 1.0) for n in range(5)] == [0, 0, 0, None, None]
+    assert throttle.passes(1, 2.0) is None
+    assert throttle.left_out(11.0) == [(1, 1), (None, 2)]
 
 
 def test_importing_installs_no_handler_and_no_level() -> None:

@@ -1,0 +1,87 @@
+"""What a server does now and then: it makes room for connections, and logs what it left out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from mx.log import Throttle, event
+from mx.runtime import in_thread
+from mx.wire import descriptors
+from mx.wire.address import address_of_peer
+from mx.wire.calls import UNREAD_S, Calls
+from mx.wire.descriptors import Ended
+
+_log = logging.getLogger(__name__)
+_EVERY_S = 0.2
+_HINT = "raise this process's limit of descriptors (`ulimit -n`)"
+
+
+class Upkeep:
+    """Runs on the event loop from `start` to `stop`."""
+
+    def __init__(self, port: int, calls: Calls, refusals: Throttle) -> None:
+        """
+        Args:
+            port: Where the server listens; 0 for a unix socket.
+            calls: Those of the server.
+            refusals: What the server's log of refusals leaves out.
+        """
+        self._port = port
+        self._calls = calls
+        self._refusals = refusals
+        self._ended = Throttle()
+        self._timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._tick)
+
+    def stop(self) -> None:
+        """End it. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ending is not None:
+            self._ending.cancel()
+
+    def _tick(self) -> None:
+        self.start()
+        for cause, count in self._refusals.left_out():
+            fields = cause if isinstance(cause, tuple) else ()
+            event(_log, "request.refused", **dict(fields), held_back=count)
+        self._ended.left_out()
+        if self._port and self._ending is None:
+            stuck = self._calls.stuck()
+            if stuck or descriptors.crowded():
+                self._ending = asyncio.create_task(self._end(stuck), name="mx-end-connections")
+
+    async def _end(self, stuck: frozenset[str]) -> None:
+        try:
+            if stuck:
+                await in_thread(descriptors.end, self._port, stuck)
+                self._say_stuck(stuck)
+            ended = await in_thread(descriptors.make_room, self._port, self._calls.peers)
+            if ended is not None:
+                self._say_crowded(ended)
+        finally:
+            self._ending = None
+
+    def _say_stuck(self, stuck: frozenset[str]) -> None:
+        for address in sorted(set(map(address_of_peer, stuck))):
+            if self._ended.passes(("stuck", address)) is not None:
+                text = f"a connection took no answer for {UNREAD_S:g} s"
+                event(_log, "connections.stuck", address=address, text=text)
+
+    def _say_crowded(self, ended: Ended) -> None:
+        if self._ended.passes("crowded") is not None:
+            event(
+                _log,
+                "connections.crowded",
+                level=logging.WARNING,
+                used=ended.used,
+                limit=ended.limit,
+                ended=ended.count,
+                mostly_from=ended.address,
+                text=f"few descriptors are left; {_HINT}",
+            )
