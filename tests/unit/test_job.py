@@ -125,7 +125,7 @@ def test_an_attempt_begins_with_nothing_of_the_one_before(tmp_path: Path) -> Non
         job.edition.manifest is not None and job.edition.manifest.ref == alone.edition.manifest.ref
     )
     assert [path.source for path in state.report.paths] == [right.place]
-    assert job.pages is not None and not job.pages.missing
+    assert job.edition.pages is not None and not job.edition.pages.missing
     assert job.progress().bytes_done == job.progress().bytes_total == 12
     assert torch.equal(target["weight"], torch.full((3,), 2.0))
     assert job.kept == "" and job.edition.arena is not None
