@@ -98,6 +98,7 @@ class FilledMemory:
 
     def _let_go(self) -> None:
         self._job.edition.release()
+        self._options.reuse.clear()
         if self._options.into is not None:
             self._options.into.release()
         release_frames(self._log.error)

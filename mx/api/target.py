@@ -37,7 +37,8 @@ class Pull(Described, Closable):
 
     A context manager, blocking or async, that closes the pull at its end. `await pull` waits as
     `wait` does, and `async for` iterates `layers_async()`. The tensors stay valid after `close`:
-    they keep their memory alive.
+    they keep their memory alive. A pull that is dropped without `close` is closed by itself, with a
+    ResourceWarning if it has not ended, or others may read from it (`hold=True`) or send requests.
     """
 
     def __init__(
@@ -327,8 +328,8 @@ class Pull(Described, Closable):
         """Wait for the end of a pull made with `hold=True` and serve its memory to others.
 
         Returns:
-            The same source at each call. It serves until it, or this pull, is closed; the pull's
-            tensors outlive it.
+            The same source at each call. It serves until it, or this pull, is closed, and goes on
+            if the pull is dropped; the pull's tensors outlive it.
 
         Raises:
             ConfigError: The pull was made without `hold=True`.
@@ -362,7 +363,8 @@ class Pull(Described, Closable):
         """Stop giving the pull's memory to others, after the pull has ended. Idempotent.
 
         Readers may finish for a moment and are then cut off. Afterwards the tensors that `into`
-        named are the caller's alone: it may write to them, or lend them with `serve`.
+        named are the caller's alone: it may write to them, or lend them with `serve`. `hold` raises
+        ClosedError from then on.
 
         Raises:
             ConfigError: The pull has not ended.

@@ -359,9 +359,10 @@ class FromSources(Attempt):
                 await in_thread(transfer.join_sessions, 2 * self._options.stall_timeout_s)
             await in_thread(exchange.close)
         joined = await in_thread(transfer.join, 2 * self._options.stall_timeout_s)
-        if not joined and isinstance(self.edition.arena, LiveMemory):
-            # The caller gets its tensors back only when no transport can write to them any more.
-            log.warning("waiting for a transport that may still write to the tensors of `into`")
+        if not joined and self._options.into is not None:
+            # Another edition fills the caller's memory, and the caller gets it back, only when no
+            # transport can write to it any more.
+            log.warning("waiting for a transport that may still write to the memory of `into`")
             while not await in_thread(transfer.join, 1.0):
                 pass
 
