@@ -115,7 +115,7 @@ def test_other_bytes_where_memory_is_shared_are_an_error(
     apart[name].view(torch.uint8)[5] ^= 1
     own = make(pool(None))
     with api.serve(apart, model="m", coordinator=coordinator):
-        ready = []
+        ready: list[str] = []
         with api.pull("m", coordinator=coordinator, into=own) as pull:
             pull.on_layer(lambda event: ready.extend(event.tensors()))
             error = error_of(pull, 60)
