@@ -78,7 +78,9 @@ class Changing(contextlib.AbstractContextManager[None]):
         except BaseException:
             self._give_up(change)
             raise
-        if change.error is not None and not failed:
+        if failed:  # the block's own error counts; this one was logged
+            change.error = None
+        elif change.error is not None:
             _raise(change)
 
     def _give_up(self, change: Change) -> None:

@@ -93,6 +93,6 @@ class Change:
     def end(self, error: MxError | None) -> None:
         """Record that the change is over. Idempotent."""
         if not self.ended.is_set:
-            self.error = error
+            self.error = None if self.gone else error  # it refers to the memory
             self.ended.set()
             self.entered.set()
