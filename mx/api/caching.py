@@ -227,13 +227,20 @@ async def _start(
         settings=settings,
         cancelled=lambda: False,
     )
+    listening: list[Listening] = []
     try:
         budget_bytes = settings.cache_memory or available_nbytes() // 2
         keeper = Keeper(settings, address, budget_bytes)
         service = Service(cache_pb2.DESCRIPTOR.services_by_name["Cache"], CacheServicer(keeper))
-        listening = await runtime.uncut(listen(f"unix:{lock.socket}", [service]))
-        return Cache(loop, keeper, listening, lock, address, embedded)
+
+        async def listens() -> None:
+            listening.append(await listen(f"unix:{lock.socket}", [service]))
+
+        await runtime.uncut(listens())
+        return Cache(loop, keeper, listening[0], lock, address, embedded)
     except BaseException:
+        for each in listening:
+            await runtime.uncut(each.stop(0))
         if embedded is not None:
             await runtime.uncut(embedded.stop())
         raise

@@ -1,9 +1,17 @@
-"""Closes objects that use the loop: once, to the end, and at the latest when the process ends."""
+"""Closes objects that use the loop: once, to the end, and at the latest when the process ends.
+
+One that is dropped without `close` is closed in the background, and warns if it still had work to
+do. Nothing of mx refers to such an object for longer than a call of it lasts: tasks, callbacks and
+threads refer to its parts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
+import warnings
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from types import TracebackType
@@ -11,7 +19,12 @@ from typing import Any, Self
 
 from mx import runtime
 
+log = logging.getLogger(__name__)
+
 Step = Callable[[], None]
+
+#: Closes of dropped objects that run: asyncio keeps only weak references to tasks.
+_closes: set[asyncio.Task[None]] = set()
 
 
 class Closable:
@@ -61,6 +74,25 @@ class Closable:
                     del self._steps[0]
         if failures:
             raise failures[0]
+
+    def _unclosed(self) -> str:
+        """Return what the object that is being dropped still does, and what to do about it; "" if
+        it has nothing more to do, and may be closed without a word."""
+        return f"{self!r} was dropped, and is closed: close it, or use it in a `with` block"
+
+    def __del__(self) -> None:
+        """Close the object in the background. Never waits: this may be any thread, at any point."""
+        steps = getattr(self, "_steps", [])  # without any it was never opened
+        if steps != [] and not self._loop.inherited:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, as the interpreter does
+                self._dropped()
+
+    def _dropped(self) -> None:
+        """See `__del__`."""
+        self._loop.loop.call_soon_threadsafe(_close_dropped, self)
+        runtime.opened(self)  # again: the collector has cleared weak references to it
+        if warning := self._unclosed():
+            warnings.warn(warning, ResourceWarning, stacklevel=3, source=self)
 
     def forked(self) -> None:
         """Mark the object as closed in a forked child."""
@@ -113,3 +145,17 @@ class Closable:
         trace: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.close)
+
+
+def _close_dropped(dropped: Closable) -> None:
+    """Close an object on a thread, from the loop, which lasts until then: the object uses it."""
+    task = asyncio.get_running_loop().create_task(_closed(dropped), name="mx-close")
+    _closes.add(task)
+    task.add_done_callback(_closes.discard)
+
+
+async def _closed(dropped: Closable) -> None:
+    try:
+        await runtime.in_thread(dropped.close)
+    except Exception as error:  # noqa: BLE001 - there is no caller
+        log.warning("closing a dropped object failed: %s", str(error))

@@ -52,11 +52,14 @@ class Giving:
         self._reporter = reporter
         self._memory = memory
         self._source: Source | None = None
+        self._released = False
         self._requests_port = 0
 
     def hold(self) -> Source:
         """Serve the memory, after the pull's end; return the same source at each call."""
         with self._memory.lock:
+            if self._released:
+                raise ClosedError("the pull has given its memory back (`release`)")
             if self._source is None:
                 self._source = self._begin_to_hold()
                 if self._requests_port:
@@ -123,12 +126,23 @@ class Giving:
     def end(self) -> None:
         """Give nothing to others any more, and give the tensors of `into` back. Idempotent."""
         with self._memory.lock:
+            self._released = True
             source, self._source = self._source, None
         if source is not None:
             source.close()
         self._loop.run(self._job.leave())
         if isinstance(self._job.arena, LiveMemory):
             self._job.arena.release()
+
+    @property
+    def gives(self) -> bool:
+        """True while others are to read here, or to send requests, until the pull is closed."""
+        return (self._options.hold and not self._released) or bool(self._requests_port)
+
+    def hand_over(self) -> Source | None:
+        """Return the source that `hold` has made, which is the caller's alone from now on."""
+        source, self._source = self._source, None
+        return source
 
     def closing_steps(self) -> list[Step]:
         """Return the steps that close the source, if there is one."""

@@ -124,7 +124,7 @@ class Router(Closable):
             )
 
         async def make(loop: runtime.LoopThread) -> Watch:
-            watch = Watch(loop, client, wanted, self._watches.discard)
+            watch = Watch(loop, client, wanted, self._forget)
             self._watches.add(watch)
             return watch
 
@@ -210,6 +210,9 @@ class Router(Closable):
         """Return what `place` returns, without blocking the caller's event loop."""
         found = await self._asking(self._estimates(_named(model, variant), hosts, attach))
         return in_order_of_readiness(found)
+
+    def _forget(self, watch: Watch) -> None:
+        self._watches.discard(watch)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class Source(Closable):
         self._closing = threading.Event()
         self._closed = threading.Event()
         self._lock = threading.RLock()
+        self._kept: Closable | None = None
         self.coordinator_address = coordinator_address
         self.endpoint = server.endpoint
         super().__init__(loop)
@@ -355,12 +356,23 @@ class Source(Closable):
         with self._lock:
             super().close()
 
+    def keep(self, owner: Closable) -> bool:
+        """Take over the owner of the memory that is served, to close it at the end; False if this
+        source is closed already."""
+        if self._steps is not None:
+            return False
+        self._kept = owner
+        runtime.closed(owner)  # not by itself any more
+        return True
+
     def _closing_steps(self) -> list[Step]:
         embedded = [] if self._embedded is None else [self._awaiting(self._embedded.stop)]
+        kept = [] if self._kept is None else [self._kept.close]
         return [
             self._awaiting(self._handover.close),
             self._awaiting(self._server.close),
             *embedded,
+            *kept,
             self._closed.set,
         ]
 

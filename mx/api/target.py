@@ -72,7 +72,8 @@ class Pull(Described, Closable):
             job.reader_id,
             known_host(self._settings),
         )
-        task.add_done_callback(lambda _: self._reporter.ended())
+        ended = self._reporter.ended
+        task.add_done_callback(lambda _: ended())
         return job, task
 
     def __repr__(self) -> str:
@@ -162,7 +163,10 @@ class Pull(Described, Closable):
         return self._state.wait_end(timeout_s)
 
     def __await__(self) -> Generator[Any, None, PullReport]:
-        return self._state.wait_end_async().__await__()
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> PullReport:
+        return await self._state.wait_end_async()  # its frame keeps the pull until then
 
     @property
     def report(self) -> PullReport | None:
@@ -399,6 +403,15 @@ class Pull(Described, Closable):
         self._state = EventLog(self._state.started_s)
         self._state.failed(runtime.fork_error())
         self._filled.forked(self._state)
+
+    def _unclosed(self) -> str:
+        return super()._unclosed() if self._giving.gives or not self._state.ended else ""
+
+    def _dropped(self) -> None:
+        # A source that `hold` has returned goes on, and keeps the memory that it serves.
+        source = self._giving.hand_over()
+        if source is None or not source.keep(self):
+            super()._dropped()
 
     async def _stop(self) -> None:
         self._job.close()

@@ -49,7 +49,7 @@ def test_what_a_call_made_is_closed_if_its_caller_never_got_it(
         "coordinator": served,
         "checkpoint": str(checkpoint),
     }
-    child = subprocess.run(
+    child = subprocess.run(  # noqa: PLW1510 - its output is in the message
         [sys.executable, "-m", "tests.integration.interrupted"],
         input=json.dumps(what),
         capture_output=True,

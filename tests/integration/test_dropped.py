@@ -1,0 +1,172 @@
+"""Objects that are dropped without `close`: they warn if they still do something, and are closed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch  # its first import keeps frames for the collector: here none of a pull
+
+from mx import api, runtime
+from tests.integration.conftest import commands, environment, serve, start_coordinator
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path) -> Iterator[str]:
+    """A coordinator that knows the model "m", and "slow" that takes half a minute."""
+    with commands() as run:
+        coordinator, _ = start_coordinator(run)
+        serve(run, checkpoint, "m", coordinator)
+        serve(run, checkpoint, "slow", coordinator, "--max-bandwidth", "1MB/s")
+        yield coordinator
+
+
+@pytest.fixture(autouse=True)
+def uncollected() -> Iterator[None]:
+    """Nothing is freed by the garbage collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def becomes(true: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + WITHIN_S
+    while not true():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_listed(coordinator: str, model: str) -> bool:
+    with api.Router(coordinator) as router:
+        return bool(router.sources(model))
+
+
+def loop_is_free() -> bool:
+    """Return True if nothing uses the loop."""
+    current = runtime._current
+    return current is None or not current.users
+
+
+def test_a_pull_that_is_dropped_unfinished_warns_and_is_closed(served: str) -> None:
+    pull = api.pull("slow", coordinator=served, transport="tcp")
+    next(pull.layers())
+    with pytest.warns(ResourceWarning, match="`with`"):
+        del pull
+    assert becomes(loop_is_free)
+
+
+def test_a_source_that_is_dropped_warns_and_is_closed(served: str, checkpoint: Path) -> None:
+    source = api.serve(checkpoint, model="dropped", coordinator=served)
+    assert is_listed(served, "dropped")
+    with pytest.warns(ResourceWarning, match="<Source dropped"):
+        del source
+    assert becomes(lambda: not is_listed(served, "dropped"))
+    assert becomes(loop_is_free)
+
+
+def test_a_router_that_is_dropped_warns_and_is_closed(served: str) -> None:
+    router = api.Router(served)
+    assert router.sources("m")
+    with pytest.warns(ResourceWarning, match="Router"):
+        del router
+    assert becomes(loop_is_free)
+
+
+def test_a_finished_pull_that_is_dropped_is_closed_without_a_word(served: str) -> None:
+    tensors = api.pull("m", coordinator=served, attach=False).state_dict()
+    assert becomes(loop_is_free)
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+
+
+def test_a_finished_pull_that_others_may_read_warns(served: str) -> None:
+    pull = api.pull("m", coordinator=served, hold=True)
+    pull.wait(60)
+    with pytest.warns(ResourceWarning, match="`with`"):
+        del pull
+    assert becomes(loop_is_free)
+
+
+def test_a_held_source_goes_on_when_its_pull_is_dropped(served: str) -> None:
+    source = api.pull("m", coordinator=served, hold=True).hold()
+    with api.pull("m", peer=source.endpoint) as other:
+        other.wait(60)
+    source.close()
+    assert becomes(loop_is_free)
+
+
+def test_a_held_source_that_is_dropped_after_its_pull_warns(served: str) -> None:
+    source = api.pull("m", coordinator=served, hold=True).hold()
+    with pytest.warns(ResourceWarning, match="<Source m"):
+        del source
+    assert becomes(loop_is_free)
+
+
+def test_an_awaited_pull_lives_until_its_end(served: str) -> None:
+    async def pulled() -> api.PullReport:
+        return await api.pull("m", coordinator=served, attach=False)
+
+    report = asyncio.run(pulled())
+    assert report.bytes
+    assert becomes(loop_is_free)
+
+
+FINISHED = """
+import asyncio, gc, os, sys, time
+import mx
+
+gc.disable()
+
+def held():
+    # bytes of memory of its own and shared with others, and descriptors
+    with open("/proc/self/status") as status:
+        lines = [line.split() for line in status if line.startswith(("RssAnon", "RssShmem"))]
+    return sum(int(line[1]) << 10 for line in lines), len(os.listdir("/proc/self/fd"))
+
+def pulled(number):
+    if number % 2:
+        mx.pull("m", coordinator=sys.argv[1], attach=False).wait()
+        return
+    async def awaited():
+        report = await mx.pull("m", coordinator=sys.argv[1], attach=False)
+    asyncio.run(awaited())
+
+pulled(0), pulled(1)
+nbytes = mx.pull("m", coordinator=sys.argv[1], attach=False).wait().bytes
+time.sleep(1)  # what the first ones leave for good, such as gRPC's threads
+began = held()
+for number in range(8):
+    pulled(number)
+deadline_s = time.monotonic() + 20
+more = began
+while time.monotonic() < deadline_s:
+    more = [now - before for now, before in zip(held(), began)]
+    if more[0] < nbytes / 2 and more[1] <= 0:
+        break
+    time.sleep(0.05)
+print("more than at first:", more[0] // nbytes, "models,", more[1], "descriptors")
+"""
+
+
+def test_finished_pulls_that_are_never_closed_leave_nothing(served: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "always", "-c", FINISHED, served],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == "more than at first: 0 models, 0 descriptors\n"
