@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from mx import api
 from mx.errors import MxError
 
-SETTLE_S = 40.0
+SETTLE_S = 15.0
 
 
 class Interrupts:
@@ -208,7 +208,8 @@ def main() -> None:
     with api.pull("m", coordinator=coordinator) as pull:
         got = pull.state_dict()
         right = got.keys() == expected.keys() and all(
-            torch.equal(got[name], expected[name]) for name in expected
+            torch.equal(got[name].view(torch.uint8), expected[name].view(torch.uint8))
+            for name in expected  # as bytes: some are no numbers
         )
     json.dump({"before": before, "after": after, "interrupted": out, "right": right}, sys.stdout)
 
