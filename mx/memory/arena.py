@@ -124,7 +124,7 @@ class MemfdArena(_HostMemory):
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._mapping = mmap.mmap(self.memfd, nbytes) if nbytes else None
         except OSError as error:
-            os.close(self.memfd)
+            self._close()
             raise CapacityError(
                 f"a memfd of {format_bytes(nbytes)} could not be created: {error.strerror}",
                 hint="free memory or raise the container's limit",
@@ -220,9 +220,12 @@ class MemfdArena(_HostMemory):
         """Close the descriptor and drop the map. Idempotent."""
         self.view = memoryview(b"")
         self._mapping = None
-        if self.memfd is not None:
-            os.close(self.memfd)
-            self.memfd = None
+        self._close()
+
+    def _close(self) -> None:
+        memfd, self.memfd = self.memfd, None
+        if memfd is not None:
+            os.close(memfd)
 
 
 def _seal_writes(descriptor: int) -> None:

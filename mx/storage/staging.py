@@ -234,16 +234,18 @@ class Staging:
             os.close(self._made.pop()[0])
 
     def _close_files(self) -> None:
-        if self._files >= 0:
-            os.close(self._files)
-            self._files = -1
+        fd, self._files = self._files, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _close(self) -> None:
         self._close_files()
-        for fd in (self._fd, self._parent):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._parent = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        fd, self._parent = self._parent, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _open_parent(self) -> None:
         missing: list[str] = []
