@@ -96,9 +96,9 @@ class Calls:
         return f"n{os.getpid()}-{self._number}"
 
     def pull(self) -> Any:
-        options = ({}, {"hold": True}, {"attach": False})[self._number % 3]
         self._number += 1
-        return api.pull("m", **options, **self._at)
+        hold, attach = self._number % 3 == 0, self._number % 3 == 1
+        return api.pull("m", hold=hold, attach=attach, **self._at)
 
     def load(self) -> None:
         api.load("m", attach=bool(random.getrandbits(1)), **self._at)

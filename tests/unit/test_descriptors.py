@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from mx.storage.staging import Staging
 from mx.target.exchange import Exchange
 from mx.target.ring import Ring
 from mx_transports.toolkit.local import _ControlPage
-from tests.unit.test_local_exchange import all_of, grid_of
+from tests.unit.test_local_exchange import all_of
+from tests.unit.test_transfer_machine import grid_of
 
 Close = Callable[[], object]
 
@@ -100,15 +101,16 @@ def test_a_close_that_was_interrupted_closes_nothing_of_another(
 ) -> None:
     before = descriptors()
     close, others = make(tmp_path), []
-    with ExitStack() as stack:
-        while True:
-            with interrupts():
-                try:
-                    close()
-                    break
-                except Interrupted:
-                    others.append(os.open(os.devnull, os.O_RDONLY))
-                    stack.callback(os.close, others[-1])
-        links = [os.readlink(f"/proc/self/fd/{other}") for other in others]
-        assert links and links == [os.devnull] * len(others)
-        assert len(descriptors() - before) == len(others)
+    for _ in range(8):
+        with interrupts():
+            try:
+                close()
+                break
+            except Interrupted:
+                others.append(os.open(os.devnull, os.O_RDONLY))
+    left = descriptors() - before
+    for each in others:
+        with suppress(OSError):
+            os.close(each)
+    assert others
+    assert left == {str(each) for each in others}
