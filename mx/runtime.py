@@ -18,20 +18,27 @@ import contextvars
 import ctypes
 import functools
 import gc
+import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from mx import forks
 from mx.errors import ClosedError, ConfigError, ForkError, LocalError, MxError
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
+#: A loop that was not used for so long, and at most twice as long, stops.
 LINGER_S = 0.5
+#: How long an interrupted call waits for the end of what it has begun, before its exception is
+#: raised. The rest goes on by itself.
+_ABANDONED_WITHIN_S = 5.0
 #: How long an exit waits for the loop's thread, which is quick unless the machine is full.
 _STOP_TIMEOUT_S = 10.0
 #: How long the first fork after everything of mx was closed waits for gRPC's threads to end.
@@ -56,6 +63,8 @@ class Embedded(Protocol):
         """Count as closed in a forked child, without using anything of the parent, and without
         waiting for a lock, which a thread of the parent may have held."""
 
+
+E = TypeVar("E", bound=Embedded)
 
 _servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _open: weakref.WeakSet[Embedded] = weakref.WeakSet()
@@ -153,18 +162,169 @@ _used = False  # since the last fork
 _forked = False  # from a process in which mx was running
 
 
+class _Waiter:
+    """What only the frames of a waiting thread refer to: once it is gone, its call is abandoned."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Call(Generic[T]):
+    """Work on the loop that another thread waits for.
+
+    An exception from a signal's handler may come out of any step of the waiting thread, but out of
+    none of the loop's. So this belongs to the loop, which begins the work, and ends it if the other
+    thread abandons it, or is gone. That thread has the result once it has taken it.
+    """
+
+    def __init__(
+        self, work: Callable[[], Coroutine[Any, Any, T]], waiter: _Waiter, *, closes: bool
+    ) -> None:
+        """
+        Args:
+            work: Returns the coroutine to run.
+            waiter: The waiting thread's.
+            closes: Whether to close a result that was not taken.
+        """
+        self._work = work
+        self._closes = closes
+        self._waiter = weakref.ref(waiter)
+        self._task: asyncio.Task[None] | None = None  # while it runs
+        self._begun = self._abandoned = self._taken = False
+        self._result: list[T] = []
+        self._error: BaseException | None = None
+        self._over = threading.Lock()  # held until the work has ended
+        self._over.acquire()
+
+    # -- on the waiting thread --------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the end of the work; return False if `timeout_s` seconds pass first."""
+        if timeout_s is None:
+            with self._over:
+                return True
+        if self._over.acquire(timeout=max(0.0, timeout_s)):
+            self._over.release()
+            return True
+        return False
+
+    def take(self) -> tuple[list[T], BaseException | None]:
+        """Return the result, in a list, or what the work has raised. It is the caller's from now
+        on."""
+        result, error = self._result, self._error
+        self._taken = True
+        self._result, self._error = [], None
+        return result, error
+
+    # -- on the loop ------------------------------------------------------------------------------
+
+    def begin(self, calls: set[_Call[Any]]) -> None:
+        """Begin the work, unless it was abandoned. Its end takes the call from `calls`, unless the
+        result is still to be taken."""
+        if not self._begun:
+            self._begun = True
+            coroutine = self._work()
+            self._task = asyncio.get_running_loop().create_task(self._run(coroutine))
+            self._task.add_done_callback(functools.partial(self._end, calls, coroutine))
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        result = await coroutine
+        if self._abandoned and self._closes:
+            await _close(result)
+        elif not self._abandoned:
+            self._result = [result]
+
+    def _end(
+        self,
+        calls: set[_Call[Any]],
+        coroutine: Coroutine[Any, Any, T],
+        task: asyncio.Task[None],
+    ) -> None:
+        coroutine.close()  # if it was cancelled before its first step
+        error = CancelledError() if task.cancelled() else task.exception()
+        self._task = None
+        if self._abandoned:
+            calls.discard(self)
+        else:
+            self._error = error
+        self._over.release()
+
+    def abandon(self, calls: set[_Call[Any]]) -> None:
+        """Cancel the work, or close its result, unless that was taken. Idempotent."""
+        if self._abandoned or self._taken:
+            calls.discard(self)
+            return
+        self._abandoned = True
+        if self._task is not None:
+            self._task.cancel()
+        elif not self._begun:
+            self._begun = True
+            self._work().close()  # else Python warns that it was never awaited
+            calls.discard(self)
+            self._over.release()
+        else:
+            result, self._result, self._error = self._result, [], None
+            calls.discard(self)
+            if result and self._closes:
+                closing = asyncio.get_running_loop().create_task(_close(result[0]))
+                _closes.add(closing)
+                closing.add_done_callback(_closes.discard)
+
+    def look(self, calls: set[_Call[Any]]) -> None:
+        """Abandon the work if the thread that waits for it is gone."""
+        if self._taken or (self._waiter() is None and not self._abandoned):
+            self.abandon(calls)
+
+
+#: Closes of results that were not taken: asyncio keeps only weak references to tasks.
+_closes: set[asyncio.Task[None]] = set()
+
+
+async def _close(result: object) -> None:
+    try:
+        await uncut(in_thread(cast(Embedded, result).close))
+    except Exception as error:  # noqa: BLE001 - there is no caller
+        log.warning("closing what an interrupted call has made failed: %s", str(error))
+
+
 class LoopThread:
-    """A running loop. `acquire` returns it, and `release` returns it to the process."""
+    """A running loop, once it is started. `acquire` returns it, and `release` returns it to the
+    process."""
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
         self.users = 0
         self.inherited = False  # True in a forked child, which does not have the thread
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="mx-loop", daemon=True)
-        self._thread.start()
+        self._calls: set[_Call[Any]] = set()
+        self._was_used = True  # since the loop was last looked at
+        self._thread: threading.Thread | None = None
+        self._entered = threading.Lock()
+        self._error: BaseException | None = None
+        self._ready = threading.Lock()  # until the loop runs
+        self._ready.acquire()
+
+    def start(self) -> None:
+        """Start the thread, and wait until the loop runs. Idempotent; an interrupted start goes on
+        when it is called again."""
+        if self._thread is None:
+            threading.Thread(target=self._run, name="mx-loop", daemon=True).start()
+        with self._ready:
+            if self._error is not None:
+                raise self._error
 
     def _run(self) -> None:
+        if not self._entered.acquire(blocking=False):
+            return  # an interrupted start was repeated
+        self._thread = threading.current_thread()
+        try:
+            self.loop = asyncio.new_event_loop()
+        except BaseException as error:  # noqa: BLE001 - raised where the loop is started
+            self._error = error
+            return
+        finally:
+            self._ready.release()
         asyncio.set_event_loop(self.loop)
+        self.loop.call_later(LINGER_S, self._look)
         try:
             self.loop.run_forever()
         finally:
@@ -175,6 +335,25 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             # There is no executor to shut down: see `in_thread`.
             self.loop.close()
+
+    def _look(self) -> None:
+        """Abandon the calls of threads that are gone; stop the loop if it has not been used since
+        the last look."""
+        global _current, _stopping
+        for call in list(self._calls):
+            call.look(self._calls)
+        with _lock:
+            was_used, self._was_used = self._was_used, self.busy
+            if not was_used and not self._was_used and _current is self:
+                _current, _stopping = None, self
+                self.loop.stop()
+                return
+        self.loop.call_later(LINGER_S, self._look)
+
+    @property
+    def busy(self) -> bool:
+        """True if the loop has a user, or a thread waits for it."""
+        return bool(self.users or self._calls)
 
     def require_other_thread(self) -> None:
         """Refuse a blocking call on the loop's own thread, which would wait for itself.
@@ -200,7 +379,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine to its end and return its result. A KeyboardInterrupt cancels it.
+        """Run a coroutine to its end and return its result. An exception from a signal's handler
+        cancels it.
 
         Args:
             coroutine: The coroutine.
@@ -212,15 +392,29 @@ class LoopThread:
         """
         try:
             self.require_other_thread()
-        except ConfigError:
+            if self.inherited:
+                raise fork_error()
+        except MxError:
             coroutine.close()
             raise
-        future = self.submit(coroutine)
-        try:
-            return future.result(timeout_s)
-        except BaseException:
-            future.cancel()
-            raise
+        return _wait_for(lambda: coroutine, self, timeout_s, closes=False)
+
+    def call(self, call: _Call[Any]) -> None:
+        """Begin a call. The loop does not stop until it has ended."""
+        self._calls.add(call)
+        self.loop.call_soon_threadsafe(call.begin, self._calls)
+
+    def ended(self, call: _Call[Any]) -> None:
+        """Forget a call whose result was taken."""
+        self._calls.discard(call)
+
+    def touch(self) -> None:
+        """Go on for `LINGER_S` at least. Call this under the lock."""
+        self._was_used = True
+
+    def abandon(self, call: _Call[Any]) -> None:
+        """Abandon a call, whether it has begun or not."""
+        self.loop.call_soon_threadsafe(call.abandon, self._calls)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Stop the loop and wait for its end. Do not call this on its own thread."""
@@ -230,45 +424,144 @@ class LoopThread:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for the end of a loop that is stopping. Do not call this on its own thread."""
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
-    def stop_if_idle(self) -> None:
-        """Stop the loop if it has no user. Call this on the loop."""
-        global _current, _stopping
+
+def _the_loop() -> LoopThread:
+    """Return the process's loop, and start it if necessary. Call this under the lock."""
+    global _current, _used
+    if _forked:
+        raise fork_error()
+    _used = True
+    if _current is None:
+        _current = LoopThread()
+    try:
+        _current.start()
+    except Exception:  # an interrupt leaves it to the next call
+        _current = None
+        raise
+    return _current
+
+
+def _wait_for(
+    work: Callable[[], Coroutine[Any, Any, T]],
+    loop_thread: LoopThread | None,
+    timeout_s: float | None,
+    *,
+    closes: bool,
+) -> T:
+    """Run work on the loop, that of the process if none is given, and return its result."""
+    waiter = _Waiter()
+    call = _Call(work, waiter, closes=closes)
+    try:
         with _lock:
-            if self.users or _current is not self:
-                return
-            _current, _stopping = None, self
-        self.loop.stop()
+            if loop_thread is None:
+                loop_thread = _the_loop()
+            loop_thread.call(call)
+        if not call.wait(timeout_s):
+            raise TimeoutError
+        result, error = call.take()
+    except BaseException:
+        if loop_thread is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop_thread.abandon(call)
+                call.wait(_ABANDONED_WITHIN_S)
+        raise
+    loop_thread.ended(call)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+    return result[0]
 
 
-def acquire() -> LoopThread:
-    """Return the process's loop, and start it if necessary. Each `acquire` needs one `release`.
+def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on the process's loop, which is started if necessary, and return its result.
+
+    Args:
+        work: Returns the coroutine.
+
+    Raises:
+        ConfigError: This is the loop's own thread, which would wait for itself.
+        ForkError: This process was forked from one in which mx was running.
+    """
+    _require_other_thread()
+    return _wait_for(work, None, None, closes=False)
+
+
+def made(make: Callable[[LoopThread], Coroutine[Any, Any, E]]) -> E:
+    """Make an object on the process's loop, which is started if necessary, and return it.
+
+    The loop owns it until this thread has it: if an exception from a signal's handler ends the
+    wait, the work is cancelled, and what it makes all the same is closed.
+
+    Args:
+        make: Makes the object, given the loop, which is acquired for it.
+
+    Raises:
+        ConfigError: This is the loop's own thread, which would wait for itself.
+        ForkError: This process was forked from one in which mx was running.
+    """
+
+    async def work() -> E:
+        loop_thread = acquire()
+        try:
+            return await make(loop_thread)
+        except BaseException:
+            release(loop_thread)
+            raise
+
+    _require_other_thread()
+    return _wait_for(work, None, None, closes=True)
+
+
+def submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+    """Begin what `run` runs, and return its future, which cancels it.
+
+    Args:
+        work: Returns the coroutine.
 
     Raises:
         ForkError: This process was forked from one in which mx was running.
     """
-    global _current, _used
+
+    async def using() -> T:
+        loop_thread = acquire()
+        try:
+            return await work()
+        finally:
+            release(loop_thread)
+
     with _lock:
-        if _forked:
-            raise fork_error()
-        _used = True
-        if _current is None:
-            _current = LoopThread()
-        _current.users += 1
-        return _current
+        loop_thread = _the_loop()
+        loop_thread.touch()  # it does not stop before the work has begun
+        return loop_thread.submit(using())
+
+
+def _require_other_thread() -> None:
+    if (current := _current) is not None:
+        current.require_other_thread()
+
+
+def acquire() -> LoopThread:
+    """Return the process's loop, and start it if necessary. Each `acquire` needs one `release`;
+    where an exception from a signal may come between, use `run` or `made`.
+
+    Raises:
+        ForkError: This process was forked from one in which mx was running.
+    """
+    with _lock:
+        loop_thread = _the_loop()
+        loop_thread.users += 1
+        return loop_thread
 
 
 def release(loop_thread: LoopThread) -> None:
-    """End one use of the loop. It stops `LINGER_S` after the last use, or with the process."""
+    """End one use of the loop. It stops soon after the last use, or with the process."""
     with _lock:
         loop_thread.users -= 1
-        if loop_thread.users or loop_thread.inherited:
-            return
-    with contextlib.suppress(RuntimeError):  # it is stopped already: the process is exiting
-        loop_thread.loop.call_soon_threadsafe(
-            loop_thread.loop.call_later, LINGER_S, loop_thread.stop_if_idle
-        )
 
 
 # -- at the interpreter's end ------------------------------------------------------------------
@@ -356,7 +649,7 @@ def _before_fork() -> None:
     mx. Then hold the lock, so that no other thread holds it during the fork."""
     global _current, _used, _running
     with _lock:
-        idle = _current if _current is not None and not _current.users else None
+        idle = _current if _current is not None and not _current.busy else None
         if idle is not None:
             _current = None
         wait, _used = _used and _current is None, _used and _current is not None
