@@ -119,6 +119,9 @@ class MemfdArena(_HostMemory):
                 f"no memfd could be created: {error.strerror}",
                 hint="raise the limit of open files (ulimit -n)",
             ) from error
+        # Once, whichever comes first: `release`, or the end of an arena that was never released.
+        self._close = weakref.finalize(self, os.close, self.memfd)
+        self._close.atexit = False
         try:
             os.ftruncate(self.memfd, nbytes)
             # Sealed before anything maps it, so that no truncation can cause a SIGBUS here.
@@ -130,9 +133,6 @@ class MemfdArena(_HostMemory):
                 f"a memfd of {format_bytes(nbytes)} could not be created: {error.strerror}",
                 hint="free memory or raise the container's limit",
             ) from error
-        # Once, whichever comes first: `release`, or the end of an arena that was never released.
-        self._close = weakref.finalize(self, os.close, self.memfd)
-        self._close.atexit = False
         self.view = memoryview(self._mapping if self._mapping is not None else bytearray())
 
     @property
