@@ -125,7 +125,7 @@ class Load:
                 while True:
                     try:
                         await client.register(
-                            record, documents_of(number % MODELS), binding_secret=_SECRET
+                            record, documents_of(number % MODELS), source_secret=_SECRET
                         )
                         break
                     except MxError as error:
@@ -142,7 +142,7 @@ class Load:
         call = stub.Heartbeat()
         request = pb.HeartbeatRequest(
             source_id=record.source_id,
-            binding_secret=_SECRET,
+            source_secret=_SECRET,
             state=codec.state_to_wire(SourceState.SERVING),
         )
         counted = False
