@@ -17,14 +17,15 @@ source of the weights may have other files, or none. A relay owns no binding, an
 to an origin's.
 
 *Layout and chunk size* do not belong to the weights, but sources that differ in them cannot trade
-chunks. So `admit` names those of the oldest group of the same weights, and the source adopts them.
+chunks. So a source is asked to adopt those of the oldest group of the same weights.
 A stranger may have registered them first, and a layout document that does not describe the weights
 too: a source that finds this disputes it, and is asked to adopt the next, or else makes a group of
 its own. Readers go through the groups in the same order, and so find the same one.
 
 *Contested*: other weights may have taken the name. A source that was listed before is listed all
 the same, and readers find it by its pin. When the binding ends, the name goes to the oldest of
-those that contest it with a commitment. A source with another key than the owner's contests it, too.
+those that contest it with a commitment. A source with another key than the owner's contests it,
+too.
 
 A revision stays bound while it has a source or an update of it is bound, and for `grace_s`
 after that, so that a crash does not free the name. It ends at once when the owner deregisters the
@@ -39,22 +40,22 @@ rank changes nothing either.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mx.core.bound_name import BoundName, Revision, bound_to_others, not_the_owner
-from mx.core.groups import Binding, Contests, Group, by_age
+from mx.core.bound_name import BoundName, Revision
+from mx.core.groups import Binding, Contests, Group
 from mx.core.named import Meant, NamedRevisions
 from mx.core.ownership import Receipt
 from mx.core.quota import Quota
 from mx.core.types import ManifestRef, ModelKey
-from mx.errors import BindingError
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What `admit` decides: the key, and whether the key stands for these weights then. If `adopt`
-    is not None the source is not admitted as it is: it should take over that layout and chunk size.
+    """What `mx.core.admission` decides: the key, and whether it stands for these weights then. If
+    `adopt` is not None the source is not admitted as it is: it should take over that layout and
+    chunk size.
     `receipt` is the one that counts, and `base` the revision that an update is one of.
     """
 
@@ -63,20 +64,6 @@ class Admission:
     adopt: ManifestRef | None = None
     receipt: Receipt | None = None
     base: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a source claims beside its weights. `commitment` is one that it has proved to hold the
-    key of, b"" if none. `replaces` is the revision that it updates, "" if none. `receipt` is the
-    coordinator's own, and `may_restore` True in the first grace. `keeps_pin`: it was listed before.
-    """
-
-    commitment: bytes = b""
-    replaces: str = ""
-    receipt: Receipt | None = None
-    may_restore: bool = False
-    keeps_pin: bool = False
 
 
 class Bindings:
@@ -93,7 +80,7 @@ class Bindings:
         """
         self.grace_s = grace_s
         self.due_s = math.inf
-        self._quota = quota
+        self.quota = quota
         self._number = 0  # of the last group that was made
         self._names: dict[str, BoundName] = {}
         self._contests = Contests()
@@ -144,6 +131,20 @@ class Bindings:
         found = Receipt(key, binding.identity, name.owner, base, name.newest(key))
         return found if name.owner else None
 
+    def name(self, name: str) -> BoundName | None:
+        """Return a bound name, None if nothing is bound under it."""
+        return self._names.get(name)
+
+    def contests_of(self, key: ModelKey, identity: bytes) -> Binding | None:
+        """Return the binding of these weights that contests a key, or None."""
+        return self._contests.find(key, identity)
+
+    def alike(self, key: ModelKey, identity: bytes) -> Iterator[Binding]:
+        """Yield the bindings of all revisions of a variant with these weights."""
+        for binding in self.of_name(key.name):
+            if binding.key.variant == key.variant and binding.identity == identity:
+                yield binding
+
     def of_source(self, source_id: str) -> tuple[Binding, Group]:
         """Return the binding and the group of a source that `bind` has added."""
         return self._of[source_id]
@@ -187,118 +188,6 @@ class Bindings:
         self._names[name].revisions[revision].completed.add(bundle)
         self._mean_anew(name, bundle)
 
-    def admit(
-        self,
-        key: ModelKey,
-        ref: ManifestRef,
-        claim: Claim,
-        *,
-        keeps_layout: bool = False,
-        disputes: Collection[bytes] = (),
-        address: str = "",
-    ) -> Admission:
-        """Return the key that `ref` may be bound to. Changes nothing.
-
-        Args:
-            key: What the source registers.
-            ref: The source's manifest.
-            claim: What it claims beside that.
-            keeps_layout: The source can't adopt another layout or chunk size.
-            disputes: Layouts that do not describe the weights, as the source has found.
-            address: Where the source registers from.
-
-        Returns:
-            The decision. An update has another revision in its key.
-
-        Raises:
-            BindingError: The key is bound to another identity or belongs to another owner, or
-                another source has updated it.
-            CapacityError: The coordinator, or this address, has reached its limit of models.
-        """
-        found = self._update(key, ref, claim) if claim.replaces else self._plain(key, ref, claim)
-        refusal: BindingError | None = None
-        if isinstance(found, BindingError):
-            refusal, found = found, Admission(key, bound=False)
-        key = found.key
-        binding = self.get(key)
-        if binding is not None and binding.identity != ref.identity:
-            binding = None
-        if refusal is not None:
-            binding = self._contests.find(key, ref.identity)
-            if binding is None and not (claim.keeps_pin or self._is_strange(key, claim)):
-                raise refusal
-        if not keeps_layout:
-            for oldest, group in by_age(self._alike(key, ref.identity)):
-                if group.ref.same_chunks(ref):
-                    break
-                if group.ref.layout not in disputes:
-                    return Admission(key, refusal is None, oldest.ref_of(group))
-        if binding is None or binding.group_of(ref) is None:
-            self._quota.check(address)
-        return found
-
-    def _is_strange(self, key: ModelKey, claim: Claim) -> bool:
-        """Return True if another key than the source's own owns the name: the source may have been
-        the honest one before the coordinator restarted, and so it is found by its pin."""
-        name = self._names.get(key.name)
-        other = name is not None and not name.owned_by(claim.commitment)
-        return bool(claim.commitment) and other and not claim.replaces
-
-    def _plain(self, key: ModelKey, ref: ManifestRef, claim: Claim) -> Admission | BindingError:
-        """Decide about a source that is no update."""
-        name = self._names.get(key.name)
-        binding = None if name is None else name.get(key)
-        receipt = claim.receipt
-        if receipt is not None and (receipt.key, receipt.identity) == (key, ref.identity):
-            if name is None or self._restores(name, key, receipt, claim):
-                return Admission(key, receipt=receipt, base=receipt.base)
-        if name is None:
-            if not claim.keeps_pin:
-                return Admission(key)
-            return BindingError(f"the coordinator has no receipt for {key}")
-        if binding is None:
-            refusal = name.refusal(key, claim.commitment)
-            if refusal is None and claim.keeps_pin:
-                refusal = BindingError(f"the coordinator has no receipt for {key}")
-            return refusal or Admission(key)
-        if binding.identity != ref.identity:
-            return bound_to_others(binding, ref, own=name.owned_by(claim.commitment))
-        return Admission(key)
-
-    def _restores(self, name: BoundName, key: ModelKey, receipt: Receipt, claim: Claim) -> bool:
-        """Return True if a receipt counts although its name is bound: it agrees with what is bound,
-        or that is newer than the receipt of what is bound, in the first grace."""
-        binding = name.get(key)
-        if name.owned_by(receipt.commitment):
-            if binding is None or binding.identity == receipt.identity:
-                return True
-            return claim.may_restore and receipt.issued_s > binding.issued_s
-        return claim.may_restore and receipt.issued_s > name.issued_s
-
-    def _update(self, key: ModelKey, ref: ManifestRef, claim: Claim) -> Admission | BindingError:
-        """Decide about an update."""
-        key = ModelKey(key.name, claim.replaces, key.variant)
-        name, receipt = self._names.get(key.name), claim.receipt
-        refusal = not_the_owner(key.name, "update it")
-        if not claim.commitment:
-            return refusal
-        if receipt is not None and (receipt.key != key or receipt.commitment != claim.commitment):
-            receipt = None
-        if name is not None and not name.owned_by(claim.commitment):
-            if receipt is None or not self._restores(name, key, receipt, claim):
-                return refusal
-            name = None
-        elif receipt is not None and name is not None:
-            receipt = receipt if self._restores(name, key, receipt, claim) else None
-        name = name or BoundName(claim.commitment)
-        try:
-            following = name.update(key, ref, receipt)
-        except BindingError as error:
-            return error
-        root = (receipt.base if receipt else "") or name.root(key.revision)
-        base = root if following.revision != root else ""
-        return Admission(following, receipt=receipt, base=base)
-
     def bind(
         self,
         now: float,
@@ -314,9 +203,9 @@ class Bindings:
 
         Args:
             now: The time.
-            admission: What `admit` returned.
+            admission: What `mx.core.admission.admit` returned.
             ref: The source's manifest.
-            commitment: As for `admit`.
+            commitment: The one that it has proved to hold the key of, b"" if none.
             source_id: The source. It leaves the group that it was in.
             origin: False for a relay.
             address: Where the source registers from.
@@ -393,12 +282,6 @@ class Bindings:
         self.due_s = min(lapses, default=math.inf)
 
     # -- inside -----------------------------------------------------------------------------------
-
-    def _alike(self, key: ModelKey, identity: bytes) -> Iterator[Binding]:
-        """Yield the bindings of all revisions of this variant with these weights."""
-        for binding in self.of_name(key.name):
-            if binding.key.variant == key.variant and binding.identity == identity:
-                yield binding
 
     def _bound(self, admission: Admission, ref: ManifestRef, commitment: bytes) -> Binding:
         """Return the binding of an admitted key, which is made if it is not bound."""
@@ -478,7 +361,7 @@ class Bindings:
         self._number += 1
         group = Group(ref, self._number, address)
         binding.groups.append(group)
-        self._quota.add(address)
+        self.quota.add(address)
         self._refs.append((binding.ref_of(group), True))
         return group
 
@@ -488,7 +371,7 @@ class Bindings:
 
     def _end_group(self, binding: Binding, group: Group) -> None:
         binding.groups.remove(group)
-        self._quota.remove(group.address)
+        self.quota.remove(group.address)
         self._refs.append((binding.ref_of(group), False))
 
     def _let_lapse(self, now: float, entry: Revision) -> None:

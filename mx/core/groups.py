@@ -40,11 +40,11 @@ class Binding:
     """The weights and the files of one variant.
 
     `member` says which bundle the variant is a rank of. `commitment` is that of the first source
-    that has proved one, b"" before. `issued_s` is when the receipt was issued that came with them
+    that has proved one, b"" before. `issued_s` is when the receipt was issued that came with it
     after a restart of the coordinator, 0.0 without one. `bound` is False if the name does not stand
-    for these weights: then readers find them by their pin. `groups` has the oldest group first, and is never
-    empty once a source has joined. `files` is a manifest with the bound files: those of the first
-    origin that had any.
+    for these weights: then readers find them by their pin. `groups` has the oldest group first, and
+    is never empty once a source has joined. `files` is a manifest with the bound files: those of
+    the first origin that had any.
     """
 
     __slots__ = (

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
+from mx.core.admission import Claim, admit
 from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved, in_order
-from mx.core.bindings import Bindings, Claim
+from mx.core.bindings import Bindings
 from mx.core.bundles import summaries
 from mx.core.groups import Binding, Group, by_age
 from mx.core.meanings import meaning
@@ -202,7 +203,8 @@ class Registry:
         origin = record.role is SourceRole.ORIGIN
         commitment = record.commitment if origin else b""
         may_restore = self._now < self._began_s + self.binding_grace_s
-        admission = self._bindings.admit(
+        admission = admit(
+            self._bindings,
             record.model,
             record.ref,
             Claim(commitment, replaces, receipt, may_restore, keeps_pin),
@@ -222,7 +224,7 @@ class Registry:
             origin=origin,
             address=address,
         )
-        binding, group = self._bindings.of_source(record.source_id)
+        _, group = self._bindings.of_source(record.source_id)
         record = self._as_named(replace(record, model=admission.key, commitment=commitment))
         before = known.record if known else None
         listed = Listed(record, digest, self._now, row_count, address, group=group.number)
@@ -485,8 +487,7 @@ class Registry:
                 self._update(listed, self._as_named(listed.record))
 
     def _as_named(self, record: SourceRecord) -> SourceRecord:
-        """Return a record that says whether its name stands for it, and whether it is its owner's.
-        """
+        """Return a record that says whether its name stands for it, and whether it is its owner's."""
         binding, _ = self._bindings.of_source(record.source_id)
         own = binding.bound and self._bindings.owned_by(record.model.name, record.commitment)
         return replace(record, pin_only=not binding.bound, by_owner=own)

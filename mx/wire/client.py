@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from mx import codec
+from mx.core.ownership import Purpose, proof, statement
 from mx.core.pull_status import PullStatus
 from mx.core.rates import Rate
-from mx.core.ownership import Purpose, proof, statement
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
 from mx.errors import (
     CoordinatorError,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -24,12 +25,14 @@ from mx.errors import (
     NotAllowedError,
     UnknownSourceError,
 )
+from mx.namekey import NameKey
 from mx.transport import TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.server import listen
 from mx.wire.watching import WatchKind
 from tests.support.daemon import daemon, ended, python, terminate
+from tests.support.owners import plain
 from tests.support.records import by_digest, make_documents, make_record
 
 pytestmark = pytest.mark.integration
@@ -352,23 +355,36 @@ async def test_identities_and_source_ids_are_not_taken_over() -> None:
     with daemon() as (_, address):
         async with client_of(address) as owner, client_of(address) as thief:
             record = make_record(DOCUMENTS)
-            await owner.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
+            key, other_key = NameKey(b"o" * 32), NameKey(b"t" * 32)
+            await owner.register(record, by_digest(DOCUMENTS), source_secret=SECRET, name_key=key)
             others = make_documents("B")
             with pytest.raises(BindingError, match="is bound to"):
                 await thief.register(
                     make_record(others), by_digest(others), source_secret=b"t" * 32
                 )
+            for name_key, kind in ((None, NotAllowedError), (other_key, BindingError)):
+                with pytest.raises(kind, match="name key"):
+                    await thief.register(
+                        make_record(others),
+                        by_digest(others),
+                        source_secret=b"t" * 32,
+                        name_key=name_key,
+                        replaces="main",
+                    )
             with pytest.raises(NotAllowedError, match="belongs to another source"):
                 await thief.register(record, by_digest(DOCUMENTS), source_secret=b"t" * 32)
             with pytest.raises(UnknownSourceError):
                 await thief.deregister(record.source_id)
             pinned = f"llama@{record.ref.identity.hex()[:12]}"
-            assert (await thief.resolve(pinned)).sources == [record]
+            (found,) = (await thief.resolve(pinned)).sources
+            assert found.by_owner and key.vouched(found) and not other_key.vouched(found)
+            assert plain(replace(found, statement=b"")) == record
             update = await owner.register(
                 make_record(others),
                 by_digest(others),
                 source_secret=SECRET,
-                replaces_revision=True,
+                name_key=key,
+                replaces="main",
             )
             assert update.model.revision == "main.2"
             assert len(await owner.list_models()) == 2

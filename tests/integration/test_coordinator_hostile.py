@@ -21,6 +21,7 @@ import pytest
 from mx import codec
 from mx.core.types import ModelKey
 from mx.errors import BindingError, CoordinatorError, PeerProtocolError
+from mx.namekey import NameKey
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import common_pb2
@@ -212,13 +213,20 @@ async def test_a_revision_that_would_outgrow_its_limit_is_refused() -> None:
     with daemon(lease_s=60.0) as (_, address):
         async with client_of(address) as client:
             revision = "r" * 256
-            await register(client, revision=revision)
+            key = NameKey(b"k" * 32)
+            await client.register(
+                make_record(DOCUMENTS, revision=revision),
+                by_digest(DOCUMENTS),
+                source_secret=SECRET,
+                name_key=key,
+            )
             with pytest.raises(BindingError, match="shorter `revision`") as refused:
                 await client.register(
                     make_record(others, revision=revision),
                     by_digest(others),
                     source_secret=SECRET,
-                    replaces_revision=True,
+                    name_key=key,
+                    replaces=revision,
                 )
             assert "258" in refused.value.message
             assert [m.model.revision for m in await client.list_models()] == [revision]

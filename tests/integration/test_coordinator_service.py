@@ -35,6 +35,7 @@ from mx.errors import (
     UnknownModelError,
     UnknownSourceError,
 )
+from mx.namekey import NameKey
 from mx.wire import documents as wire_documents
 from mx.wire.client import CoordinatorClient
 from mx.wire.rows import rows_to_wire
@@ -234,7 +235,10 @@ async def test_limits_are_said() -> None:
 async def test_documents_go_with_the_last_source() -> None:
     state = MemoryState(grace_s=0.0)
     async with coordinator(state, lease_s=5.0) as client:
-        record = await register(client)
+        record = make_record(DOCUMENTS)
+        await client.register(
+            record, by_digest(DOCUMENTS), source_secret=SECRET, name_key=NameKey(b"k" * 32)
+        )
         refs = record.ref.documents
         assert await client.fetch(refs) == by_digest(DOCUMENTS)
         await client.deregister(record.source_id)

@@ -180,9 +180,7 @@ def test_ranks_come_back_after_a_restart_in_any_order(
     for variant, revision in sorted(there, key=lambda each: each != first):
         record = rank(variant, revision, revision)
         was = receipt_of(record, OWNER, base="main" if revision == "main.2" else "")
-        listed = registry.register(
-            0, record, SECRETS[variant], keeps_pin=True, receipt=was
-        ).record
+        listed = registry.register(0, record, SECRETS[variant], keeps_pin=True, receipt=was).record
         assert listed is not None
         assert not listed.pin_only
     assert revisions(registry) == ("main", "main")
