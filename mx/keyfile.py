@@ -26,16 +26,17 @@ def read(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: There is none.
+        OSError: It can't be opened.
         ConfigError: It is no key file, or others may have read or written it.
     """
     try:
         fd = os.open(path, _READ)  # neither a link nor the writer of a FIFO is waited for
-    except FileNotFoundError:
-        raise
     except OSError as error:
-        why = "is a link" if error.errno == errno.ELOOP else f"can't be read: {error.strerror}"
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
         raise ConfigError(
-            f"the key file {path} {why}", hint="name a key file of your own, not a link to one"
+            f"the key file {path} is a link, or no file",
+            hint="name a key file of your own, not a link to one",
         ) from error
     try:
         status = os.fstat(fd)

@@ -487,7 +487,7 @@ class Registry:
                 self._update(listed, self._as_named(listed.record))
 
     def _as_named(self, record: SourceRecord) -> SourceRecord:
-        """Return a record that says whether its name stands for it, and whether it is its owner's."""
+        """Return a record that says whether its name stands for it, and is its owner's."""
         binding, _ = self._bindings.of_source(record.source_id)
         own = binding.bound and self._bindings.owned_by(record.model.name, record.commitment)
         return replace(record, pin_only=not binding.bound, by_owner=own)

@@ -93,6 +93,7 @@ def look(
     listed = mx.list_models(coordinator=coordinator, settings=settings)
     sources = mx.list_sources(name, coordinator=coordinator, settings=settings)
     if pin:
+        pin = pin.lower()
         key = namekey.load(settings or mx.config.load())
         owned = states_of(sources, key.vouched)
         whole = [
