@@ -71,6 +71,8 @@ def admit(
     if binding is not None and binding.identity != ref.identity:
         binding = None
     if refusal is not None:
+        if claim.replaces:
+            raise refusal
         binding = bindings.contests_of(key, ref.identity)
         if binding is None and not (claim.keeps_pin or _is_strange(bindings, key, claim)):
             raise refusal
@@ -90,7 +92,7 @@ def _is_strange(bindings: Bindings, key: ModelKey, claim: Claim) -> bool:
     the honest one before the coordinator restarted, and so it is found by its pin."""
     name = bindings.name(key.name)
     other = name is not None and not name.owned_by(claim.commitment)
-    return bool(claim.commitment) and other and not claim.replaces
+    return bool(claim.commitment) and other
 
 
 def _plain(

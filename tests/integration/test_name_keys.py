@@ -19,7 +19,8 @@ from mx.wire.listing import SourceStatus
 from tests.integration.conftest import Command, Run, environment, start_coordinator
 from tests.integration.owners import User, user
 
-pytestmark = pytest.mark.integration
+# Each starts several processes that import torch.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 CHANGES = """
 with source.changing():
@@ -254,7 +255,7 @@ def test_serve_update_and_keys_in_files(run: Run, site: Site, tmp_path: Path) ->
         folders.append(str(folder))
     key = tmp_path / "team.key"
     made = run("keygen", str(key), "--json")
-    assert made.json() == {"schema": made.json()["schema"], "name_key": str(key)}
+    assert made.json()["name_key"] == str(key)
     assert made.wait() == 0 and key.stat().st_mode & 0o777 == 0o600
     again = run("keygen", str(key))
     assert again.wait() == 2 and "already" in again.err

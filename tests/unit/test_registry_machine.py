@@ -236,8 +236,10 @@ class Model:
         elif bound.identity != ref.identity:
             refused = True
         if refused:
+            if flags.replaces:
+                return BindingError
             bound = self.contests(key, ref.identity)
-            strange = owner and theirs not in (None, owner) and not flags.replaces
+            strange = owner and theirs not in (None, owner)
             if bound is None and not flags.keeps_pin and not strange:
                 return BindingError
         if not flags.keeps_layout:
