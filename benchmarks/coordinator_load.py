@@ -141,7 +141,7 @@ class Load:
                 while True:
                     try:
                         documents = manifest_of(number % MODELS).documents
-                        await client.register(record, documents, binding_secret=SECRET)
+                        await client.register(record, documents, source_secret=SECRET)
                         break
                     except MxError as error:
                         self.found.refused[f"register: {self._name(error)}"] += 1
@@ -157,7 +157,7 @@ class Load:
         call = stub.Heartbeat()
         request = pb.HeartbeatRequest(
             source_id=record.source_id,
-            binding_secret=SECRET,
+            source_secret=SECRET,
             state=codec.state_to_wire(SourceState.SERVING),
         )
         counted = False

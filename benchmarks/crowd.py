@@ -117,7 +117,7 @@ async def _register(address: str) -> None:
 
     client = CoordinatorClient(address)
     try:
-        await client.register(record_of(0), manifest_of(0).documents, binding_secret=SECRET)
+        await client.register(record_of(0), manifest_of(0).documents, source_secret=SECRET)
     finally:
         await client.close()
 

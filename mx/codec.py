@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from mx.core.layout import MAX_ARENA_BYTES, MAX_TENSORS
 from mx.core.manifest import check_chunk_nbytes
+from mx.core.ownership import COMMITMENT_BYTES, MAX_RECEIPT_BYTES, SIGNATURE_BYTES
 from mx.core.topology import Place
 from mx.core.types import (
     NAME_CHARS,
@@ -148,10 +149,10 @@ def source_id_from_wire(text: str) -> str:
 
 
 def secret_from_wire(data: bytes) -> bytes:
-    """Return a binding secret of valid length."""
+    """Return a source's secret of valid length."""
     low, high = SECRET_BYTES
     if not low <= len(data) <= high:
-        raise _refuse(f"binding_secret: {low} to {high} bytes, not {len(data)}")
+        raise _refuse(f"source_secret: {low} to {high} bytes, not {len(data)}")
     return data
 
 
@@ -326,8 +327,11 @@ def source_to_wire(
     record: SourceRecord,
     *,
     row_count: int | None = None,
-    binding_secret: bytes = b"",
-    replaces_revision: bool = False,
+    source_secret: bytes = b"",
+    proof: bytes = b"",
+    nonce: bytes = b"",
+    replaces: str = "",
+    receipt: bytes = b"",
     keeps_pin: bool = False,
     keeps_layout: bool = False,
     disputes: Sequence[bytes] = (),
@@ -337,8 +341,11 @@ def source_to_wire(
     Args:
         record: The source.
         row_count: The number of rows if the record's table does not carry them.
-        binding_secret: For registrations only, as the following ones.
-        replaces_revision: See `mx.core.registry.Registry.register`, as for the following ones.
+        source_secret: For registrations only, as the following ones.
+        proof: That it holds the name key, with the coordinator's nonce (`mx.core.ownership`).
+        nonce: See there.
+        replaces: See `mx.core.registry.Registry.register`, as for the following ones.
+        receipt: See there.
         keeps_pin: See there.
         keeps_layout: See there.
         disputes: See there.
@@ -354,13 +361,19 @@ def source_to_wire(
         table=table_to_wire(record.table, row_count),
         transports=record.transports,
         source_id=record.source_id,
-        binding_secret=binding_secret,
-        replaces_revision=replaces_revision,
+        source_secret=source_secret,
+        proof=proof,
+        nonce=nonce,
+        replaces=replaces,
+        receipt=receipt,
         keeps_pin=keeps_pin,
         keeps_layout=keeps_layout,
         disputes=disputes,
         pin_only=record.pin_only,
         requests_port=record.requests_port,
+        commitment=record.commitment,
+        statement=record.statement,
+        by_owner=record.by_owner,
     )
 
 
@@ -441,4 +454,28 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         state=state_from_wire(message.state),
         pin_only=message.pin_only,
         requests_port=port_from_wire(message.requests_port),
+        commitment=_bytes_or_none(message.commitment, COMMITMENT_BYTES, "commitment"),
+        statement=_bytes_or_none(message.statement, SIGNATURE_BYTES, "statement"),
+        by_owner=message.by_owner,
     )
+
+
+def _bytes_or_none(data: bytes, nbytes: int, what: str) -> bytes:
+    if len(data) not in (0, nbytes):
+        raise _refuse(f"{what}: none or {nbytes} bytes, not {len(data)}")
+    return data
+
+
+def replaces_from_wire(text: str) -> str:
+    """Return the revision that an update replaces; "" for none."""
+    why = _why_not_a_name("revision", text) if text else None
+    if why is not None:
+        raise _refuse(why)
+    return text
+
+
+def receipt_from_wire(data: bytes) -> bytes:
+    """Return a receipt, which only the coordinator that gave it reads."""
+    if len(data) > MAX_RECEIPT_BYTES:
+        raise _refuse(f"receipt: {len(data)} bytes")
+    return data

@@ -132,6 +132,16 @@ class Settings:
     tls_key: str = _setting("", "PEM file: its private key", _text)
     tls_ca: str = _setting("", "PEM file: the authority of its peers", _text)
     insecure: bool = _setting(False, "allow plain text beyond this machine", values.flag)
+    name_key: str = _setting(
+        "",
+        "file with the key whose holders own the names that they bind (made at first use)",
+        _text,
+    )
+    receipt_key: str = _setting(
+        "",
+        "file with the key by which a coordinator that was restarted knows its bindings again",
+        _text,
+    )
     data_plaintext: bool = _setting(
         False, "send weights without TLS although control uses it", values.flag
     )
@@ -247,6 +257,17 @@ def default_file(environ: Mapping[str, str]) -> Path:
     return home / "mx" / "config.toml"
 
 
+def default_state_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return the folder for this user's keys, which are neither configuration nor cache; None if
+    the environment names none, or a home that does not exist."""
+    base = environ.get("XDG_STATE_HOME", "")
+    if base.startswith("/"):
+        return Path(base, "mx")
+    home = environ.get("HOME", "")
+    exists = home.startswith("/") and os.path.isdir(home)
+    return Path(home, ".local", "state", "mx") if exists else None
+
+
 def inherited(*prefixes: str) -> dict[str, str]:
     """Return the environment variables whose names begin with one of the prefixes.
 
@@ -320,6 +341,10 @@ def load(
         if given is not None:
             flag = (flag_names or {}).get(name)
             take(name, given, f"flag {flag}" if flag else f"`{name}`")
+    folder = default_state_folder(environ)
+    if folder is not None:
+        for name in ("name_key", "receipt_key"):
+            values.setdefault(name, str(folder / name.replace("_", ".")))
     settings = Settings(**values, origins=origins)  # type: ignore[arg-type]
     _check_tls(settings)
     return settings

@@ -15,6 +15,7 @@ import inspect
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -29,6 +30,10 @@ import pytest
 import tqdm
 
 SETTLE_S = 5.0
+
+# Name keys and receipts of the tests, and of the processes that they start, are not the user's.
+_state = tempfile.TemporaryDirectory(prefix="mx-tests-state-", ignore_cleanup_errors=True)
+os.environ["XDG_STATE_HOME"] = _state.name
 
 # Shrinking takes up to five minutes, the limit of a test is one: a test that was ended by that gave
 # no example at all. So the first that fails is reported as it was found, and can be run again by

@@ -124,7 +124,8 @@ def serve_pipeline(
             failing.callback(source.close)
             sources.append(source)
         held = _held_files(root, ModelKey(reference.name, revision, DEFAULT_VARIANT))
-        source = _serve_held(held, sources[0].coordinator_address, settings)
+        where, update = sources[0].coordinator_address, bool(more.get("update"))
+        source = _serve_held(held, where, settings, update=update)
         failing.callback(source.close)
         return Pipeline([*sources, source], failing.pop_all())
 
@@ -156,9 +157,11 @@ def _held_files(root: Path, key: ModelKey) -> HeldModel:
     return HeldModel(key, manifest, arena, Pages.whole(manifest, filled.pages))
 
 
-def _serve_held(held: HeldModel, coordinator: str, settings: config.Settings) -> Source:
+def _serve_held(
+    held: HeldModel, coordinator: str, settings: config.Settings, *, update: bool
+) -> Source:
     try:
-        return serve_held(held, coordinator, settings, may_update=True)
+        return serve_held(held, coordinator, settings, may_update=True, update=update)
     except BaseException:
         held.release()
         raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mx import config, runtime
+from mx import config, namekey, runtime
 from mx.api.common import (
     DEFAULT_REVISION,
     DEFAULT_VARIANT,
@@ -31,6 +31,7 @@ from mx.errors import (
     CoordinatorError,
     CoordinatorVersionError,
 )
+from mx.namekey import NameKey
 from mx.runtime import uncut
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
@@ -53,7 +54,11 @@ _ASK_AGAIN_S = 0.5
 
 
 def source_options(
-    settings: config.Settings, coordinator: str | None = None, *, live: bool = False
+    settings: config.Settings,
+    coordinator: str | None = None,
+    *,
+    live: bool = False,
+    name_key: NameKey | None = None,
 ) -> SourceOptions:
     """Return the settings that a source needs.
 
@@ -61,6 +66,7 @@ def source_options(
         settings: The settings of the process.
         coordinator: HOST:PORT of the coordinator to register with, if any.
         live: Whether it gives an engine's memory.
+        name_key: What it owns names with; None: it binds none, as a pull.
     """
     tls = tls_of(settings)
     return SourceOptions(
@@ -77,6 +83,7 @@ def source_options(
         stall_timeout_s=settings.stall_timeout_s,
         connect_timeout_s=settings.connect_timeout_s,
         bounds=Bounds(settings.max_readers, settings.max_bandwidth),
+        name_key=name_key,
     )
 
 
@@ -122,9 +129,11 @@ async def join_or_embed(
     finally:
         await client.close()
     # Imported here: a source that joins a coordinator does not need its code.
-    from mx.coordinator.daemon import Coordinator
+    from mx.coordinator.daemon import Coordinator, receipt_key_of
 
-    coordinator = Coordinator(lease_s=settings.lease_s)
+    named = settings.origin("receipt_key") if settings.is_set("receipt_key") else ""
+    key = await runtime.in_thread(receipt_key_of, settings.receipt_key, named, address)
+    coordinator = Coordinator(lease_s=settings.lease_s, receipt_key=key)
     try:
         await coordinator.start(address, tls=tls_of(settings), insecure=settings.insecure)
     except BaseException:
@@ -191,6 +200,7 @@ def serve(
     embed: bool = True,
     device: str = "cpu",
     copy: bool = True,
+    update: bool = False,
     non_persistent_buffers: bool = False,
     files: str | Path | None = None,
     max_readers: int | None = None,
@@ -220,6 +230,8 @@ def serve(
         embed: False never embeds a coordinator.
         device: Where to hold the model: "cpu", or "cuda:N" for a copy in that GPU's memory.
         copy: False lends the tensors where they are.
+        update: Whether the name may stand for other weights: then these are an update of it, a new
+            revision, if this process holds the name's key (`name_key` in the settings).
         non_persistent_buffers: With `copy=False`, whether to lend the buffers of a module that its
             state dict leaves out, too: then the identity is not that of the checkpoint.
         files: For a module or a state dict: a folder whose configuration and tokenizer files travel
@@ -243,7 +255,8 @@ def serve(
             source would listen on loopback.
         LocalError: The port is in use.
         CoordinatorError: The coordinator does not answer.
-        BindingError: The name belongs to other weights.
+        BindingError: The name stands for other weights; or `update`, and it belongs to another name
+            key, or another process updates it at the same time.
     """
     where = resolve_device(device)
     settings = config.given(
@@ -260,6 +273,7 @@ def serve(
         )
     folder = None if files is None else Path(files)
     key = _key_of(what, model, revision, variant)
+    name_key = namekey.load(settings)
     address = coordinator or settings.coordinator
 
     def take(stopped: Callable[[], bool]) -> HeldModel:
@@ -283,7 +297,7 @@ def serve(
         )
 
     async def make(loop: runtime.LoopThread) -> Source:
-        options = source_options(settings, address, live=not copy)
+        options = source_options(settings, address, live=not copy, name_key=name_key)
         server = await start_source(options, transports())
         embedded: Coordinator | None = None
         held: HeldModel | None = None
@@ -297,7 +311,7 @@ def serve(
                 cancelled=cancelled,
             )
             held = await taken_in(take, cancelled)
-            await offer(server, held, address)
+            await offer(server, held, address, update=update)
             return Source(loop, server, held, address, embedded, settings)
         except BaseException:
             await uncut(_ended(server, held, embedded))
@@ -339,6 +353,7 @@ def serve_held(
     *,
     live: bool = False,
     may_update: bool = False,
+    update: bool = False,
 ) -> Source:
     """Serve a model that this process holds, and register it.
 
@@ -348,16 +363,18 @@ def serve_held(
         settings: The settings of the source.
         live: Whether the memory is an engine's.
         may_update: Whether `Source.update` may replace the model.
+        update: As for `serve`.
 
     Raises:
         MxError: As `serve`.
     """
+    name_key = namekey.load(settings)
 
     async def make(loop: runtime.LoopThread) -> Source:
-        options = source_options(settings, coordinator, live=live)
+        options = source_options(settings, coordinator, live=live, name_key=name_key)
         server = await start_source(options, transports())
         try:
-            await offer(server, held, coordinator)
+            await offer(server, held, coordinator, update=update)
             updating = settings if may_update else None
             return Source(loop, server, held, coordinator or "", None, updating)
         except BaseException:
@@ -367,17 +384,21 @@ def serve_held(
     return runtime.made(make)
 
 
-async def offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:
+async def offer(
+    server: SourceServer, held: HeldModel, coordinator: str | None, *, update: bool = False
+) -> None:
     """Serve a model and register it; runs on the loop.
 
     Args:
         server: A source that listens.
         held: The model; the server owns it from then on.
         coordinator: HOST:PORT to register with; None registers with none.
+        update: Register it as an update, if the name stands for other weights.
 
     Raises:
         MxError: As `serve`.
     """
     await server.offer(held)
     if coordinator is not None:
-        await server.register(coordinator)
+        replaces = await server.newest_revision(held, coordinator) if update else ""
+        await server.register(coordinator, replaces=replaces)

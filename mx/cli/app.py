@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mx.cli import bench, cache, demo, listing, options, plan, pull, serve, show, top, topo
+from mx.cli import bench, cache, demo, keygen, listing, options, plan, pull, serve, show, top, topo
 from mx.cli.commands import Command, Group
 
 app = typer.Typer(
@@ -47,5 +47,6 @@ app.command("cache", cls=Command)(cache.cache)
 app.command("top", cls=Command)(top.top)
 app.command("topo", cls=Command)(topo.topo)
 app.command("demo", cls=Command)(demo.demo)
+app.command("keygen", cls=Command)(keygen.keygen)
 app.command("bench", cls=Command)(bench.bench)
 app.add_typer(show.app, name="config")

@@ -40,6 +40,14 @@ def coordinator(
             metavar="TIME",
         ),
     ] = None,
+    receipt_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The key by which it knows names and their owners again after a restart; made at "
+            "first use. (default: ~/.local/state/mx/receipt.key)",
+            metavar="FILE",
+        ),
+    ] = None,
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
     tls_ca: options.TlsCa = None,
@@ -78,6 +86,8 @@ def coordinator(
             insecure=settings.insecure,
             state=settings.state,
             lease_s=settings.lease_s,
+            receipt_key=settings.receipt_key,
+            receipt_key_named=options.named(settings, "receipt_key"),
         ),
         listening,
     )

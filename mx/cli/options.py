@@ -57,6 +57,15 @@ Insecure = Annotated[
         rich_help_panel=_CONNECTION,
     ),
 ]
+NameKey = Annotated[
+    str | None,
+    typer.Option(
+        help="The key whose holders own the names that they bind, and may update them; `mx keygen` "
+        "makes one. (default: ~/.local/state/mx/name.key, made at first use)",
+        metavar="FILE",
+        rich_help_panel=_CONNECTION,
+    ),
+]
 DataPlaintext = Annotated[
     bool | None,
     typer.Option(
@@ -374,6 +383,11 @@ def where_from(text: str) -> Where:
         f"--from {text} is not understood",
         hint="it is peer, peer=HOST:PORT, disk=PATH, auto or auto=PATH",
     )
+
+
+def named(settings: Settings, name: str) -> str:
+    """Return where the user has set a setting, "" if it has its default."""
+    return settings.origin(name) if settings.is_set(name) else ""
 
 
 def coordinator_of(settings: Settings) -> str | None:

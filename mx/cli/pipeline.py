@@ -17,6 +17,7 @@ def run_pipeline(
     variant: str,
     device: str,
     *,
+    update: bool,
     as_json: bool,
 ) -> None:
     """Serve a pipeline until SIGTERM or Ctrl-C; the arguments are those of `mx serve`.
@@ -39,6 +40,7 @@ def run_pipeline(
                 revision=revision,
                 coordinator=options.coordinator_of(settings),
                 device=device,
+                update=update,
                 settings=settings,
                 on_progress=on_progress,
             )

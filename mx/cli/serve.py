@@ -58,9 +58,18 @@ def serve(
             metavar="V",
         ),
     ] = "",
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help="If the name stands for other weights, serve these as its next revision. The name "
+            "has to belong to this user's name key.",
+        ),
+    ] = False,
     device: Annotated[
         str, typer.Option(help="Where to hold it: the host, or a GPU.", metavar="cpu|cuda:N")
     ] = "cpu",
+    name_key: options.NameKey = None,
     listen: options.Listen = None,
     advertise: options.Advertise = None,
     data_ports: options.DataPorts = None,
@@ -141,7 +150,9 @@ def serve(
     from mx.api.pipelines import is_pipeline
 
     if is_pipeline(checkpoint):
-        run_pipeline(settings, checkpoint, model, revision, variant, device, as_json=as_json)
+        run_pipeline(
+            settings, checkpoint, model, revision, variant, device, update=update, as_json=as_json
+        )
         return
     with options.tracing(settings):
         stop = Stop()
@@ -151,6 +162,7 @@ def serve(
                 model=model,
                 revision=revision,
                 variant=variant,
+                update=update,
                 coordinator=options.coordinator_of(settings),
                 device=device,
                 settings=settings,

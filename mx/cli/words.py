@@ -34,6 +34,7 @@ _ARGUMENTS = (
     "out",
     "revision",
     "transport",
+    "update",
     "variant",
     "verify",
 )

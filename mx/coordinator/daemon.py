@@ -9,7 +9,11 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from blake3 import blake3
+
+from mx import keyfile
 from mx.coordinator.events import log_changes
 from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import StateStore, open_state
@@ -26,6 +30,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7600"
 _STOP_GRACE_S = 0.5
+_RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +42,53 @@ class Options:
     insecure: bool = False
     state: str = "memory"
     lease_s: float = 5.0
+    #: The file with the key of its receipts; "" for a key that ends with it.
+    receipt_key: str = ""
+    #: Where the user has named that file, "" if it is the default one.
+    receipt_key_named: str = ""
+
+
+def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
+    """Return the key of a coordinator's receipts, which is made at first use.
+
+    Args:
+        path: The file; "" for none.
+        named: Where the user has named it; "" if it is the default one.
+        address: Where the coordinator listens: each address has receipts of its own.
+
+    Returns:
+        The key, or None if it can't be kept, which is said.
+
+    Raises:
+        ConfigError: The file is not a key file of this user alone.
+    """
+    why, level = "there is no file for its key", logging.INFO
+    if path:
+        key, why = keyfile.kept(Path(path), named=named)
+        if not why:
+            return blake3(key + address.encode(), derive_key_context=_RECEIPTS).digest()
+        level = logging.WARNING
+    text = f"names are not known again after a restart of this coordinator: {why}; name a file"
+    event(log, "coordinator.receipts", level=level, text=f"{text} with `receipt_key`")
+    return None
 
 
 class Coordinator:
     """A running coordinator in the current event loop. `start` it once, `stop` it once."""
 
-    def __init__(self, *, lease_s: float = 5.0, state: str | StateStore = "memory") -> None:
+    def __init__(
+        self,
+        *,
+        lease_s: float = 5.0,
+        state: str | StateStore = "memory",
+        receipt_key: bytes | None = None,
+    ) -> None:
         """
         Args:
             lease_s: How long a source stays listed after a heartbeat, in seconds.
             state: "memory", or a state store, which `stop` closes.
+            receipt_key: By which a later life of this coordinator knows its bindings again
+                (`receipt_key_of`); None: none does.
 
         Raises:
             ConfigError: An argument is not valid.
@@ -56,7 +98,7 @@ class Coordinator:
                 f"a lease of {lease_s:g} s is not possible", hint="give 0.1 to 3600 seconds"
             )
         self._state = open_state(state, lease_s=lease_s) if isinstance(state, str) else state
-        self._servicer = CoordinatorServicer(self._state)
+        self._servicer = CoordinatorServicer(self._state, receipt_key=receipt_key)
         self._state.subscribe(log_changes)
         self._listening: Listening | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -133,7 +175,8 @@ async def _serve(options: Options, on_listening: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    coordinator = Coordinator(lease_s=options.lease_s, state=options.state)
+    key = receipt_key_of(options.receipt_key, options.receipt_key_named, options.listen)
+    coordinator = Coordinator(lease_s=options.lease_s, state=options.state, receipt_key=key)
     await coordinator.start(options.listen, tls=options.tls, insecure=options.insecure)
     try:
         on_listening(coordinator.address)

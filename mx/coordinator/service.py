@@ -11,6 +11,7 @@ from mx.coordinator.bounds import StreamBounds, address_of
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
+from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import StateStore
 from mx.coordinator.uploads import Decoded, Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
@@ -41,9 +42,15 @@ _INLINE_BYTES = 1 << 20
 class CoordinatorServicer(PullsServicer):
     """The Coordinator service, for `mx.wire.server.listen`."""
 
-    def __init__(self, state: StateStore) -> None:
+    def __init__(self, state: StateStore, *, receipt_key: bytes | None = None) -> None:
+        """
+        Args:
+            state: The state.
+            receipt_key: See `mx.coordinator.proofs.Proofs`.
+        """
         super().__init__(state.now, self._registered_from)
         self._state = state
+        self._proofs = Proofs(receipt_key, state.now)
         self._messages = SourceMessages()
         self._decoded = Decoded()
         self._log = WatchLog()
@@ -89,7 +96,9 @@ class CoordinatorServicer(PullsServicer):
             raise PeerProtocolError("Register: the first message carries the source")
         source = first.source
         record = codec.source_from_wire(source)
-        secret = codec.secret_from_wire(source.binding_secret)
+        secret = codec.secret_from_wire(source.source_secret)
+        replaces = codec.replaces_from_wire(source.replaces)
+        receipt = self._proofs.read(codec.receipt_from_wire(source.receipt))
         rows = RowsDecoder(record.table, source.table.rows)
         async with Upload(self._state, record, address) as upload:
             async for request in requests:
@@ -102,11 +111,13 @@ class CoordinatorServicer(PullsServicer):
                         raise PeerProtocolError("Register: pages and rows follow the source")
             rows.finish()
             await upload.finish(self._decoded)
+        self._proofs.check(record, source, secret)
         answer = await self._state.register(
             record,
             upload.documents,
             secret,
-            replaces_revision=source.replaces_revision,
+            replaces=replaces,
+            receipt=receipt,
             keeps_pin=source.keeps_pin,
             keeps_layout=source.keeps_layout,
             disputes=codec.disputes_from_wire(source.disputes),
@@ -121,13 +132,15 @@ class CoordinatorServicer(PullsServicer):
             model=codec.key_to_wire(listed.model),
             adopt=None if answer.adopt is None else codec.ref_to_wire(answer.adopt),
             pin_only=listed.pin_only,
+            receipt=self._proofs.receipt(answer.receipt),
         )
 
     async def Missing(self, request: pb.MissingRequest, context: Any) -> pb.MissingResponse:
         if len(request.digests) > _MAX_MISSING:
             raise PeerProtocolError(f"more than {_MAX_MISSING} digests")
         digests = [codec.digest_from_wire(digest, "digests") for digest in request.digests]
-        return pb.MissingResponse(digests=await self._state.missing(digests, address_of(context)))
+        missing = await self._state.missing(digests, address_of(context))
+        return pb.MissingResponse(digests=missing, nonce=self._proofs.nonce())
 
     async def Heartbeat(
         self, requests: AsyncIterator[pb.HeartbeatRequest], context: Any
@@ -136,7 +149,7 @@ class CoordinatorServicer(PullsServicer):
             async for request in self._until_stopped(requests):
                 record = await self._state.heartbeat(
                     codec.source_id_from_wire(request.source_id),
-                    codec.secret_from_wire(request.binding_secret),
+                    codec.secret_from_wire(request.source_secret),
                     codec.state_from_wire(request.state),
                     request.readers,
                     codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
@@ -177,7 +190,7 @@ class CoordinatorServicer(PullsServicer):
     async def Advertise(self, request: pb.AdvertiseRequest, context: Any) -> pb.AdvertiseResponse:
         del context
         source_id = codec.source_id_from_wire(request.source_id)
-        secret = codec.secret_from_wire(request.binding_secret)
+        secret = codec.secret_from_wire(request.source_secret)
         held = codec.ranges_from_wire(request.held)
         listed = await self._state.source(source_id)
         codec.check_held(listed.record.table, held, rows=listed.row_count)
@@ -190,7 +203,7 @@ class CoordinatorServicer(PullsServicer):
         del context
         await self._state.deregister(
             codec.source_id_from_wire(request.source_id),
-            codec.secret_from_wire(request.binding_secret),
+            codec.secret_from_wire(request.source_secret),
             keeps_name=request.keeps_name,
         )
         return pb.DeregisterResponse()

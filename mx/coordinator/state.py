@@ -14,6 +14,7 @@ from typing import Protocol
 from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved
 from mx.core.documents import DocumentStore
 from mx.core.named import Meant
+from mx.core.ownership import Receipt
 from mx.core.registry import Change, ChangeKind, Limits, Registration, Registry
 from mx.core.types import SourceRecord, SourceState
 from mx.errors import ConfigError, PeerProtocolError
@@ -63,7 +64,8 @@ class StateStore(Protocol):
         documents: Mapping[bytes, bytes],
         secret: bytes,
         *,
-        replaces_revision: bool = False,
+        replaces: str = "",
+        receipt: Receipt | None = None,
         keeps_pin: bool = False,
         keeps_layout: bool = False,
         disputes: Collection[bytes] = (),
@@ -164,7 +166,8 @@ class MemoryState:
         documents: Mapping[bytes, bytes],
         secret: bytes,
         *,
-        replaces_revision: bool = False,
+        replaces: str = "",
+        receipt: Receipt | None = None,
         keeps_pin: bool = False,
         keeps_layout: bool = False,
         disputes: Collection[bytes] = (),
@@ -190,7 +193,8 @@ class MemoryState:
                 now,
                 record,
                 secret,
-                replaces_revision=replaces_revision,
+                replaces=replaces,
+                receipt=receipt,
                 keeps_pin=keeps_pin,
                 keeps_layout=keeps_layout,
                 disputes=disputes,

@@ -39,29 +39,31 @@ class _Files:
 class Binding:
     """The weights and the files of one variant.
 
-    `member` says which bundle the variant is a rank of. `owner` is the digest of the first origin's
-    secret, b"" before an origin has registered. `bound` is False if the name stands for other
-    weights: then readers find these by their pin. `groups` has the oldest group first, and is never
-    empty once a source has joined. `files` is a manifest with the bound files: those of the first
-    origin that had any.
+    `member` says which bundle the variant is a rank of. `commitment` is that of the first source
+    that has proved one, b"" before. `issued_s` is when the receipt was issued that came with it
+    after a restart of the coordinator, 0.0 without one. `bound` is False if the name does not stand
+    for these weights: then readers find them by their pin. `groups` has the oldest group first, and
+    is never empty once a source has joined. `files` is a manifest with the bound files: those of
+    the first origin that had any.
     """
 
     __slots__ = (
-        "key", "member", "identity", "owner", "bound", "groups", "files", "_packaged", "_all_files",
+        "key", "member", "identity", "commitment", "issued_s", "bound", "groups", "files",
+        "_packaged", "_all_files",
     )  # fmt: skip
 
-    def __init__(self, key: ModelKey, ref: ManifestRef, owner: bytes, *, bound: bool) -> None:
+    def __init__(self, key: ModelKey, ref: ManifestRef, *, bound: bool) -> None:
         """
         Args:
             key: The name, revision and variant.
             ref: The manifest of the first source.
-            owner: The digest of its secret, b"" for a relay.
             bound: True if the key stands for these weights.
         """
         self.key = key
         self.member = membership(key.variant)
         self.identity = ref.identity
-        self.owner = owner
+        self.commitment = b""
+        self.issued_s = 0.0
         self.bound = bound
         self.groups: list[Group] = []
         self.files = ref
@@ -129,7 +131,7 @@ class Binding:
 
 
 class Contests:
-    """The bindings whose name stands for other weights, by name, oldest first."""
+    """The bindings whose name does not stand for their weights, by name, oldest first."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[Binding]] = {}

@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
+from mx.core.admission import Claim, admit
 from mx.core.answers import BundleSummary, Listed, ModelSummary, Resolved, in_order
 from mx.core.bindings import Bindings
 from mx.core.bundles import summaries
 from mx.core.groups import Binding, Group, by_age
 from mx.core.meanings import meaning
 from mx.core.named import Meant
+from mx.core.ownership import Receipt
 from mx.core.quota import Quota
 from mx.core.types import ManifestRef, SourceRecord, SourceRole, SourceState
 from mx.core.variant import membership
@@ -70,10 +72,12 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Registration:
     """The answer to `register`: the record as listed, or the manifest whose layout and chunk size
-    the source should adopt, and then nothing has changed."""
+    the source should adopt, and then nothing has changed. `receipt` is what the coordinator gives
+    to the source, None for nothing; it has no time yet."""
 
     record: SourceRecord | None
     adopt: ManifestRef | None = None
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class Registry:
         self.first_lease_s = max(lease_s, first_lease_s or lease_s)
         self.binding_grace_s = binding_grace_s
         self.limits = limits or Limits()
-        self._now = -math.inf
+        self._now = self._began_s = -math.inf
         self._sources: dict[str, Listed] = {}
         self._quota = Quota(
             "lists {} sources",
@@ -156,7 +160,8 @@ class Registry:
         record: SourceRecord,
         secret: bytes,
         *,
-        replaces_revision: bool = False,
+        replaces: str = "",
+        receipt: Receipt | None = None,
         keeps_pin: bool = False,
         keeps_layout: bool = False,
         disputes: Collection[bytes] = (),
@@ -167,9 +172,11 @@ class Registry:
 
         Args:
             now: The time.
-            record: The source.
+            record: The source. Its commitment has been proved.
             secret: The source's secret, which later calls about it need.
-            replaces_revision: If the name is bound to other weights, register an update.
+            replaces: Register an update of this revision, which has to be the newest; "" for none.
+            receipt: What this coordinator gave for the record's model, or for `replaces`, in an
+                earlier life; its MAC has been checked.
             keeps_pin: If the name is bound to other weights, list it for readers that give its pin.
             keeps_layout: It can't adopt another layout or chunk size.
             disputes: Layouts that do not describe its weights, as it has found.
@@ -180,7 +187,8 @@ class Registry:
             The record as listed, or what to adopt. An update has a new revision.
 
         Raises:
-            BindingError: The name is bound to other weights, or belongs to another source.
+            BindingError: The name is bound to other weights or belongs to another owner, or another
+                source has updated it.
             NotAllowedError: The source id belongs to another secret.
             StaleGenerationError: The generation is past, or not higher though weights or layout
                 differ.
@@ -192,14 +200,14 @@ class Registry:
         self._check_owner(record, digest, known)
         if known is None:
             self._quota.check(address)
-        owner = b"" if record.role is SourceRole.RELAY else digest
-        admission = self._bindings.admit(
+        origin = record.role is SourceRole.ORIGIN
+        commitment = record.commitment if origin else b""
+        may_restore = self._now < self._began_s + self.binding_grace_s
+        admission = admit(
+            self._bindings,
             record.model,
             record.ref,
-            owner,
-            source_id=record.source_id,
-            replaces_revision=replaces_revision,
-            keeps_pin=keeps_pin,
+            Claim(commitment, replaces, receipt, may_restore, keeps_pin),
             keeps_layout=keeps_layout,
             disputes=disputes,
             address=address,
@@ -207,12 +215,17 @@ class Registry:
         if admission.adopt is not None:
             return Registration(None, admission.adopt)
         # From here on nothing fails.
-        base = record.model.revision
         self._bindings.bind(
-            self._now, admission, record.ref, owner, record.source_id, base=base, address=address
+            self._now,
+            admission,
+            record.ref,
+            commitment,
+            record.source_id,
+            origin=origin,
+            address=address,
         )
-        binding, group = self._bindings.of_source(record.source_id)
-        record = replace(record, model=admission.key, pin_only=not binding.bound)
+        _, group = self._bindings.of_source(record.source_id)
+        record = self._as_named(replace(record, model=admission.key, commitment=commitment))
         before = known.record if known else None
         listed = Listed(record, digest, self._now, row_count, address, group=group.number)
         if known is not None:
@@ -229,7 +242,8 @@ class Registry:
             self._changes.append(change)
         self._complete(record)
         self._name()
-        return Registration(record)
+        receipt = self._bindings.receipt_of(record.source_id)
+        return Registration(self._sources[record.source_id].record, receipt=receipt)
 
     def heartbeat(
         self,
@@ -299,6 +313,8 @@ class Registry:
     def tick(self, now: float) -> None:
         """Let time pass: leases, bindings and tombstones end. Costs in proportion to what ends."""
         self._now = max(self._now, now)
+        if self._began_s == -math.inf:
+            self._began_s = self._now
         now = self._now
         for leases in (self._first_leases, self._leases):
             while leases:
@@ -464,10 +480,17 @@ class Registry:
         (self._first_leases if first else self._leases)[source_id] = None
 
     def _name(self) -> None:
-        """Record that names mean the sources that contested them until now."""
-        for source_id in self._bindings.take_named():
-            listed = self._sources[source_id]
-            self._update(listed, replace(listed.record, pin_only=False))
+        """Record for which sources names have begun or ceased to stand."""
+        for source_id in self._bindings.take_renamed():
+            listed = self._sources.get(source_id)
+            if listed is not None:
+                self._update(listed, self._as_named(listed.record))
+
+    def _as_named(self, record: SourceRecord) -> SourceRecord:
+        """Return a record that says whether its name stands for it, and is its owner's."""
+        binding, _ = self._bindings.of_source(record.source_id)
+        own = binding.bound and self._bindings.owned_by(record.model.name, record.commitment)
+        return replace(record, pin_only=not binding.bound, by_owner=own)
 
     def _drop(self, source_id: str, reason: str) -> None:
         listed = self._sources.pop(source_id)
@@ -475,7 +498,7 @@ class Registry:
         self._leases.pop(source_id, None)
         self._quota.remove(listed.address)
         record = listed.record
-        by = listed.secret_digest if reason == "deregistered" else b""
+        by = record.commitment if reason == "deregistered" else b""
         self._bindings.leave(self._now, source_id, by=by)
         while len(self._tombstones) >= self.limits.sources:
             self._tombstones.popitem(last=False)

@@ -351,6 +351,8 @@ class SourceRecord:
     expose it. `source_id` is a UUID that the registrant chose. `pin_only` is the coordinator's: the
     name stands for other weights, and readers find this source by its pin. `requests_port` is the
     port of the endpoint's host at which the process takes an engine's requests; 0: at none.
+    `commitment` and `statement` are those of a holder of the name key (`mx.core.ownership`), b"" of
+    others; `by_owner` is the coordinator's: the commitment is that of the name's owner, and proved.
     """
 
     source_id: str
@@ -365,6 +367,9 @@ class SourceRecord:
     state: SourceState = SourceState.SERVING
     pin_only: bool = False
     requests_port: int = 0
+    commitment: bytes = b""
+    statement: bytes = field(default=b"", repr=False)
+    by_owner: bool = False
 
     @property
     def key(self) -> str:

@@ -322,7 +322,7 @@ class Lending:
             if same and (now.role is SourceRole.RELAY or membership(now.key.variant).alone):
                 now.key = await registrar.list(now, again=True)
             elif now.role is SourceRole.ORIGIN:
-                now.key = await registrar.list(now, replaces_revision=True)
+                now.key = await registrar.list(now, replaces=now.key.revision)
             else:
                 raise BindingError(f"{now.key} was pulled, and belongs to another source")
         except (BindingError, NotAllowedError) as error:

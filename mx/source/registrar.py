@@ -12,10 +12,12 @@ from typing import Any
 
 from mx import trace
 from mx.core.reference import pinned_name
+from mx.core.revisions import MAIN, is_main, update_number
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
 from mx.errors import LocalError, MxError, NotAllowedError
 from mx.log import event
+from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
 from mx.source.adoption import adopted, register_adopting
 from mx.source.model import HeldModel
@@ -36,6 +38,7 @@ class Registrar:
         switch: Callable[[HeldModel, HeldModel], Awaitable[None]],
         readers: Callable[[str], int],
         gb_per_s: Callable[[str], float],
+        name_key: NameKey | None = None,
     ) -> None:
         """
         Args:
@@ -46,6 +49,7 @@ class Registrar:
                 is, under that one's source id.
             readers: Returns the number of a source's readers.
             gb_per_s: Returns a source's rate.
+            name_key: What this process owns names with; None: it owns none.
         """
         self._client = client
         self._models = models
@@ -54,6 +58,8 @@ class Registrar:
         self._readers = readers
         self._gb_per_s = gb_per_s
         self._secret = secrets.token_bytes(32)
+        self._name_key = name_key
+        self._receipts: dict[ModelKey, bytes] = {}
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
         self._listing = asyncio.Lock()
@@ -65,7 +71,7 @@ class Registrar:
         held: HeldModel,
         *,
         again: bool = False,
-        replaces_revision: bool = False,
+        replaces: str = "",
         keeps_layout: bool = False,
     ) -> ModelKey:
         """Register a model, which adopts another layout if the coordinator asks for it.
@@ -73,7 +79,7 @@ class Registrar:
         Args:
             held: The model.
             again: It was listed before: others may have taken its name since.
-            replaces_revision: Register an update of the name.
+            replaces: Register an update of this revision; "" for none.
             keeps_layout: Adopt none.
 
         Returns:
@@ -89,8 +95,10 @@ class Registrar:
             return await self._client.register(
                 replace(record, table=replace(record.table, rows=rows)),
                 held.manifest.documents,
-                binding_secret=self._secret,
-                replaces_revision=replaces_revision,
+                source_secret=self._secret,
+                name_key=None if relay else self._name_key,
+                replaces=replaces,
+                receipt=self._receipts.get(before, b""),
                 keeps_pin=keeps_pin,
                 keeps_layout=keeps_layout,
                 disputes=disputes,
@@ -101,6 +109,7 @@ class Registrar:
 
         # Peers have counted the chunks of a pull, which can't be counted anew. It takes no name.
         relay = held.role is SourceRole.RELAY
+        before = replace(held.key, revision=replaces or held.key.revision)
         keeps_layout, keeps_pin = keeps_layout or relay, again or relay
         async with self._listing:
             with trace.span("serve.register", model=str(held.key)):
@@ -112,6 +121,8 @@ class Registrar:
                     await uncut(self._rename(held))
                     listed = await register_adopting(register, adopt, keeps_layout=keeps_layout)
         self._renamed.discard(held)
+        if listed.receipt:
+            self._receipts[listed.model] = listed.receipt
         event(
             log,
             "source.registered",
@@ -181,6 +192,19 @@ class Registrar:
         except MxError as error:
             log.debug("could not deregister; the lease will end by itself: %s", error)
 
+    async def newest_revision(self, key: ModelKey) -> str:
+        """Return the newest bound revision of a variant, of `key.revision` and its updates; "" if
+        none is bound. Raises as `CoordinatorClient.list_models`."""
+        root = MAIN if is_main(key.revision) else key.revision
+        bound = {
+            update_number(each.model.revision, root): each.model.revision
+            for each in await self._client.list_models()
+            if (each.model.name, each.model.variant) == (key.name, key.variant)
+            and not each.pin_only
+            and (each.model.revision == root or update_number(each.model.revision, root))
+        }
+        return bound[max(bound)] if bound else ""
+
     async def named_revision(self, key: ModelKey) -> str:
         """Return the revision that NAME means for the bundle of a variant, "" for none. Raises as
         `CoordinatorClient.list_bundles`."""
@@ -234,7 +258,7 @@ class Registrar:
         name = pinned_name(held.key, held.manifest.ref)
         who: dict[str, Any] = {"model": str(held.key), "source": held.source_id, "pinned": name}
         if pin_only:
-            text = f"{held.key} stands for other weights there: readers find these as {name} only"
+            text = f"{held.key} does not stand for these weights there: readers find {name} only"
             event(log, "source.pin_only", level=logging.WARNING, **who, text=text)
         else:
             event(log, "source.named", **who, text=f"readers find these as {held.key} again")

@@ -16,6 +16,7 @@ from mx.core.types import ModelKey, SourceRecord, SourceState
 from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.memory.live import Memory
+from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposures import expose, withdraw
@@ -62,6 +63,8 @@ class SourceOptions:
     stall_timeout_s: float = 4.0
     connect_timeout_s: float = 3.0
     bounds: Bounds = UNBOUNDED
+    #: What this process owns names with; None: it owns none.
+    name_key: NameKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +206,12 @@ class SourceServer:
         )
         return expose(held, self._transports, options)
 
-    async def register(self, coordinator: str) -> None:
+    async def register(self, coordinator: str, *, replaces: str = "") -> None:
         """Register every model and stay registered, even if the coordinator restarts.
 
         Args:
             coordinator: The coordinator's address.
+            replaces: Register them as updates of this revision; "" for none.
 
         Raises:
             ConfigError: The coordinator is elsewhere and others cannot dial this source.
@@ -218,9 +222,20 @@ class SourceServer:
             self.registrar = self._new_registrar(coordinator)
         registrar = self.registrar
         for served in list(self._servicer.models.values()):
-            await registrar.list(served.held)
+            served.held.key = await registrar.list(served.held, replaces=replaces)
             registrar.keep_listed(served.held)
         registrar.registered = True
+
+    async def newest_revision(self, held: HeldModel, coordinator: str) -> str:
+        """Return the revision that an update of a model's name replaces, "" if there is none.
+
+        Raises:
+            CoordinatorError: The coordinator does not answer.
+        """
+        if self.registrar is None:
+            await in_thread(require_dialable, self.endpoint, coordinator)
+            self.registrar = self._new_registrar(coordinator)
+        return await self.registrar.newest_revision(held.key)
 
     def _new_registrar(self, coordinator: str) -> Registrar:
         client = CoordinatorClient(
@@ -237,6 +252,7 @@ class SourceServer:
             self._switch,
             lambda source_id: len(leases.of_source(source_id)),
             lambda source_id: limits.gb_per_s(source_id, models[source_id].sent_bytes()),
+            self.options.name_key,
         )
 
     async def _switch(self, held: HeldModel, other: HeldModel) -> None:
@@ -286,7 +302,7 @@ class SourceServer:
             ConfigError: The source is not registered.
             LocalError: No transport can offer the model.
             CoordinatorError: The coordinator does not answer, or refuses.
-            BindingError: The name belongs to another source.
+            BindingError: The name belongs to another owner, or another source has updated it.
 
             After an error `held` is released, and nothing else has changed.
         """
@@ -296,10 +312,9 @@ class SourceServer:
                 raise ConfigError("only a registered source can be updated")
             held.key, held.generation = old.held.key, old.held.generation + 1
             await self.offer(held)
-            # Register the old one again: only the owner of a name may update it, and a coordinator
-            # that has restarted does not know the owner yet.
+            # A coordinator that has restarted may not know yet what is replaced.
             await registrar.list(old.held, again=True, keeps_layout=True)
-            held.key = await registrar.list(held, replaces_revision=True)
+            held.key = await registrar.list(held, replaces=old.held.key.revision)
         except BaseException:
             await uncut(self._take_back(held))
             raise

@@ -7,9 +7,12 @@ import contextlib
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from blake3 import blake3
 
 from mx import codec
+from mx.core.ownership import Purpose, proof, statement
 from mx.core.pull_status import PullStatus
 from mx.core.rates import Rate
 from mx.core.types import ManifestRef, ModelKey, SourceRecord
@@ -20,6 +23,7 @@ from mx.errors import (
     PeerProtocolError,
     UnknownSourceError,
 )
+from mx.namekey import NameKey
 from mx.transport import TlsFiles
 from mx.wire import documents as wire_documents
 from mx.wire.channel import Remote, Role, cut, dial, translating
@@ -34,6 +38,8 @@ from mx.wire.watching import WatchUpdate, update_from_wire
 _UPLOAD_TIMEOUT_S = 60.0  # the upload of a large manifest takes longer than other calls
 _FIRST_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 2.0
+#: How often a registration is tried whose nonce the coordinator does not know any more.
+_NONCES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Registered:
     `model` is the key that the source is listed under: for an update it has a new revision. With
     `pin_only` the name stands for other weights, and readers find the source by its pin. If `adopt`
     is not None the source is not listed, and should register again with that layout and chunk size.
+    `receipt` is to be brought when the source registers `model` again.
     """
 
     lease_s: float
@@ -50,6 +57,7 @@ class Registered:
     model: ModelKey
     pin_only: bool = False
     adopt: ManifestRef | None = None
+    receipt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +121,10 @@ class CoordinatorClient:
         record: SourceRecord,
         documents: Mapping[bytes, bytes],
         *,
-        binding_secret: bytes,
-        replaces_revision: bool = False,
+        source_secret: bytes,
+        name_key: NameKey | None = None,
+        replaces: str = "",
+        receipt: bytes = b"",
         keeps_pin: bool = False,
         keeps_layout: bool = False,
         disputes: Sequence[bytes] = (),
@@ -127,42 +137,78 @@ class CoordinatorClient:
         Args:
             record: The source.
             documents: The documents of the manifest, by digest.
-            binding_secret: 16 to 64 random bytes that authenticate later calls about the source.
-            replaces_revision: If the name is bound to other weights, register an update.
-            keeps_pin: The source was listed before: if the name is bound to other weights by now,
-                list it for readers that give its pin.
+            source_secret: 16 to 64 random bytes that authenticate later calls about the source.
+            name_key: The key of the name's owner, to prove that the source holds it.
+            replaces: Register an update of this revision; "" for none.
+            receipt: What an earlier registration of the record's model, or of `replaces`, got.
+            keeps_pin: The source was listed before: if the name does not stand for its weights by
+                now, list it for readers that give its pin.
             keeps_layout: The source can't adopt another layout or chunk size.
             disputes: The digests of layout documents that do not describe its weights.
 
         Raises:
-            BindingError: The name is bound to other weights, or belongs to another source.
+            BindingError: The name is bound to other weights or belongs to another owner, or another
+                source has updated it.
             NotAllowedError: The source id belongs to another secret.
             StaleGenerationError: The generation is past.
             CoordinatorError: The coordinator does not answer.
             LocalError: `documents` lacks a document that the coordinator lacks too.
         """
         codec.check_model_key(record.model)
+        for _ in range(_NONCES):
+            missing = await self._missing(record, documents)
+            wanted = {digest: documents[digest] for digest in missing.digests}
+            record, proof = _proved(record, name_key, replaces, source_secret, missing.nonce)
+            source = codec.source_to_wire(
+                record,
+                source_secret=source_secret,
+                proof=proof,
+                nonce=missing.nonce if proof else b"",
+                replaces=replaces,
+                receipt=receipt,
+                keeps_pin=keeps_pin,
+                keeps_layout=keeps_layout,
+                disputes=disputes,
+            )
+            try:
+                answer = await self._upload(source, wanted, record)
+                break
+            except UnknownSourceError as error:  # it restarted since it gave the nonce
+                refused = error
+        else:
+            raise CoordinatorError(refused.message)
+        async with self._reading():
+            model = codec.key_from_wire(answer.model)
+            adopt = codec.ref_from_wire(answer.adopt) if answer.HasField("adopt") else None
+            given = codec.receipt_from_wire(answer.receipt)
+        if adopt is None:
+            self._secrets[record.source_id] = source_secret
+            self._epochs[record.source_id] = answer.coordinator_epoch
+        return Registered(
+            answer.lease_s, answer.coordinator_epoch, model, answer.pin_only, adopt, given
+        )
+
+    async def _missing(
+        self, record: SourceRecord, documents: Mapping[bytes, bytes]
+    ) -> pb.MissingResponse:
+        """Return which documents the coordinator lacks, and a nonce. Raises as `register`."""
         async with diagnosing(self.remote):
-            missing = await self._stub.Missing(
+            missing: pb.MissingResponse = await self._stub.Missing(
                 pb.MissingRequest(digests=[digest for digest, _ in record.ref.documents]),
                 timeout=self._timeout_s,
             )
         absent = [digest for digest in missing.digests if digest not in documents]
         if absent:
             raise LocalError(f"document {absent[0][:8].hex()} of the manifest is missing here")
-        wanted = {digest: documents[digest] for digest in missing.digests}
+        return missing
+
+    async def _upload(
+        self, source: pb.Source, wanted: Mapping[bytes, bytes], record: SourceRecord
+    ) -> pb.RegisterResponse:
+        """Register a source with these documents."""
 
         async def requests() -> AsyncIterator[pb.RegisterRequest]:
-            yield pb.RegisterRequest(
-                source=codec.source_to_wire(
-                    record,
-                    binding_secret=binding_secret,
-                    replaces_revision=replaces_revision,
-                    keeps_pin=keeps_pin,
-                    keeps_layout=keeps_layout,
-                    disputes=disputes,
-                )
-            )
+            yield pb.RegisterRequest(source=source)
             for digest, data in wanted.items():
                 for page in wire_documents.pages(digest, data):
                     yield pb.RegisterRequest(page=page)
@@ -172,14 +218,8 @@ class CoordinatorClient:
         big = bool(wanted or record.table.rows)
         timeout_s = max(self._timeout_s, _UPLOAD_TIMEOUT_S) if big else self._timeout_s
         with translating(self.remote):
-            answer = await self._stub.Register(requests(), timeout=timeout_s)
-        async with self._reading():
-            model = codec.key_from_wire(answer.model)
-            adopt = codec.ref_from_wire(answer.adopt) if answer.HasField("adopt") else None
-        if adopt is None:
-            self._secrets[record.source_id] = binding_secret
-            self._epochs[record.source_id] = answer.coordinator_epoch
-        return Registered(answer.lease_s, answer.coordinator_epoch, model, answer.pin_only, adopt)
+            answer: pb.RegisterResponse = await self._stub.Register(requests(), timeout=timeout_s)
+        return answer
 
     async def keep_alive(
         self,
@@ -262,7 +302,7 @@ class CoordinatorClient:
                     readers=readers(),
                     gb_per_s=gb_per_s(),
                     state=codec.state_to_wire(record.state),
-                    binding_secret=self._secrets[record.source_id],
+                    source_secret=self._secrets[record.source_id],
                     requests_port=record.requests_port,
                 )
                 with translating(self.remote):
@@ -305,7 +345,7 @@ class CoordinatorClient:
             source_id=source_id,
             generation=generation,
             held=codec.ranges_to_wire(held),
-            binding_secret=self._secret(source_id),
+            source_secret=self._secret(source_id),
         )
         with translating(self.remote):
             await self._stub.Advertise(request, timeout=self._timeout_s)
@@ -316,7 +356,7 @@ class CoordinatorClient:
         With `keeps_name` its name stays bound for a while, as after a crash.
         """
         request = pb.DeregisterRequest(
-            source_id=source_id, binding_secret=self._secret(source_id), keeps_name=keeps_name
+            source_id=source_id, source_secret=self._secret(source_id), keeps_name=keeps_name
         )
         with translating(self.remote):
             await self._stub.Deregister(request, timeout=self._timeout_s)
@@ -461,6 +501,35 @@ class CoordinatorClient:
     ) -> dict[bytes, bytes]:
         """Fetch documents, given as (digest, nbytes); see `mx.wire.documents.fetch`."""
         return await wire_documents.fetch(self._channel, refs, who=self.remote, timeout_s=timeout_s)
+
+
+def _proved(
+    record: SourceRecord,
+    name_key: NameKey | None,
+    replaces: str,
+    secret: bytes,
+    nonce: bytes,
+) -> tuple[SourceRecord, bytes]:
+    """Return a record with its commitment and statement, and the proof that it holds the name key;
+    without a key the record as it is, and b""."""
+    if name_key is None:
+        return record, b""
+    key, identity = record.model, record.ref.identity
+    purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
+    said = proof(
+        purpose,
+        replace(key, revision=replaces or key.revision),
+        identity,
+        record.source_id,
+        blake3(secret).digest(),
+        nonce,
+    )
+    record = replace(
+        record,
+        commitment=name_key.commitment(key.name),
+        statement=name_key.sign(key.name, statement(key, identity)),
+    )
+    return record, name_key.sign(key.name, said)
 
 
 def _model_status(model: pb.Model) -> ModelStatus:

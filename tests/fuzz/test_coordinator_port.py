@@ -86,7 +86,7 @@ def valid_requests() -> dict[str, list[bytes]]:
     source_id = record.source_id
     digests = [digest for digest, _ in record.ref.documents]
     registration = [
-        pb.RegisterRequest(source=codec.source_to_wire(record, binding_secret=SECRET)),
+        pb.RegisterRequest(source=codec.source_to_wire(record, source_secret=SECRET)),
         *(
             pb.RegisterRequest(page=page)
             for digest, data in by_digest(DOCUMENTS).items()
@@ -100,7 +100,7 @@ def valid_requests() -> dict[str, list[bytes]]:
         "Heartbeat": [
             pb.HeartbeatRequest(
                 source_id=source_id,
-                binding_secret=SECRET,
+                source_secret=SECRET,
                 state=pb.SOURCE_STATE_SERVING,
                 gb_per_s=1.5,
             )
@@ -111,10 +111,10 @@ def valid_requests() -> dict[str, list[bytes]]:
                 source_id=source_id,
                 generation=1,
                 held=codec.ranges_to_wire([(0, 3)]),
-                binding_secret=SECRET,
+                source_secret=SECRET,
             )
         ],
-        "Deregister": [pb.DeregisterRequest(source_id=source_id, binding_secret=SECRET)],
+        "Deregister": [pb.DeregisterRequest(source_id=source_id, source_secret=SECRET)],
         "Resolve": [pb.ResolveRequest(name="llama@" + digests[0].hex()[:16], revision="main")],
         "ListBundles": [pb.ListBundlesRequest(name="llama")],
         "ListModels": [pb.ListModelsRequest()],

@@ -32,6 +32,7 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.memory.arena import MemfdArena
+from mx.namekey import NameKey
 from mx.source.model import HeldModel
 from mx.source.server import SourceServer
 from mx.transport import host_view
@@ -46,11 +47,13 @@ from tests.integration.conftest import error_of, free_port
 from tests.integration.lying import held_model
 from tests.support.checkpoints import write_mixed
 from tests.support.hashing import pages_of, shortcuts_of
+from tests.support.owners import owned
 from tests.support.records import by_digest, make_documents, make_record
 
 pytestmark = pytest.mark.integration
 
 SECRET = b"s" * 32
+KEY = NameKey(b"k" * 32)
 SETTINGS = config.load(environ={"HOME": "/nonexistent"})
 
 
@@ -84,7 +87,7 @@ def coordinating(state: MemoryState | None = None, address: str = "127.0.0.1:0")
 
 @contextmanager
 def serving(held: HeldModel, coordinator: str) -> Iterator[SourceServer]:
-    options = api.source_options(SETTINGS)
+    options = api.source_options(SETTINGS, name_key=KEY)
     server = run(api.start_source(options, plugins.transports()))
     try:
         run(api.offer(server, held, coordinator))
@@ -282,6 +285,7 @@ def test_a_name_that_was_taken_leaves_the_pin(
         expect_right("m", address, held)
         others = make_documents("others")
         usurper = make_record(others, name="m", endpoint=f"127.0.0.1:{free_port()}")
+        usurper = owned(usurper, b"usurper")
         state = MemoryState()
         run(state.register(usurper, by_digest(others), SECRET))
         restarting.restart(state)
@@ -299,9 +303,9 @@ def test_a_name_that_was_taken_leaves_the_pin(
             assert [s.record.pin_only for s in sources(address)] == [False, True, True]
         with api.pull("m", coordinator=address, settings=SETTINGS) as pull:
             assert not isinstance(error_of(pull), UnknownModelError)
-        # A new source of other weights is refused, as ever.
-        with pytest.raises(MxError, match="is bound to"), serving(other_weights("m"), address):
-            pass
+        # So is what comes new with another key than the name's owner.
+        with serving(other_weights("m"), address) as another:
+            assert another.stats().pin_only
         run(state.deregister(usurper.source_id, SECRET))
         until(lambda: not server.stats().pin_only)
         expect_right("m", address, held)

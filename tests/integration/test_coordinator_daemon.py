@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -24,12 +25,14 @@ from mx.errors import (
     NotAllowedError,
     UnknownSourceError,
 )
+from mx.namekey import NameKey
 from mx.transport import TlsFiles
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.server import listen
 from mx.wire.watching import WatchKind
 from tests.support.daemon import daemon, ended, python, terminate
+from tests.support.owners import plain
 from tests.support.records import by_digest, make_documents, make_record
 
 pytestmark = pytest.mark.integration
@@ -49,7 +52,7 @@ async def main():
     client = CoordinatorClient(sys.argv[1])
     await client.keep_alive(
         lambda: record,
-        lambda: client.register(record, by_digest(documents), binding_secret=b"r" * 16),
+        lambda: client.register(record, by_digest(documents), source_secret=b"r" * 16),
         on_state=lambda registered, why: print(registered, file=sys.stderr, flush=True),
     )
 
@@ -112,11 +115,11 @@ async def test_sources_come_back_to_a_coordinator_that_was_killed() -> None:
     record = make_record(DOCUMENTS)
     with daemon() as (process, address):
         async with client_of(address) as client:
-            first = await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+            first = await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
             alive = asyncio.create_task(
                 client.keep_alive(
                     lambda: record,
-                    lambda: client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET),
+                    lambda: client.register(record, by_digest(DOCUMENTS), source_secret=SECRET),
                     on_state=on_state,
                 )
             )
@@ -133,7 +136,7 @@ async def test_sources_come_back_to_a_coordinator_that_was_killed() -> None:
                     found = await client.resolve("llama")
                     assert found.sources == [record]
                     second = await client.register(
-                        record, by_digest(DOCUMENTS), binding_secret=SECRET
+                        record, by_digest(DOCUMENTS), source_secret=SECRET
                     )
                     assert second.epoch != first.epoch
             finally:
@@ -226,7 +229,7 @@ async def test_garbage_on_the_port_does_no_harm() -> None:
                 connection.close()
             async with client_of(address) as client:
                 record = make_record(DOCUMENTS)
-                await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+                await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
                 assert (await client.resolve("llama")).sources == [record]
         finally:
             for connection in held:
@@ -327,7 +330,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
     with daemon(tls=files) as (process, address):
         async with client_of(address, tls=peer) as client:
             record = make_record(DOCUMENTS)
-            await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+            await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
             assert (await client.resolve("llama")).sources == [record]
         # Another authority's certificate, with and without knowing ours; and no TLS at all.
         forged = TlsFiles(stranger.certificate, stranger.key, peer.authority)
@@ -352,23 +355,36 @@ async def test_identities_and_source_ids_are_not_taken_over() -> None:
     with daemon() as (_, address):
         async with client_of(address) as owner, client_of(address) as thief:
             record = make_record(DOCUMENTS)
-            await owner.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+            key, other_key = NameKey(b"o" * 32), NameKey(b"t" * 32)
+            await owner.register(record, by_digest(DOCUMENTS), source_secret=SECRET, name_key=key)
             others = make_documents("B")
             with pytest.raises(BindingError, match="is bound to"):
                 await thief.register(
-                    make_record(others), by_digest(others), binding_secret=b"t" * 32
+                    make_record(others), by_digest(others), source_secret=b"t" * 32
                 )
+            for name_key, kind in ((None, NotAllowedError), (other_key, BindingError)):
+                with pytest.raises(kind, match="name key"):
+                    await thief.register(
+                        make_record(others),
+                        by_digest(others),
+                        source_secret=b"t" * 32,
+                        name_key=name_key,
+                        replaces="main",
+                    )
             with pytest.raises(NotAllowedError, match="belongs to another source"):
-                await thief.register(record, by_digest(DOCUMENTS), binding_secret=b"t" * 32)
+                await thief.register(record, by_digest(DOCUMENTS), source_secret=b"t" * 32)
             with pytest.raises(UnknownSourceError):
                 await thief.deregister(record.source_id)
             pinned = f"llama@{record.ref.identity.hex()[:12]}"
-            assert (await thief.resolve(pinned)).sources == [record]
+            (found,) = (await thief.resolve(pinned)).sources
+            assert found.by_owner and key.vouched(found) and not other_key.vouched(found)
+            assert plain(replace(found, statement=b"")) == record
             update = await owner.register(
                 make_record(others),
                 by_digest(others),
-                binding_secret=SECRET,
-                replaces_revision=True,
+                source_secret=SECRET,
+                name_key=key,
+                replaces="main",
             )
             assert update.model.revision == "main.2"
             assert len(await owner.list_models()) == 2

@@ -21,6 +21,7 @@ import pytest
 from mx import codec
 from mx.core.types import ModelKey
 from mx.errors import BindingError, CoordinatorError, PeerProtocolError
+from mx.namekey import NameKey
 from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.v1 import common_pb2
@@ -56,7 +57,7 @@ async def client_of(address: str) -> AsyncIterator[CoordinatorClient]:
 
 async def register(client: CoordinatorClient, **options: Any) -> Any:
     record = make_record(DOCUMENTS, **options)
-    await client.register(record, by_digest(DOCUMENTS), binding_secret=SECRET)
+    await client.register(record, by_digest(DOCUMENTS), source_secret=SECRET)
     return record
 
 
@@ -74,7 +75,7 @@ async def test_announced_documents_take_no_room() -> None:
     record = make_record(documents, name="huge")
     record = replace(record, ref=replace(record.ref, sizes=(128 << 20,) * 3))
     first = pb.RegisterRequest(
-        source=codec.source_to_wire(record, binding_secret=SECRET)
+        source=codec.source_to_wire(record, source_secret=SECRET)
     ).SerializeToString()
     assert len(first) < 700
     with daemon() as (_, address):
@@ -130,7 +131,7 @@ async def test_streams_that_fall_silent_are_ended() -> None:
         async with client_of(address) as client:
             record = await register(client)
             beat = pb.HeartbeatRequest(
-                source_id=record.source_id, binding_secret=SECRET, state=pb.SOURCE_STATE_SERVING
+                source_id=record.source_id, source_secret=SECRET, state=pb.SOURCE_STATE_SERVING
             )
             progress = pb.ProgressRequest(
                 pull=pb.PullProgress(
@@ -164,7 +165,7 @@ async def test_watchers_that_do_not_read_cost_little() -> None:
                 record = make_record(DOCUMENTS)
                 place = replace(record.place, driver="x" * 15_000)
                 await client.register(
-                    replace(record, place=place), by_digest(DOCUMENTS), binding_secret=SECRET
+                    replace(record, place=place), by_digest(DOCUMENTS), source_secret=SECRET
                 )
             before = rss_bytes(process.pid)
             channel: Any = dial(address)
@@ -193,7 +194,7 @@ async def test_numbers_that_cannot_be_added_up_are_refused_on_entry() -> None:
             regions = (region, replace(region, index=1, layers=(4, 8)))
             evil = replace(record, table=replace(record.table, regions=regions))
             with pytest.raises(PeerProtocolError, match="more than any memory"):
-                await client.register(evil, by_digest(DOCUMENTS), binding_secret=SECRET)
+                await client.register(evil, by_digest(DOCUMENTS), source_secret=SECRET)
             many = tuple(
                 replace(region, index=i, nbytes=1, layers=(i, i + 1))
                 for i in range(codec.MAX_REGIONS + 1)
@@ -202,7 +203,7 @@ async def test_numbers_that_cannot_be_added_up_are_refused_on_entry() -> None:
                 await client.register(
                     replace(record, table=replace(record.table, regions=many)),
                     by_digest(DOCUMENTS),
-                    binding_secret=SECRET,
+                    source_secret=SECRET,
                 )
         everything_lists(address)
 
@@ -212,13 +213,20 @@ async def test_a_revision_that_would_outgrow_its_limit_is_refused() -> None:
     with daemon(lease_s=60.0) as (_, address):
         async with client_of(address) as client:
             revision = "r" * 256
-            await register(client, revision=revision)
+            key = NameKey(b"k" * 32)
+            await client.register(
+                make_record(DOCUMENTS, revision=revision),
+                by_digest(DOCUMENTS),
+                source_secret=SECRET,
+                name_key=key,
+            )
             with pytest.raises(BindingError, match="shorter `revision`") as refused:
                 await client.register(
                     make_record(others, revision=revision),
                     by_digest(others),
-                    binding_secret=SECRET,
-                    replaces_revision=True,
+                    source_secret=SECRET,
+                    name_key=key,
+                    replaces=revision,
                 )
             assert "258" in refused.value.message
             assert [m.model.revision for m in await client.list_models()] == [revision]

@@ -85,13 +85,13 @@ async def test_the_heartbeat_of_a_source_that_is_late_finds_it_still_listed() ->
         client = CoordinatorClient(address)
         channel: Any = dial(address)
         try:
-            await client.register(record, by_digest(documents), binding_secret=b"s" * 32)
+            await client.register(record, by_digest(documents), source_secret=b"s" * 32)
             (status,) = await client.list_sources()
             assert status.lease_left_s > 2.0
             beat = channel.stream_stream("/mx.wire.v1.Coordinator/Heartbeat")(metadata=headers())
             request = pb.HeartbeatRequest(
                 source_id=record.source_id,
-                binding_secret=b"s" * 32,
+                source_secret=b"s" * 32,
                 state=pb.SOURCE_STATE_SERVING,
             )
             await beat.write(request.SerializeToString())

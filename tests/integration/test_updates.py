@@ -287,15 +287,25 @@ def test_only_the_owner_updates(
     serve(run, checkpoint, "m", coordinator)
     changed = tmp_path / "changed.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(checkpoint).items()}, changed)
-    with api.serve(checkpoint, model="m", coordinator=coordinator) as other:
-        with pytest.raises(BindingError, match="only its owner"):
+    stranger = config.load({"name_key": str(tmp_path / "another.key")})
+    with api.serve(checkpoint, model="m", coordinator=coordinator, settings=stranger) as other:
+        with pytest.raises(BindingError, match="another name key"):
             other.update(changed)
         assert str(other.model) == "m"
         assert len(api.list_sources("m", coordinator=coordinator)) == 2
-        with pytest.raises(BindingError, match="belongs to another source"):
-            api.serve(changed, model="m", revision="main.2", coordinator=coordinator)
+        with pytest.raises(BindingError, match="another name key"):
+            api.serve(changed, model="m", coordinator=coordinator, settings=stranger, update=True)
         with api.pull("m", peer=other.endpoint, coordinator=coordinator) as pull:
             assert pull.wait(30).manifest == other.identity_hex
+    for revision in ("main", "main.2"):
+        with api.serve(
+            changed, model="m", revision=revision, coordinator=coordinator, settings=stranger
+        ) as other:
+            assert other.stats().pin_only
+            with api.pull("m", coordinator=coordinator) as pull:
+                assert pull.wait(30).manifest != other.identity_hex
+            with api.pull(other.pinned, coordinator=coordinator) as pull:
+                assert pull.wait(30).manifest == other.identity_hex
     assert [str(m.model) for m in api.list_models(coordinator=coordinator)] == ["m"]
     with (
         api.pull("m", coordinator=coordinator, hold=True) as pull,

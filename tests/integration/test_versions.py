@@ -253,7 +253,7 @@ def test_a_source_outlives_a_coordinator_of_another_version(run: Run, run_other:
         client = CoordinatorClient(address)
         work = client.keep_alive(
             lambda: record,
-            lambda: client.register(record, by_digest(documents), binding_secret=b"s" * 32),
+            lambda: client.register(record, by_digest(documents), source_secret=b"s" * 32),
             on_state=lambda *state: states.append(state),
         )
         keeping = asyncio.create_task(work)

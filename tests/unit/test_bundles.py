@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mx.core.named import Meant
-from mx.core.registry import Registry
+from mx.core.registry import Registration, Registry
 from mx.core.types import ModelKey, SourceRecord, SourceRole, SourceState
 from mx.errors import BindingError, UnknownModelError
+from tests.support.owners import owned, receipt_of
 from tests.support.records import make_documents, make_record
 
 R0, R1 = "tp=0/2,dtype=bf16", "tp=1/2,dtype=bf16"
 BUNDLE = "tp=*/2,dtype=bf16"
+#: The ranks' processes have secrets of their own, and share the name key.
 ALICE, BOB, EVE = b"a" * 16, b"b" * 16, b"e" * 16
 SECRETS = {R0: ALICE, R1: BOB}
+OWNER = b"owner"
+
+
+class Owned(Registry):
+    """A registry where everybody but EVE holds the owner's key."""
+
+    def register(
+        self, now: float, record: SourceRecord, secret: bytes, **flags: Any
+    ) -> Registration:
+        owner = EVE if secret == EVE else OWNER
+        return super().register(now, owned(record, owner), secret, **flags)
 
 
 def machine() -> Registry:
-    return Registry(lease_s=5.0, binding_grace_s=60.0)
+    return Owned(lease_s=5.0, binding_grace_s=60.0)
 
 
 def rank(variant: str, weights: str, revision: str = "main", **rest: object) -> SourceRecord:
@@ -28,7 +43,8 @@ def rank(variant: str, weights: str, revision: str = "main", **rest: object) -> 
 def update(registry: Registry, now: float, old: SourceRecord, weights: str) -> SourceRecord:
     variant = old.model.variant
     record = rank(variant, weights, old.model.revision, generation=old.generation + 1)
-    listed = registry.register(now, record, SECRETS[variant], replaces_revision=True).record
+    replaces = old.model.revision
+    listed = registry.register(now, record, SECRETS[variant], replaces=replaces).record
     assert listed is not None
     return listed
 
@@ -57,6 +73,8 @@ def test_a_bundle_is_complete_when_whole_sources_serve_all_ranks() -> None:
     first = rank(R0, "one")
     registry.register(0, first, ALICE)
     assert missing(registry) == (R1,)
+    origin = rank(R1, "one", state=SourceState.DRAINING)
+    registry.register(0, origin, BOB)
     part = rank(R1, "one", role=SourceRole.RELAY, held=((0, 1),))
     registry.register(0, part, BOB)
     assert missing(registry) == (R1,)
@@ -75,7 +93,7 @@ def test_a_lone_variant_is_a_bundle_of_one() -> None:
     registry = machine()
     old, new = (make_record(make_documents(text)) for text in ("A", "B"))
     registry.register(0, old, ALICE)
-    registry.register(0, new, ALICE, replaces_revision=True)
+    registry.register(0, new, ALICE, replaces="main")
     found = {each.revision: each for each in registry.bundles()}
     assert {r: (b.variant, b.ranks, b.missing) for r, b in found.items()} == {
         "main": ("checkpoint", 1, ()),
@@ -91,7 +109,7 @@ def test_a_lone_variant_is_a_bundle_of_one() -> None:
 def test_two_sizes_of_one_model_are_two_bundles() -> None:
     registry = machine()
     two_ranks(registry)
-    registry.register(0, rank("tp=3/4,dtype=bf16", "one"), EVE)
+    registry.register(0, rank("tp=3/4,dtype=bf16", "one"), BOB)
     found = {each.variant: each.missing for each in registry.bundles("llama")}
     assert found == {
         BUNDLE: (),
@@ -137,7 +155,7 @@ def test_a_rank_whose_weights_stay_the_same_updates_with_the_others() -> None:
     assert (new_zero.model.revision, new_one.model.revision) == ("main.2", "main.2")
     assert revisions(registry) == ("main.2", "main.2")
     # A repeated registration of the same source is no further update.
-    again = registry.register(2, new_one, BOB, replaces_revision=True).record
+    again = registry.register(2, new_one, BOB, replaces="main").record
     assert again is not None
     assert again.model.revision == "main.2"
 
@@ -153,7 +171,7 @@ def test_an_update_that_was_taken_back_is_repeated_under_its_number() -> None:
 
 
 @pytest.mark.parametrize("first", [(R0, "main.2"), (R1, "main"), (R0, "main")])
-def test_ranks_of_several_owners_come_back_after_a_restart_in_any_order(
+def test_ranks_come_back_after_a_restart_in_any_order(
     first: tuple[str, str],
 ) -> None:
     """In the middle of an update: rank 0 serves both revisions, rank 1 the old one."""
@@ -161,7 +179,8 @@ def test_ranks_of_several_owners_come_back_after_a_restart_in_any_order(
     there = [(R0, "main.2"), (R1, "main"), (R0, "main")]
     for variant, revision in sorted(there, key=lambda each: each != first):
         record = rank(variant, revision, revision)
-        listed = registry.register(0, record, SECRETS[variant], keeps_pin=True).record
+        was = receipt_of(record, OWNER, base="main" if revision == "main.2" else "")
+        listed = registry.register(0, record, SECRETS[variant], keeps_pin=True, receipt=was).record
         assert listed is not None
         assert not listed.pin_only
     assert revisions(registry) == ("main", "main")
@@ -174,12 +193,19 @@ def test_a_stranger_takes_no_variant_of_a_rank_that_has_an_owner() -> None:
     registry = machine()
     zero, _ = two_ranks(registry)
     update(registry, 1, zero, "two")
-    with pytest.raises(BindingError):  # an update of what is another's
-        registry.register(1, rank(R1, "evil"), EVE, replaces_revision=True)
-    with pytest.raises(BindingError):
-        registry.register(1, rank(R0, "evil", "main.3"), EVE)
-    with pytest.raises(BindingError):  # no rank
-        registry.register(1, make_record(make_documents("evil"), revision="main.3"), EVE)
+    evil = [
+        (rank(R1, "evil"), "main"),
+        (rank(R0, "evil"), "main.2"),
+        (make_record(make_documents("evil")), "main"),  # no rank
+    ]
+    for record, replaces in evil:
+        with pytest.raises(BindingError, match="another name key"):
+            registry.register(1, record, EVE, replaces=replaces)
+    for record in (rank(R0, "evil", "main.3"), make_record(make_documents("evil"), revision="x")):
+        listed = registry.register(1, record, EVE).record
+        assert listed is not None
+        assert listed.pin_only and not listed.by_owner
+    assert revisions(registry) == ("main", "main")
 
 
 def test_a_rank_that_has_only_what_the_name_does_not_mean_yet_is_not_resolved() -> None:
@@ -234,20 +260,31 @@ def test_what_a_name_means_ends_with_its_last_revision() -> None:
     assert registry.bundles() == []
 
 
-def test_a_rank_that_was_started_again_owns_its_name_a_minute_after_its_predecessor() -> None:
+def test_a_rank_that_was_started_again_updates_with_the_others() -> None:
+    """It has another secret, and the same name key."""
     registry = machine()
     zero, one = two_ranks(registry)
     registry.deregister(1, one.source_id, BOB)
-    again = rank(R1, "one")
-    assert registry.register(2, again, EVE).record is not None
-    with pytest.raises(BindingError, match="only its owner may update it"):
-        registry.register(2, rank(R1, "one", generation=2), EVE, replaces_revision=True)
-    registry.deregister(3, again.source_id, EVE)
-    for now in range(4, 68, 4):
-        registry.heartbeat(now, zero.source_id, ALICE, zero.state)
-    assert registry.register(67, again, EVE).record is not None
-    new = registry.register(67, rank(R1, "two", generation=2), EVE, replaces_revision=True).record
+    again, process = rank(R1, "one"), b"started again"[:16].ljust(16)
+    listed = registry.register(2, again, process).record
+    assert listed is not None and listed.by_owner
+    new = registry.register(2, rank(R1, "two", generation=2), process, replaces="main").record
     assert new is not None
     assert new.model.revision == "main.2"
-    assert update(registry, 67, zero, "two").model.revision == "main.2"
+    assert update(registry, 2, zero, "two").model.revision == "main.2"
     assert revisions(registry) == ("main.2", "main.2")
+
+
+def test_a_rank_away_for_long_is_still_its_owners() -> None:
+    registry = machine()
+    zero, one = two_ranks(registry)
+    registry.deregister(1, one.source_id, BOB)
+    for now in range(4, 204, 4):
+        registry.heartbeat(now, zero.source_id, ALICE, zero.state)
+    stranger = registry.register(204, rank(R1, "one"), EVE).record
+    assert stranger is not None and not stranger.by_owner
+    with pytest.raises(BindingError, match="another name key"):
+        registry.register(204, rank(R1, "two"), EVE, replaces="main")
+    new = registry.register(204, rank(R1, "two"), BOB, replaces="main").record
+    assert new is not None
+    assert new.model.revision == "main.2" and new.by_owner

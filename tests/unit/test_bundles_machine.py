@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mx.core.ownership import Receipt
 from mx.core.registry import ChangeKind, Registry
 from mx.core.revisions import update_number
 from mx.core.types import ModelKey, SourceRecord
 from mx.errors import MxError, UnknownModelError, UnknownSourceError
+from tests.support.owners import owned
 from tests.support.records import make_documents, make_record
 
 LEASE_S, GRACE_S = 5.0, 20.0
@@ -22,11 +25,13 @@ BUNDLE = f"tp=*/{SIZE}"
 
 @dataclass
 class Process:
-    """One rank's process: its secret, and what it serves, oldest first."""
+    """One rank's process: its secret, what it serves, oldest first, and its receipts. All ranks
+    share the name key."""
 
     secret: bytes
     serves: list[SourceRecord]
     updates: int = 0
+    receipts: dict[ModelKey, Receipt] = field(default_factory=dict)
 
 
 ranks = st.sampled_from(range(SIZE))
@@ -54,13 +59,33 @@ class Machine(RuleBasedStateMachine):
             self.started += 1
             record = make_record(make_documents(f"{i} {weights}"), variant=RANKS[i])
             process = Process(self.started.to_bytes(16, "big"), [])
-            try:
-                listed = self.registry.register(self.now, record, process.secret).record
-            except MxError:  # the rank that died is still bound to other weights
+            listed = self.register(process, record)
+            if listed is None:  # the rank that died is still bound to other weights
                 return
-            assert listed is not None
             process.serves.append(listed)
             self.processes[i] = process
+
+    def register(
+        self, process: Process, record: SourceRecord, replaces: str = "", **flags: Any
+    ) -> SourceRecord | None:
+        """Register, and keep the receipt. Returns None if it is refused."""
+        before = replace(record.model, revision=replaces or record.model.revision)
+        try:
+            answer = self.registry.register(
+                self.now,
+                owned(record, b"owner"),
+                process.secret,
+                replaces=replaces,
+                receipt=process.receipts.get(before),
+                **flags,
+            )
+        except MxError:
+            return None
+        assert answer.record is not None
+        if answer.receipt is not None:
+            issued = replace(answer.receipt, issued_s=self.now + 1)
+            process.receipts[answer.record.model] = issued
+        return answer.record
 
     @rule(i=ranks, changes=st.booleans(), keeps=st.booleans())
     def update(self, i: int, changes: bool, keeps: bool) -> None:
@@ -73,13 +98,9 @@ class Machine(RuleBasedStateMachine):
         ref = make_record(make_documents(weights)).ref if weights else old.ref
         table = replace(old.table, layout_digest=ref.layout)
         new = replace(make_record(make_documents("")), model=old.model, ref=ref, table=table)
-        try:
-            listed = self.registry.register(
-                self.now, new, process.secret, replaces_revision=True
-            ).record
-        except MxError:  # it is no owner: the rank before it in this place was
+        listed = self.register(process, new, old.model.revision)
+        if listed is None:  # the rank before it in this place went further
             return
-        assert listed is not None
         number, was = update_number(listed.model.revision), update_number(old.model.revision)
         assert number > was, "each update has a number of its own"
         process.serves.append(listed)
@@ -123,7 +144,8 @@ class Machine(RuleBasedStateMachine):
             process = self.processes[i]
             for record in list(process.serves) if process else ():
                 assert process is not None
-                self.registry.register(self.now, record, process.secret, keeps_pin=True)
+                again = self.register(process, record, keeps_pin=True)
+                assert again is not None and not again.pin_only
                 self.follow()
 
     # -- what readers and watchers see ------------------------------------------------------------

@@ -230,8 +230,8 @@ def test_ranges_are_sorted_and_disjoint_or_refused(ranges: list[tuple[int, int]]
 
 
 def test_records_do_not_carry_secrets() -> None:
-    message = codec.source_to_wire(RECORD, binding_secret=b"s" * 32)
-    assert codec.source_to_wire(codec.source_from_wire(message)).binding_secret == b""
+    message = codec.source_to_wire(RECORD, source_secret=b"s" * 32)
+    assert codec.source_to_wire(codec.source_from_wire(message)).source_secret == b""
     for nbytes in (0, 15, 65):
         with pytest.raises(PeerProtocolError):
             codec.secret_from_wire(b"s" * nbytes)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.core.variant import ProcessingKey
-from mx.engines.replica.choice import Choice, choose, name_and_revision, with_checkpoint
+from mx.engines.replica import choice
+from mx.engines.replica.choice import Choice, name_and_revision, with_checkpoint
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.options import LoaderOptions
 from mx.errors import ConfigError
@@ -28,6 +33,39 @@ def listed(
 
 def replicas(checkpoint: str = "", **how: object) -> BundleStatus:
     return listed(str(with_checkpoint(KEY, checkpoint).bundle), **how)  # type: ignore[arg-type]
+
+
+def owned_of(bundles: Sequence[BundleStatus]) -> dict[tuple[str, str], str]:
+    """What the name's owner serves, if all of it is the owner's."""
+    return {(each.revision, variant): IDENTITY for each in bundles for variant in each.variants}
+
+
+def choose(
+    keys: dict[str, ProcessingKey],
+    bundles: Sequence[BundleStatus],
+    identities: dict[str, str],
+    **how: Any,
+) -> Choice:
+    """Choose, where everything is the owner's."""
+    found = choice.choose(keys, bundles, identities, owned_of(bundles), **how)
+    if found.state in keys:
+        assert set(found.identities.values()) == {IDENTITY}
+    return replace(found, identities={})
+
+
+def test_what_the_names_owner_does_not_vouch_for_is_not_taken() -> None:
+    bundles = [listed("checkpoint"), replicas(IDENTITY[:16])]
+    owned = owned_of(bundles)
+    for missing in bundles[1].variants:  # one rank of it suffices
+        some = {key: identity for key, identity in owned.items() if key[1] != missing}
+        found = choice.choose({"loaded": KEY}, bundles, {"main": IDENTITY}, some)
+        assert (found.state, found.refused) == ("checkpoint", True)
+        assert "does not hold the name key of m's owner" in found.why
+    found = choice.choose({"loaded": KEY}, bundles, {"main": IDENTITY}, owned)
+    assert found.identities == dict.fromkeys(bundles[1].variants, IDENTITY)
+    # Where there is no checkpoint either, the engine's own loader takes over.
+    found = choice.choose({"loaded": KEY}, bundles[1:], {}, {})
+    assert (found.state, found.refused) == ("", True)
 
 
 def test_replicas_come_before_the_checkpoint() -> None:

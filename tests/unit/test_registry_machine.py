@@ -23,6 +23,7 @@ from mx.errors import (
     StaleGenerationError,
     UnknownSourceError,
 )
+from tests.support.owners import commitment_of, owned, plain
 from tests.support.records import make_documents, make_record
 
 LEASE_S = 5.0
@@ -50,7 +51,6 @@ def machine() -> Registry:
 
 @dataclass
 class Bundle:
-    owner: bytes
     base: str
     lapses_at: float | None = None
 
@@ -61,7 +61,7 @@ class Bound:
 
     key: ModelKey
     identity: bytes
-    owner: bytes
+    owner: bytes  # of its first source that has one; it counts while it contests the key
     contests: bool
     files: bytes
     fixed: bool = False
@@ -94,6 +94,7 @@ class Model:
         self.now = 0.0
         self.sources: dict[str, Source] = {}
         self.bundles: dict[tuple[str, str], Bundle] = {}
+        self.owners: dict[str, bytes] = {}  # of bound names
         self.all: list[Bound] = []
         self.buried: dict[str, tuple[bytes, int, float]] = {}
         self.numbers = 0
@@ -118,21 +119,25 @@ class Model:
         self.all = [b for b in self.all if b.contests or b not in gone]
         if base and (name, base) in self.bundles and not self.used(name, base):
             self.bundles[name, base].lapses_at = self.now + GRACE_S
+        if not any(key[0] == name for key in self.bundles):
+            del self.owners[name]
         for contester in [b for b in self.all if b.contests and b.key.name == name]:
-            if not self.bound(contester.key) and not self.taken(contester.key, contester.owner):
+            free = not self.bound(contester.key) and not self.taken(contester.key, contester.owner)
+            if free and contester.owner:
                 contester.contests = False
                 self.open(contester.key, contester.owner)
 
     def taken(self, key: ModelKey, owner: bytes) -> bool:
-        """True if another one's "main" or update of it stands against a new one of this owner."""
-        if (key.name, key.revision) in self.bundles:
+        """True if a source of this owner may not be the first to bind a key."""
+        if key.name not in self.owners:
             return False
-        family = [b for (name, _), b in self.bundles.items() if name == key.name]
-        return any(b.owner and b.owner != owner for b in family)
+        variants = [b for b in self.all if not b.contests and b.key.name == key.name]
+        update = any(b.key.variant == key.variant for b in variants)
+        return self.owners[key.name] != owner or update
 
     def open(self, key: ModelKey, owner: bytes, base: str = "") -> None:
-        bundle = self.bundles.setdefault((key.name, key.revision), Bundle(owner, base))
-        bundle.owner = bundle.owner or owner
+        self.owners.setdefault(key.name, owner)
+        bundle = self.bundles.setdefault((key.name, key.revision), Bundle(base))
         bundle.lapses_at = None
         if bundle.base and (key.name, bundle.base) in self.bundles:
             self.bundles[key.name, bundle.base].lapses_at = None
@@ -144,7 +149,8 @@ class Model:
             del self.buried[next(iter(self.buried))]
         self.buried[source_id] = (source.owner, source.record.generation, until)
         b, group = self.place_of(source_id)
-        self.leave(b, group, source_id, by=source.owner if willingly else b"")
+        relay = source.record.role is SourceRole.RELAY
+        self.leave(b, group, source_id, by=source.owner if willingly and not relay else b"")
 
     def place_of(self, source_id: str) -> tuple[Bound, Group]:
         ((found, group),) = [
@@ -164,7 +170,7 @@ class Model:
         superseded = any(
             name == key.name and revision != key.revision for name, revision in self.bundles
         )
-        if by and b.owner == by and not superseded:
+        if by and self.owners[key.name] == by and not superseded:
             self.unbind(key.name, key.revision)
         else:
             self.bundles[key.name, key.revision].lapses_at = self.now + GRACE_S
@@ -216,18 +222,25 @@ class Model:
         it should adopt, or the error that refuses it."""
         key, ref = record.model, record.ref
         owner = b"" if record.role is SourceRole.RELAY else secret
+        theirs = self.owners.get(key.name)
         bound, refused = self.bound(key), False
-        if bound is None:
-            refused = self.taken(key, owner)
-        elif bound.identity != ref.identity:
-            if flags.replaces and owner and bound.owner == owner:
-                key = replace(key, revision=self.update_of(key, ref.identity))
+        if flags.replaces:
+            replaced = replace(key, revision=flags.replaces)
+            revision = self.update_of(replaced, ref.identity)
+            refused = not owner or theirs not in (None, owner) or not revision
+            if not refused:
+                key = replace(key, revision=revision)
                 bound = self.bound(key)
-            else:
-                refused = True
+        elif bound is None:
+            refused = flags.keeps_pin or self.taken(key, owner)
+        elif bound.identity != ref.identity:
+            refused = True
         if refused:
+            if flags.replaces:
+                return BindingError
             bound = self.contests(key, ref.identity)
-            if bound is None and not flags.keeps_pin:
+            strange = owner and theirs not in (None, owner)
+            if bound is None and not flags.keeps_pin and not strange:
                 return BindingError
         if not flags.keeps_layout:
             for group in self.alike(key, ref.identity):
@@ -240,36 +253,45 @@ class Model:
             return CapacityError
         return key.revision, refused
 
-    def update_of(self, key: ModelKey, identity: bytes) -> str:
+    def update_of(self, replaced: ModelKey, identity: bytes) -> str:
+        """The revision of an update; "" if another one has come after what it replaces."""
+
+        def number_of(revision: str) -> int:
+            return int(revision.partition(".")[2] or "1")
+
         numbers = {
-            int(b.key.revision.partition(".")[2] or "1"): b
+            number_of(b.key.revision): b
             for b in self.all
-            if (b.key.name, b.key.variant) == (key.name, key.variant) and not b.contests
+            if (b.key.name, b.key.variant) == (replaced.name, replaced.variant) and not b.contests
         }
-        newest = max(numbers)
-        if numbers[newest].identity == identity:
-            return numbers[newest].key.revision
-        return f"main.{newest + 1}"
+        at = number_of(replaced.revision)
+        if numbers and numbers[max(numbers)].identity == identity:
+            return numbers[max(numbers)].key.revision
+        if any(b.used for number, b in numbers.items() if number > at):
+            return ""
+        return f"main.{max([at, *numbers]) + 1}"
 
     def register(
-        self, record: SourceRecord, secret: bytes, revision: str, contests: bool
+        self, record: SourceRecord, secret: bytes, flags: Flags, revision: str, contests: bool
     ) -> SourceRecord:
-        asked, ref, source_id = record.model.revision, record.ref, record.source_id
+        ref, source_id = record.ref, record.source_id
         owner = b"" if record.role is SourceRole.RELAY else secret
         key = replace(record.model, revision=revision)
         record = replace(record, model=key, pin_only=contests)
         was = self.place_of(source_id) if source_id in self.sources else None
         b = self.contests(key, ref.identity)
         if not contests:
-            self.open(key, owner, "main" if asked != revision else "")
+            self.open(key, owner, "main" if flags.replaces and revision != "main" else "")
             if b is not None and self.bound(key) is None:
-                b.contests, b.owner = False, owner
+                b.contests = False
             b = self.bound(key)
         if b is None:
             b = Bound(key, ref.identity, owner, contests, ref.packaging)
             self.all.append(b)
         b.owner = b.owner or owner
-        if owner and ref.packaging and not b.fixed:
+        theirs = b"" if b.contests else self.owners[key.name]
+        may_bind = record.role is SourceRole.ORIGIN and theirs in (b"", owner)
+        if may_bind and ref.packaging and not b.fixed:
             b.files, b.fixed = ref.packaging, True
         group = next((g for g in b.groups if g.layout == ref.layout), None)
         if group is None:
@@ -296,7 +318,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Flags:
-    replaces: bool
+    replaces: str
     keeps_pin: bool
     keeps_layout: bool
     disputes: tuple[bytes, ...]
@@ -304,8 +326,8 @@ class Flags:
 
 flags = st.builds(
     Flags,
-    st.booleans(),
-    st.sampled_from([False, True, True]),
+    st.sampled_from(["", "", "", "main", "main", "main.2", "main.3"]),
+    st.sampled_from([False, False, True]),
     st.sampled_from([False, False, True]),
     st.sampled_from([(), (), (LAYOUTS["one"],), (LAYOUTS["two"],), tuple(LAYOUTS.values())]),
 )
@@ -368,21 +390,22 @@ class Machine(RuleBasedStateMachine):
         if expected is None:
             expected = self.model.place(record, secret, flags)
             if isinstance(expected, tuple):
-                expected = self.model.register(record, secret, *expected)
+                expected = self.model.register(record, secret, flags, *expected)
 
         def register() -> Registration:
             return self.machine.register(
                 self.model.now,
-                record,
+                owned(record, secret),
                 secret,
-                replaces_revision=flags.replaces,
+                replaces=flags.replaces,
                 keeps_pin=flags.keeps_pin,
                 keeps_layout=flags.keeps_layout,
                 disputes=flags.disputes,
             )
 
         if isinstance(expected, SourceRecord):
-            assert register() == Registration(expected)
+            listed = register().record
+            assert listed is not None and plain(listed) == expected
         elif isinstance(expected, bytes):
             answer = register()
             assert answer.record is None and answer.adopt is not None
@@ -451,7 +474,11 @@ class Machine(RuleBasedStateMachine):
         self.model.pass_time()
         self.machine.tick(self.model.now)
         listed = {s.record.source_id: s.record for s in self.machine.sources()}
-        assert listed == self.model.records()
+        assert {i: plain(record) for i, record in listed.items()} == self.model.records()
+        for record in listed.values():
+            owner = self.model.owners.get(record.model.name)
+            own = owner and record.commitment == commitment_of(owner) and not record.pin_only
+            assert record.by_owner is bool(own)
         for change in self.machine.take_changes():
             source_id = change.record.source_id
             if change.kind is ChangeKind.UP:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import mx
+from mx import namekey
 from mx.core.reference import parse_reference
+from mx.core.types import SourceRecord
 from mx.core.variant import ProcessingKey, differences, nearest
 from mx.errors import ConfigError, UnknownModelError
-from mx.wire.listing import BundleStatus
+from mx.wire.listing import BundleStatus, SourceStatus
 
 CHECKPOINT = "checkpoint"
 #: How many digits of a checkpoint's identity the key of a state has.
@@ -23,7 +25,8 @@ class Choice:
 
     `state` is "checkpoint", a state of the engine's, or "" for none of them. `checkpoint` begins
     the identity of the checkpoint that the weights are made of, if it is known. `why` says why
-    something better was not taken; with `refused` because it is another's.
+    something better was not taken; with `refused` because it is another's. `identities` has, for a
+    state of the engine's, the identity of each rank's variant, in hexadecimal.
     """
 
     state: str = ""
@@ -31,6 +34,7 @@ class Choice:
     checkpoint: str = ""
     why: str = ""
     refused: bool = False
+    identities: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> str:
         """Return it as text, for the other ranks."""
@@ -60,16 +64,22 @@ def look(
     *,
     revision: str = "",
     checkpoint: str = "",
+    pin: str = "",
     coordinator: str | None = None,
     settings: mx.config.Settings | None = None,
 ) -> Choice:
     """Ask the coordinator what there is, and choose.
+
+    No checkpoint says what an engine has made of it: a state is believed only from the name's
+    owner, who is known by the name key. Without a pin the coordinator says whose a source is. Under
+    a pin it is not believed: then this process has to hold the key itself, which proves it.
 
     Args:
         name: The model's name.
         keys: The states that this rank can take, best first, each with its key.
         revision: The only revision to take; "" for the newest.
         checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
+        pin: The checkpoint's pin; "" for none.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them.
 
@@ -81,38 +91,88 @@ def look(
     except UnknownModelError:
         bundles = []
     listed = mx.list_models(coordinator=coordinator, settings=settings)
+    sources = mx.list_sources(name, coordinator=coordinator, settings=settings)
+    if pin:
+        pin = pin.lower()
+        key = namekey.load(settings or mx.config.load())
+        owned = states_of(sources, key.vouched)
+        whole = [
+            each.ref.identity.hex()
+            for each in listed
+            if each.model.name == name
+            and (each.ref.identity.hex().startswith(pin) or each.ref.pin.hex().startswith(pin))
+        ]
+        found = choose(
+            keys,
+            bundles if whole else (),
+            dict.fromkeys((each.revision for each in bundles), whole[0] if whole else ""),
+            owned,
+            revision=revision,
+            checkpoint=whole[0] if whole else "",
+            any_revision=True,
+        )
+        if found.state in keys:
+            return found
+        why = found.why if found.refused else ""
+        digits = (whole[0] if whole else pin)[:CHECKPOINT_DIGITS]
+        return Choice(CHECKPOINT, revision, digits, why, bool(why))
+    owned = states_of(sources, lambda record: record.by_owner)
     identities = {
         each.model.revision: each.ref.identity.hex()
         for each in listed
         if each.model.name == name and each.model.variant == CHECKPOINT and not each.pin_only
     }
-    return choose(keys, bundles, identities, revision=revision, checkpoint=checkpoint)
+    return choose(keys, bundles, identities, owned, revision=revision, checkpoint=checkpoint)
+
+
+def states_of(
+    sources: Iterable[SourceStatus], is_owners: Callable[[SourceRecord], bool]
+) -> dict[tuple[str, str], str]:
+    """Return what the owner of a name serves: by revision and variant, the identity in hexadecimal.
+
+    Args:
+        sources: Of the name.
+        is_owners: Returns True if the owner vouches for a source's weights.
+    """
+    return {
+        (record.model.revision, record.model.variant): record.ref.identity.hex()
+        for record in (each.record for each in sources)
+        if is_owners(record)
+    }
 
 
 def choose(
     keys: Mapping[str, ProcessingKey],
     bundles: Sequence[BundleStatus],
     identities: Mapping[str, str],
+    owned: Mapping[tuple[str, str], str],
     *,
     revision: str = "",
     checkpoint: str = "",
+    any_revision: bool = False,
 ) -> Choice:
     """Choose among what is listed.
 
-    A state is taken if its key agrees in every field, every rank of it is served, and it is made of
-    the checkpoint that is listed now, if one is.
+    A state is taken if its key agrees in every field, every rank of it is served and is the name's
+    owner's, and it is made of the checkpoint that is listed now, if one is.
 
     Args:
         keys: The states that this rank can take, best first, each with its key.
         bundles: What is listed under the name.
         identities: By revision, the identity of each checkpoint that is listed.
+        owned: By revision and variant, the identity of what the name's owner serves.
         revision: The only revision to take; "" for the newest.
         checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
+        any_revision: Whether to take any revision, where `revision` names none.
 
     Returns:
         The choice; with the state "" if there is nothing to take.
     """
-    current = [each for each in bundles if (each.revision == revision if revision else each.named)]
+    current = [
+        each
+        for each in bundles
+        if (each.revision == revision if revision else any_revision or each.named)
+    ]
     source = next(
         (
             each
@@ -146,6 +206,13 @@ def choose(
             if not each.complete
         ]
         made_of = [(each, of) for each, of in made_of if each.complete]
+        refused += [
+            f"{each} is not taken: its source does not hold the name key of {each.name}'s owner"
+            + (", as far as this process can tell by its own" if any_revision else "")
+            for each, _ in made_of
+            if not _is_owned(each, owned)
+        ]
+        made_of = [(each, of) for each, of in made_of if _is_owned(each, owned)]
         if len({of for _, of in made_of}) > 1:
             refused.append(
                 f"there are replicas of {len(made_of)} checkpoints, and `checkpoint` names none "
@@ -153,12 +220,17 @@ def choose(
             )
         elif made_of:
             found, of = made_of[0]
-            return Choice(state, found.revision, of)
+            ranks = {each: owned[found.revision, each] for each in found.variants}
+            return Choice(state, found.revision, of, identities=ranks)
     refused += _other_keys(keys, current)
     if source is not None:
         return Choice(CHECKPOINT, source.revision, digits, _text(refused), bool(refused))
     none = "nothing that this engine can take is listed" if bundles else "no source is listed"
     return Choice(why=_text(refused) or none, refused=bool(refused))
+
+
+def _is_owned(bundle: BundleStatus, owned: Mapping[tuple[str, str], str]) -> bool:
+    return all((bundle.revision, variant) in owned for variant in bundle.variants)
 
 
 def _other_keys(

@@ -84,8 +84,9 @@ class Run:
     def _choose(self) -> Choice:
         if not self.ranks.first:
             return Choice()
-        if self.pin:  # it proves the checkpoint's weights, and no others
-            return Choice(CHECKPOINT, self.revision, self.pin[: choices.CHECKPOINT_DIGITS])
+        pinned = Choice(CHECKPOINT, self.revision, self.pin[: choices.CHECKPOINT_DIGITS])
+        if self.pin and not self.keys:
+            return pinned
         until_s = time.monotonic() + self.options.settings.wait_s
         while True:
             try:
@@ -94,10 +95,11 @@ class Run:
                     self.keys,
                     revision=self.revision,
                     checkpoint=self.options.checkpoint,
+                    pin=self.pin,
                     settings=self.options.settings,
                 )
             except MxError as error:
-                found = Choice(why=str(error))
+                found = pinned if self.pin else Choice(why=str(error))
             if found.state or time.monotonic() >= until_s:
                 return found
             time.sleep(_ASK_AGAIN_S)
@@ -114,6 +116,7 @@ class Run:
             model += f"@{self.pin}" if self.pin else ""
         else:
             variant = str(choices.with_checkpoint(self.keys[chosen.state], chosen.checkpoint))
+            model += f"@{chosen.identities[variant]}"
         self._pull = mx.pull(
             model,
             revision=chosen.revision,

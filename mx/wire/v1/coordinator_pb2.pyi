@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin", "disputes", "keeps_layout", "pin_only", "requests_port")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "source_secret", "keeps_pin", "disputes", "keeps_layout", "pin_only", "requests_port", "commitment", "statement", "by_owner", "proof", "nonce", "replaces", "receipt")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -37,13 +37,19 @@ class Source(_message.Message):
     TABLE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
-    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
-    REPLACES_REVISION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SECRET_FIELD_NUMBER: _ClassVar[int]
     KEEPS_PIN_FIELD_NUMBER: _ClassVar[int]
     DISPUTES_FIELD_NUMBER: _ClassVar[int]
     KEEPS_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
+    COMMITMENT_FIELD_NUMBER: _ClassVar[int]
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
+    BY_OWNER_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -54,14 +60,20 @@ class Source(_message.Message):
     table: _common_pb2.AddressTable
     transports: _containers.RepeatedScalarFieldContainer[str]
     source_id: str
-    binding_secret: bytes
-    replaces_revision: bool
+    source_secret: bytes
     keeps_pin: bool
     disputes: _containers.RepeatedScalarFieldContainer[bytes]
     keeps_layout: bool
     pin_only: bool
     requests_port: int
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ...) -> None: ...
+    commitment: bytes
+    statement: bytes
+    by_owner: bool
+    proof: bytes
+    nonce: bytes
+    replaces: str
+    receipt: bytes
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., commitment: _Optional[bytes] = ..., statement: _Optional[bytes] = ..., by_owner: bool = ..., proof: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., replaces: _Optional[str] = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "rows")
@@ -74,20 +86,22 @@ class RegisterRequest(_message.Message):
     def __init__(self, source: _Optional[_Union[Source, _Mapping]] = ..., page: _Optional[_Union[_common_pb2.Page, _Mapping]] = ..., rows: _Optional[_Union[_common_pb2.TableRows, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "adopt", "pin_only")
+    __slots__ = ("source_id", "lease_s", "coordinator_epoch", "model", "adopt", "pin_only", "receipt")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     lease_s: float
     coordinator_epoch: str
     model: _common_pb2.ModelKey
     adopt: _common_pb2.ManifestRef
     pin_only: bool
-    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., adopt: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., pin_only: bool = ...) -> None: ...
+    receipt: bytes
+    def __init__(self, source_id: _Optional[str] = ..., lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., adopt: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., pin_only: bool = ..., receipt: _Optional[bytes] = ...) -> None: ...
 
 class MissingRequest(_message.Message):
     __slots__ = ("digests",)
@@ -96,26 +110,28 @@ class MissingRequest(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class MissingResponse(_message.Message):
-    __slots__ = ("digests",)
+    __slots__ = ("digests", "nonce")
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, digests: _Optional[_Iterable[bytes]] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("source_id", "readers", "gb_per_s", "state", "binding_secret", "requests_port")
+    __slots__ = ("source_id", "readers", "gb_per_s", "state", "source_secret", "requests_port")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     READERS_FIELD_NUMBER: _ClassVar[int]
     GB_PER_S_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SECRET_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     readers: int
     gb_per_s: float
     state: SourceState
-    binding_secret: bytes
+    source_secret: bytes
     requests_port: int
-    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., binding_secret: _Optional[bytes] = ..., requests_port: _Optional[int] = ...) -> None: ...
+    def __init__(self, source_id: _Optional[str] = ..., readers: _Optional[int] = ..., gb_per_s: _Optional[float] = ..., state: _Optional[_Union[SourceState, str]] = ..., source_secret: _Optional[bytes] = ..., requests_port: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("lease_s", "coordinator_epoch", "pin_only")
@@ -128,30 +144,30 @@ class HeartbeatResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ..., coordinator_epoch: _Optional[str] = ..., pin_only: bool = ...) -> None: ...
 
 class AdvertiseRequest(_message.Message):
-    __slots__ = ("source_id", "generation", "held", "binding_secret")
+    __slots__ = ("source_id", "generation", "held", "source_secret")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
-    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SECRET_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     generation: int
     held: _containers.RepeatedCompositeFieldContainer[_common_pb2.Range]
-    binding_secret: bytes
-    def __init__(self, source_id: _Optional[str] = ..., generation: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ..., binding_secret: _Optional[bytes] = ...) -> None: ...
+    source_secret: bytes
+    def __init__(self, source_id: _Optional[str] = ..., generation: _Optional[int] = ..., held: _Optional[_Iterable[_Union[_common_pb2.Range, _Mapping]]] = ..., source_secret: _Optional[bytes] = ...) -> None: ...
 
 class AdvertiseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DeregisterRequest(_message.Message):
-    __slots__ = ("source_id", "binding_secret", "keeps_name")
+    __slots__ = ("source_id", "source_secret", "keeps_name")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
-    BINDING_SECRET_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SECRET_FIELD_NUMBER: _ClassVar[int]
     KEEPS_NAME_FIELD_NUMBER: _ClassVar[int]
     source_id: str
-    binding_secret: bytes
+    source_secret: bytes
     keeps_name: bool
-    def __init__(self, source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., keeps_name: bool = ...) -> None: ...
+    def __init__(self, source_id: _Optional[str] = ..., source_secret: _Optional[bytes] = ..., keeps_name: bool = ...) -> None: ...
 
 class DeregisterResponse(_message.Message):
     __slots__ = ()

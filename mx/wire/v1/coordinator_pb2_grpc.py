@@ -119,7 +119,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Missing(self, request, context):
-        """Returns the documents that the coordinator does not hold and needs at registration.
+        """Returns the documents that the coordinator does not hold and needs at registration, and a nonce
+        for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

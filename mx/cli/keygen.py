@@ -1,0 +1,58 @@
+"""`mx keygen`: make a name key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mx import keyfile
+from mx.cli import options, outcome
+from mx.errors import ConfigError
+
+
+def keygen(
+    context: typer.Context,
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="Where to keep it. (default: the file that `name_key` names)", metavar="FILE"
+        ),
+    ] = "",
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+    log_level: options.LogLevel = None,
+    log_format: options.LogFormat = None,
+    debug: options.Debug = False,
+) -> None:
+    """Make a name key: who has it owns the names that are bound with it, and may update them.
+
+    A process that binds a name makes one by itself where there is none, in
+    ~/.local/state/mx/name.key. Make one here to give several hosts or users the same: copy the
+    file, with mode 0600, and name it with `--name-key` or `MX_PEER_NAME_KEY`. It belongs into no
+    image and no repository. An existing file is never replaced.
+
+    **Examples**
+
+    - `mx keygen`
+
+    - `mx keygen /etc/mx/team.key`
+    """
+    settings = options.settings_of(context)
+    path = Path(file or settings.name_key)
+    if not path.name:
+        raise ConfigError("there is no home folder to keep a key in", hint="name a FILE")
+    try:
+        keyfile.make(path)
+    except FileExistsError:
+        raise ConfigError(
+            f"there is a file {path} already", hint="who owned names with it would lose them"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be kept: {error.strerror}", hint="name a FILE in a folder of yours"
+        ) from error
+    if as_json:
+        outcome.emit({"name_key": str(path)})
+    outcome.say(f"made the name key {path}\n  keep it secret: who has it may update your names")

@@ -1,0 +1,135 @@
+"""What a coordinator believes of those who register: proofs of the name key, and its own receipts.
+
+A proof is good for one registration: it covers a nonce that `Missing` gave, the source's id and the
+digest of its secret. Nonces carry their time and a MAC, so that none is stored before it is used.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+
+from blake3 import blake3
+
+from mx.core.ownership import MAC_BYTES, Purpose, Receipt, proof, statement
+from mx.core.types import SourceRecord
+from mx.errors import CapacityError, ConfigError, NotAllowedError, UnknownSourceError
+from mx.namekey import is_signed
+from mx.wire.v1 import coordinator_pb2 as pb
+
+#: How long a nonce is good: longer than the upload of a large manifest takes.
+NONCE_S = 120.0
+_MAX_USED = 100_000
+_HEAD = struct.Struct(">d16s")
+
+
+class Nonces:
+    """The nonces of one life of a coordinator."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._used: OrderedDict[bytes, float] = OrderedDict()  # and until when it would be good
+
+    def issue(self, now: float) -> bytes:
+        """Return a nonce that is good from now on."""
+        head = _HEAD.pack(now, secrets.token_bytes(16))
+        return head + blake3(head, key=self._key).digest()
+
+    def use(self, now: float, nonce: bytes) -> None:
+        """Use up a nonce.
+
+        Raises:
+            UnknownSourceError: It is of another life of the coordinator, or too old.
+            NotAllowedError: It was used before.
+            CapacityError: Too many were used lately.
+        """
+        while self._used and next(iter(self._used.values())) <= now:
+            self._used.popitem(last=False)
+        head, mac = nonce[: _HEAD.size], nonce[_HEAD.size :]
+        if not hmac.compare_digest(blake3(head, key=self._key).digest(), mac):
+            raise UnknownSourceError("the coordinator restarted while the source registered")
+        issued_s, _ = _HEAD.unpack(head)
+        if nonce in self._used:
+            raise NotAllowedError("this registration was sent before")
+        if not issued_s <= now < issued_s + NONCE_S:
+            raise UnknownSourceError(f"the registration took more than {NONCE_S:g} s")
+        if len(self._used) >= _MAX_USED:
+            raise CapacityError(f"more than {_MAX_USED} registrations within {NONCE_S:g} s")
+        # By the time of use, so that the first is the first that ends.
+        self._used[nonce] = now + NONCE_S
+
+
+class Proofs:
+    """Checks what a source says of itself when it registers, and makes receipts."""
+
+    def __init__(self, receipt_key: bytes | None, now: Callable[[], float]) -> None:
+        """
+        Args:
+            receipt_key: 32 bytes that this coordinator keeps over a restart; None: receipts end
+                with it.
+            now: Returns the time on a clock that never goes back.
+        """
+        self._receipt_key = receipt_key or secrets.token_bytes(32)
+        self._nonces = Nonces()
+        self._now = now
+
+    def nonce(self) -> bytes:
+        """Return a nonce for one registration."""
+        return self._nonces.issue(self._now())
+
+    def check(self, record: SourceRecord, source: pb.Source, secret: bytes) -> None:
+        """Check that a source holds the key of the commitment that it registers with, if any.
+
+        Raises:
+            NotAllowedError: It does not, or updates a name without one.
+            UnknownSourceError: As `Nonces.use`.
+        """
+        if not record.commitment:
+            if source.replaces:
+                raise NotAllowedError(
+                    f"{record.model.name} can be updated only with its name key",
+                    hint="give the source the owner's key file (`name_key`)",
+                )
+            return
+        key = record.model
+        purpose = Purpose.REGISTER
+        if source.replaces:
+            purpose, key = Purpose.UPDATE, replace(key, revision=source.replaces)
+        said = proof(
+            purpose, key, record.ref.identity, record.source_id, blake3(secret).digest(),
+            source.nonce,
+        )  # fmt: skip
+        vouched = statement(key, record.ref.identity)
+        if not (
+            is_signed(record.commitment, source.proof, said)
+            and is_signed(record.commitment, record.statement, vouched)
+        ):
+            raise NotAllowedError(
+                f"the source does not hold the key of its commitment for {key.name}"
+            )
+        self._nonces.use(self._now(), source.nonce)
+
+    def receipt(self, bound: Receipt | None) -> bytes:
+        """Return the receipt of a binding, b"" for none."""
+        if bound is None:
+            return b""
+        data = replace(bound, issued_s=time.time()).encode()
+        return self._mac(data) + data
+
+    def read(self, receipt: bytes) -> Receipt | None:
+        """Return what a receipt says; None if it is not this coordinator's."""
+        mac, data = receipt[:MAC_BYTES], receipt[MAC_BYTES:]
+        if not receipt or not hmac.compare_digest(mac, self._mac(data)):
+            return None
+        try:
+            return Receipt.decode(data)
+        except ConfigError:
+            return None
+
+    def _mac(self, data: bytes) -> bytes:
+        return blake3(data, key=self._receipt_key).digest()

@@ -1,0 +1,157 @@
+"""Whether a source may be listed under the key that it asks for, and as what. Pure.
+
+Registering never updates. A source whose weights the name does not stand for is refused, or listed
+for readers that give its pin: if it was listed before, or holds another key than the name's owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from mx.core.bindings import Admission, Bindings
+from mx.core.bound_name import BoundName, bound_to_others, not_the_owner
+from mx.core.groups import by_age
+from mx.core.ownership import Receipt
+from mx.core.types import ManifestRef, ModelKey
+from mx.errors import BindingError
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a source claims beside its weights. `commitment` is one that it has proved to hold the
+    key of, b"" if none. `replaces` is the revision that it updates, "" if none. `receipt` is the
+    coordinator's own, and `may_restore` True in the first grace. `keeps_pin`: it was listed before.
+    """
+
+    commitment: bytes = b""
+    replaces: str = ""
+    receipt: Receipt | None = None
+    may_restore: bool = False
+    keeps_pin: bool = False
+
+
+def admit(
+    bindings: Bindings,
+    key: ModelKey,
+    ref: ManifestRef,
+    claim: Claim,
+    *,
+    keeps_layout: bool = False,
+    disputes: Collection[bytes] = (),
+    address: str = "",
+) -> Admission:
+    """Return the key that `ref` may be bound to. Changes nothing.
+
+    Args:
+        bindings: What is bound.
+        key: What the source registers.
+        ref: The source's manifest.
+        claim: What it claims beside that.
+        keeps_layout: The source can't adopt another layout or chunk size.
+        disputes: Layouts that do not describe the weights, as the source has found.
+        address: Where the source registers from.
+
+    Returns:
+        The decision. An update has another revision in its key.
+
+    Raises:
+        BindingError: The key is bound to another identity or belongs to another owner, or
+            another source has updated it.
+        CapacityError: The coordinator, or this address, has reached its limit of models.
+    """
+    found = (
+        _update(bindings, key, ref, claim) if claim.replaces else _plain(bindings, key, ref, claim)
+    )
+    refusal: BindingError | None = None
+    if isinstance(found, BindingError):
+        refusal, found = found, Admission(key, bound=False)
+    key = found.key
+    binding = bindings.get(key)
+    if binding is not None and binding.identity != ref.identity:
+        binding = None
+    if refusal is not None:
+        if claim.replaces:
+            raise refusal
+        binding = bindings.contests_of(key, ref.identity)
+        if binding is None and not (claim.keeps_pin or _is_strange(bindings, key, claim)):
+            raise refusal
+    if not keeps_layout:
+        for oldest, group in by_age(bindings.alike(key, ref.identity)):
+            if group.ref.same_chunks(ref):
+                break
+            if group.ref.layout not in disputes:
+                return Admission(key, refusal is None, oldest.ref_of(group))
+    if binding is None or binding.group_of(ref) is None:
+        bindings.quota.check(address)
+    return found
+
+
+def _is_strange(bindings: Bindings, key: ModelKey, claim: Claim) -> bool:
+    """Return True if another key than the source's own owns the name: the source may have been
+    the honest one before the coordinator restarted, and so it is found by its pin."""
+    name = bindings.name(key.name)
+    other = name is not None and not name.owned_by(claim.commitment)
+    return bool(claim.commitment) and other
+
+
+def _plain(
+    bindings: Bindings, key: ModelKey, ref: ManifestRef, claim: Claim
+) -> Admission | BindingError:
+    """Decide about a source that is no update."""
+    name = bindings.name(key.name)
+    binding = None if name is None else name.get(key)
+    receipt = claim.receipt
+    fits = receipt is not None and (receipt.key, receipt.identity) == (key, ref.identity)
+    if receipt is not None and fits and (name is None or _restores(name, key, receipt, claim)):
+        return Admission(key, receipt=receipt, base=receipt.base)
+    if name is None:
+        if not claim.keeps_pin:
+            return Admission(key)
+        return BindingError(f"the coordinator has no receipt for {key}")
+    if binding is None:
+        refusal = name.refusal(key, claim.commitment)
+        if refusal is None and claim.keeps_pin:
+            refusal = BindingError(f"the coordinator has no receipt for {key}")
+        return refusal or Admission(key)
+    if binding.identity != ref.identity:
+        return bound_to_others(binding, ref, own=name.owned_by(claim.commitment))
+    return Admission(key)
+
+
+def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: Claim) -> bool:
+    """Return True if a receipt counts although its name is bound: it agrees with what is bound,
+    or that is newer than the receipt of what is bound, in the first grace."""
+    binding = name.get(key)
+    if name.owned_by(receipt.commitment):
+        if binding is None or binding.identity == receipt.identity:
+            return True
+        return claim.may_restore and receipt.issued_s > binding.issued_s
+    return claim.may_restore and receipt.issued_s > name.issued_s
+
+
+def _update(
+    bindings: Bindings, key: ModelKey, ref: ManifestRef, claim: Claim
+) -> Admission | BindingError:
+    """Decide about an update."""
+    key = ModelKey(key.name, claim.replaces, key.variant)
+    name, receipt = bindings.name(key.name), claim.receipt
+    refusal = not_the_owner(key.name, "update it")
+    if not claim.commitment:
+        return refusal
+    if receipt is not None and (receipt.key != key or receipt.commitment != claim.commitment):
+        receipt = None
+    if name is not None and not name.owned_by(claim.commitment):
+        if receipt is None or not _restores(name, key, receipt, claim):
+            return refusal
+        name = None
+    elif receipt is not None and name is not None:
+        receipt = receipt if _restores(name, key, receipt, claim) else None
+    name = name or BoundName(claim.commitment)
+    try:
+        following = name.update(key, ref, receipt)
+    except BindingError as error:
+        return error
+    root = (receipt.base if receipt else "") or name.root(key.revision)
+    base = root if following.revision != root else ""
+    return Admission(following, receipt=receipt, base=base)

@@ -1,0 +1,168 @@
+"""One bound name: its owner, its revisions, and which of them an update may follow. Pure.
+
+The owner is the commitment of whoever bound the name first (`mx.core.ownership`). Only the owner
+binds further revisions and variants. A name without a commitment has no owner: it is never updated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from mx.core.groups import Binding
+from mx.core.ownership import Receipt
+from mx.core.revisions import MAIN, is_main, update_number
+from mx.core.types import NAME_CHARS, ManifestRef, ModelKey
+from mx.errors import BindingError
+
+
+@dataclass(slots=True)
+class Revision:
+    """A bound revision. `base` is the one that it is an update of, "" for none."""
+
+    base: str = ""
+    variants: dict[str, Binding] = field(default_factory=dict)
+    lapses_at_s: float = math.inf
+    bundles: set[str] = field(default_factory=set)  # of which a rank is bound here
+    completed: set[str] = field(default_factory=set)  # those that have been complete
+
+
+@dataclass(slots=True)
+class BoundName:
+    """A name, and what it stands for. `issued_s` is when the receipt was issued that says whose it
+    is, 0.0 without one."""
+
+    owner: bytes
+    issued_s: float = 0.0
+    revisions: dict[str, Revision] = field(default_factory=dict)
+    #: By root and variant, the highest number that an update had in an earlier life.
+    _reached: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def get(self, key: ModelKey) -> Binding | None:
+        """Return the binding of a revision and a variant, or None."""
+        entry = self.revisions.get(key.revision)
+        return None if entry is None else entry.variants.get(key.variant)
+
+    def owned_by(self, commitment: bytes) -> bool:
+        """Return True if this commitment is the owner's."""
+        return bool(commitment) and commitment == self.owner
+
+    def root(self, revision: str) -> str:
+        """Return the revision that this one is an update of, or `revision` if it is no update."""
+        entry = self.revisions.get(revision)
+        if entry is not None and entry.base:
+            return entry.base
+        return MAIN if is_main(revision) else revision
+
+    def in_use(self, revision: str) -> bool:
+        """Return True if the revision has a source, or an update of it is bound."""
+        if any(binding.in_use for binding in self.revisions[revision].variants.values()):
+            return True
+        return any(entry.base == revision for entry in self.revisions.values())
+
+    def superseded(self, revision: str) -> bool:
+        """Return True if another revision of its family is bound: a peer that still reads this
+        one may yet register it."""
+        root = self.root(revision)
+        return any(other != revision and self.root(other) == root for other in self.revisions)
+
+    def remember(self, receipt: Receipt) -> None:
+        """Record which updates there were when a receipt was issued."""
+        at = receipt.base or self.root(receipt.key.revision), receipt.key.variant
+        self._reached[at] = max(self._reached.get(at, 0), receipt.newest)
+
+    def newest(self, key: ModelKey) -> int:
+        """Return the number of the newest update of a variant, 0 if there is none."""
+        root = self.root(key.revision)
+        return max(self._family(root, key.variant), default=0)
+
+    def _family(self, root: str, variant: str) -> dict[int, Binding]:
+        """Return the bindings of a variant in `root` and its updates, by number."""
+        return {
+            update_number(revision, root): entry.variants[variant]
+            for revision, entry in self.revisions.items()
+            if self.root(revision) == root and variant in entry.variants
+        }
+
+    def refusal(self, key: ModelKey, commitment: bytes) -> BindingError | None:
+        """Return why a source may not be the first to bind a key; None if it may."""
+        if commitment != self.owner:
+            return not_the_owner(key.name, "bind another revision or variant of it")
+        if is_main(key.revision) and self._family(MAIN, key.variant):
+            newest = self._family(MAIN, key.variant)[self.newest(replace(key, revision=MAIN))]
+            return BindingError(
+                f"{newest.key} is the newest revision, and {key.revision} would count as an update "
+                "of it",
+                hint=UPDATE_HINT,
+            )
+        return None
+
+    def update(self, key: ModelKey, ref: ManifestRef, receipt: Receipt | None) -> ModelKey:
+        """Return the key of an update.
+
+        The newest revision of the variant has to be the one that it replaces, or an update that no
+        source holds any more; or it has the same weights, and the source joins it. Other variants
+        may have the new revision already. A rank whose weights stay the same goes on to the next
+        revision with the other ranks.
+
+        Args:
+            key: Of the revision that it replaces.
+            ref: The new weights.
+            receipt: Of the revision that it replaces, if that is from an earlier life.
+
+        Raises:
+            BindingError: Another source has updated it to other weights.
+        """
+        root = (receipt.base if receipt else "") or self.root(key.revision)
+        family = self._family(root, key.variant)
+        replaced = update_number(key.revision, root)
+        last = family[max(family)] if family else None
+        if last is not None and last.identity == ref.identity:
+            if last.key.revision != key.revision or last.member.alone:
+                return last.key
+        elif any(binding.in_use for number, binding in family.items() if number > replaced):
+            assert last is not None
+            raise BindingError(
+                f"another holder of the name key has updated {key} to {last.key.revision} with "
+                f"other weights, {last.identity.hex()[:16]}",
+                hint=f"replace {last.key.revision} if these weights are to come after it, or let "
+                "one process alone update the name",
+            )
+        reached = max(replaced, *family, self._reached.get((root, key.variant), 0))
+        if receipt is not None:
+            reached = max(reached, receipt.newest)
+        return replace(key, revision=self._free(root, max(reached + 1, 2), key.variant))
+
+    def _free(self, root: str, number: int, variant: str) -> str:
+        """Return the first update from `number` on that does not have the variant."""
+        while (revision := f"{root}.{number}") in self.revisions and (
+            self.root(revision) != root or variant in self.revisions[revision].variants
+        ):
+            number += 1
+        if len(revision) > NAME_CHARS:
+            raise BindingError(
+                f"an update of {root[:40]}… would be a revision of {len(revision)} characters, "
+                f"more than {NAME_CHARS}",
+                hint="register these weights under a shorter `revision`",
+            )
+        return revision
+
+
+#: What to do about weights that a name does not stand for, for the owner of the name.
+UPDATE_HINT = "register them as an update (`update`), or under another name or `revision`"
+
+
+def not_the_owner(name: str, what: str) -> BindingError:
+    """Return the error for a source without the key of a name's owner."""
+    return BindingError(
+        f"{name} belongs to another name key: only its holders may {what}",
+        hint="give this process the owner's key file (`name_key`), or use another name",
+    )
+
+
+def bound_to_others(binding: Binding, ref: ManifestRef, *, own: bool) -> BindingError:
+    """Return the error for other weights than a key is bound to."""
+    return BindingError(
+        f"{binding.key} is bound to {binding.identity.hex()[:16]}, not {ref.identity.hex()[:16]}",
+        hint=UPDATE_HINT if own else "register other weights under another name or `revision`",
+    )

@@ -1,0 +1,109 @@
+"""What holders of a name key sign, and the receipts by which a coordinator knows a binding again.
+
+A name key has a key pair for each name (`mx.namekey`). The public half is the name's *commitment*.
+A source signs a *statement*, that the holders of the key vouch for these weights, which readers can
+check for themselves; and with each registration a *proof* that it holds the key, which is good for
+one registration at one coordinator. Pure: nothing here knows a secret.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mx.core.types import ModelKey
+from mx.errors import ConfigError
+
+COMMITMENT_BYTES = 32
+SIGNATURE_BYTES = 64
+MAC_BYTES = 32
+#: The longest receipt: names have 256 characters at most.
+MAX_RECEIPT_BYTES = 8192
+
+_DOMAIN = b"mx name key, version 1"
+
+
+class Purpose(enum.Enum):
+    """What a signature is for."""
+
+    STATEMENT = b"statement"
+    REGISTER = b"register"
+    UPDATE = b"update"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a coordinator bound: a later life of it believes this if the MAC is its own.
+
+    `base` is the revision that `key.revision` is an update of, "" for none. `newest` is the number
+    of the variant's newest update when the receipt was issued. `issued_s` orders receipts.
+    """
+
+    key: ModelKey
+    identity: bytes
+    commitment: bytes
+    base: str = ""
+    newest: int = 0
+    issued_s: float = 0.0
+
+    def encode(self) -> bytes:
+        """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""
+        key = self.key
+        fields = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
+        return json.dumps([*fields, self.base, self.newest, self.issued_s]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Receipt:
+        """Return the receipt that `encode` wrote. Its MAC must have been checked.
+
+        Raises:
+            ConfigError: It is written in another way.
+        """
+        try:
+            found: Any = json.loads(data)
+            name, revision, variant, identity, commitment, base, newest, issued_s = found
+            return cls(
+                ModelKey(str(name), str(revision), str(variant)),
+                bytes.fromhex(identity),
+                bytes.fromhex(commitment),
+                str(base),
+                int(newest),
+                float(issued_s),
+            )
+        except (ValueError, TypeError, RecursionError):
+            raise ConfigError("a receipt of another version") from None
+
+
+def statement(key: ModelKey, identity: bytes) -> bytes:
+    """Return what a holder of the name key signs to vouch for a variant's weights."""
+    return _text(Purpose.STATEMENT, key.name.encode(), key.variant.encode(), identity)
+
+
+def proof(
+    purpose: Purpose,
+    key: ModelKey,
+    identity: bytes,
+    source_id: str,
+    secret_digest: bytes,
+    nonce: bytes,
+) -> bytes:
+    """Return what a source signs to register as a holder of the name key.
+
+    Args:
+        purpose: REGISTER or UPDATE.
+        key: The name, the variant, and the revision: for an update the one that it replaces.
+        identity: Of the weights.
+        source_id: The source.
+        secret_digest: The digest of the source's own secret, which no other source knows.
+        nonce: The coordinator's.
+    """
+    texts = (key.name, key.revision, key.variant, source_id)
+    return _text(purpose, *(text.encode() for text in texts), identity, secret_digest, nonce)
+
+
+def _text(purpose: Purpose, *parts: bytes) -> bytes:
+    """Return one text from which the parts can be told apart: each with its length before it."""
+    parts = (_DOMAIN, purpose.value, *parts)
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)

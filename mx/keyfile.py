@@ -1,0 +1,149 @@
+"""Key files: 32 random bytes that only their owner may read. Made once, whichever process is first.
+
+A file is opened without following a link, and believed only if it is a regular file of this user
+that no other may read or write. It is made under another name and then linked to its own, so that
+no process reads a part of it, and of processes that make it at the same time all get the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from mx.errors import ConfigError
+
+KEY_BYTES = 32
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def read(path: Path) -> bytes:
+    """Return the key in a file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: It can't be opened.
+        ConfigError: It is no key file, or others may have read or written it.
+    """
+    try:
+        fd = os.open(path, _READ)  # neither a link nor the writer of a FIFO is waited for
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise ConfigError(
+            f"the key file {path} is a link, or no file",
+            hint="name a key file of your own, not a link to one",
+        ) from error
+    try:
+        status = os.fstat(fd)
+        mode = stat.S_IMODE(status.st_mode)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"the key file {path} is no file", hint="name a file")
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"the key file {path} belongs to user {status.st_uid}, and this process is of user "
+                f"{os.geteuid()}",
+                hint="copy it to a file of this user with mode 0600",
+            )
+        if mode & 0o077:
+            raise ConfigError(
+                f"other users may use the key file {path}: its mode is {mode:04o}",
+                hint=f"chmod 600 {path}, if no other user has read it; else make a new one",
+            )
+        data = os.read(fd, KEY_BYTES + 1)
+        if len(data) != KEY_BYTES or status.st_size != KEY_BYTES:
+            raise ConfigError(
+                f"the key file {path} has {status.st_size} bytes, and a key {KEY_BYTES}",
+                hint="make one with `mx keygen FILE`",
+            )
+        return data
+    finally:
+        os.close(fd)
+
+
+def make(path: Path) -> bytes:
+    """Make a key file, and its folder if that is missing; return the key.
+
+    Raises:
+        FileExistsError: There is a file of that name.
+        OSError: It can't be kept there.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = secrets.token_bytes(KEY_BYTES)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
+    fd = os.open(temporary, _MAKE, 0o600)
+    try:
+        try:
+            os.fchmod(fd, 0o600)  # whatever the umask
+            if os.write(fd, key) != KEY_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.link(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    return key
+
+
+def read_or_make(path: Path) -> bytes:
+    """Return the key in a file, which is made if there is none.
+
+    Raises:
+        ConfigError: As `read`.
+        OSError: It can't be kept there.
+    """
+    try:
+        return read(path)
+    except FileNotFoundError:
+        pass
+    try:
+        return make(path)
+    except FileExistsError:  # another process was faster
+        return read(path)
+
+
+def kept(path: Path, *, named: str = "") -> tuple[bytes, str]:
+    """Return the key in a file, which is made if there is none and it can be kept there.
+
+    Args:
+        path: The file.
+        named: Where the user has named it; "" if it is the default one. A file that the user has
+            named has to be right.
+
+    Returns:
+        The key, and "". If the default file can't be kept: a random key, and why.
+
+    Raises:
+        ConfigError: There is a file, and it is not a key file of this user alone; or the one that
+            the user has named can't be made.
+    """
+    try:
+        if not named:
+            _require_own_folder(path)
+        return read_or_make(path), ""
+    except OSError as error:
+        why = f"{path} can't be kept: {error.strerror or error}"
+        if named:
+            raise ConfigError(f"{named}: the key file {why}", hint="name another file") from error
+        return secrets.token_bytes(KEY_BYTES), why
+    except ConfigError as error:
+        if named:
+            error.message = f"{named}: {error.message}"
+        raise
+
+
+def _require_own_folder(path: Path) -> None:
+    """Raise PermissionError if the file would be below another user's folder, as with another
+    user's HOME."""
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        raise PermissionError(errno.EPERM, f"{folder} belongs to user {owner}")

@@ -1,0 +1,119 @@
+"""The name key: who has it owns the names that are bound with it.
+
+A key pair (Ed25519) for each name follows from the key, so that commitments of different names
+can't be told to be of one owner. The key itself never leaves the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from mx import keyfile
+from mx.config import Settings
+from mx.core.ownership import statement
+from mx.core.types import SourceRecord
+from mx.log import event
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+log = logging.getLogger(__name__)
+
+_CONTEXT = "mx 2026 name key version 1: the seed of a name's key pair"
+
+
+class NameKey:
+    """The key of one owner. Thread-safe."""
+
+    def __init__(self, material: bytes) -> None:
+        """
+        Args:
+            material: The secret, `mx.keyfile.KEY_BYTES` bytes.
+        """
+        self._material = material
+        self._pairs: dict[str, Ed25519PrivateKey] = {}
+
+    def __repr__(self) -> str:
+        """Return a text without the secret."""
+        return "<NameKey>"
+
+    def _pair(self, name: str) -> Ed25519PrivateKey:
+        pair = self._pairs.get(name)
+        if pair is None:
+            # Imported here: most pulls need no key.
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+            seed = blake3(self._material + name.encode(), derive_key_context=_CONTEXT).digest()
+            pair = self._pairs[name] = Ed25519PrivateKey.from_private_bytes(seed)
+        return pair
+
+    def commitment(self, name: str) -> bytes:
+        """Return the public half of a name's key pair."""
+        return self._pair(name).public_key().public_bytes_raw()
+
+    def sign(self, name: str, text: bytes) -> bytes:
+        """Return the signature of a text by a name's key pair."""
+        return self._pair(name).sign(text)
+
+    def vouched(self, record: SourceRecord) -> bool:
+        """Return True if a holder of this key vouches for a source's weights, as what the record's
+        name and variant stand for. It does not matter who says so."""
+        name = record.model.name
+        text = statement(record.model, record.ref.identity)
+        return record.commitment == self.commitment(name) and is_signed(
+            record.commitment, record.statement, text
+        )
+
+
+def is_signed(commitment: bytes, signature: bytes, text: bytes) -> bool:
+    """Return True if a text was signed by the key pair with this public half."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(commitment).verify(signature, text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+@functools.cache
+def _of_this_process() -> NameKey:
+    return NameKey(secrets.token_bytes(keyfile.KEY_BYTES))
+
+
+@functools.cache
+def _say_random(why: str) -> None:
+    event(
+        log,
+        "name_key.random",
+        level=logging.WARNING,
+        text=f"the name key {why}; this process has a random one, so that no other process, and "
+        "not this one when it starts again, can update the names that it binds: name a file with "
+        "`name_key`",
+    )
+
+
+def load(settings: Settings) -> NameKey:
+    """Return the name key that the settings name, which is made at first use.
+
+    Where the default file can't be kept, it is a random key of this process, which is said once.
+
+    Raises:
+        ConfigError: The file is not a key file of this user alone.
+    """
+    if not settings.name_key:
+        _say_random("can't be kept: there is no home folder")
+        return _of_this_process()
+    named = settings.origin("name_key") if settings.is_set("name_key") else ""
+    key, why = keyfile.kept(Path(settings.name_key), named=named)
+    if why:
+        _say_random(why)
+        return _of_this_process()
+    return NameKey(key)

@@ -1,0 +1,93 @@
+"""A process that does what it is told, line by line: a user, with a state folder of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.integration.conftest import environment
+
+_MAIN = """
+import sys, json, traceback
+import torch
+import mx
+
+def tensors(seed, count=3):
+    made = torch.Generator().manual_seed(seed)
+    return {f"model.layers.{i}.w": torch.rand(1 << 16, generator=made) for i in range(count)}
+
+def write(lent, seed):
+    for name, tensor in tensors(seed).items():
+        lent[name].copy_(tensor)
+
+names = {"mx": mx, "tensors": tensors, "write": write}
+for line in sys.stdin:
+    try:
+        code = json.loads(line)
+        try:
+            said = repr(eval(code, names))
+        except SyntaxError:
+            exec(code, names)
+            said = "done"
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    print(json.dumps(said), flush=True)
+"""
+
+
+class User:
+    """A process of one user."""
+
+    def __init__(self, coordinator: str, state: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(MX_PEER_COORDINATOR=coordinator, XDG_STATE_HOME=str(state)),
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, code: str) -> None:
+        """Have it run a statement, or evaluate an expression; `said` is its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(code) + "\n")
+        self._process.stdin.flush()
+
+    def said(self) -> str:
+        """Return the value as text, "done", or the error's type and message."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the process ended"
+        return str(json.loads(line))
+
+    def does(self, code: str) -> str:
+        """Run a statement, or evaluate an expression, and return what it says."""
+        self.start(code)
+        return self.said()
+
+    def must(self, code: str) -> None:
+        """Run a statement, which succeeds."""
+        assert self.does(code) in ("done", "None")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def user(coordinator: str, state: Path) -> Iterator[User]:
+    """A process of the user whose state folder this is."""
+    process = User(coordinator, state)
+    try:
+        yield process
+    finally:
+        process.kill()

@@ -1,0 +1,188 @@
+"""What a coordinator believes of those who register: signatures, nonces, receipts. Real calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from mx import codec
+from mx.coordinator.daemon import Coordinator
+from mx.coordinator.proofs import NONCE_S, Nonces, Proofs
+from mx.core.ownership import Purpose, Receipt, proof, statement
+from mx.core.types import SourceRecord
+from mx.errors import BindingError, MxError, NotAllowedError, UnknownSourceError
+from mx.namekey import NameKey
+from mx.wire.client import CoordinatorClient
+from mx.wire.v1 import coordinator_pb2 as pb
+from tests.support.records import by_digest, make_documents, make_record
+
+pytestmark = pytest.mark.integration
+
+KEY, OTHER = NameKey(b"k" * 32), NameKey(b"o" * 32)
+SECRET, THEFT = b"s" * 32, b"t" * 32
+OLD, NEW = make_documents("A"), make_documents("B")
+
+
+@asynccontextmanager
+async def coordinator(receipt_key: bytes | None = None) -> AsyncIterator[CoordinatorClient]:
+    running = Coordinator(receipt_key=receipt_key)
+    client = CoordinatorClient(await running.start("127.0.0.1:0"))
+    try:
+        yield client
+    finally:
+        await client.close()
+        await running.stop()
+
+
+async def register(client: CoordinatorClient, record: SourceRecord, **more: Any) -> Any:
+    documents = by_digest(OLD) | by_digest(NEW)
+    more = {"source_secret": SECRET, "name_key": KEY} | more
+    return await client.register(record, documents, **more)
+
+
+async def nonce_of(client: CoordinatorClient, record: SourceRecord) -> bytes:
+    """Have the documents held, and return a nonce."""
+    digests = [digest for digest, _ in record.ref.documents]
+    found = await client._stub.Missing(pb.MissingRequest(digests=digests))
+    return bytes(found.nonce)
+
+
+def signed(record: SourceRecord, nonce: bytes, *, key: NameKey = KEY, **said: Any) -> pb.Source:
+    """A registration, in which `said` has what is signed for, and `sent` what is sent instead."""
+    sent: dict[str, Any] = said.pop("sent", {})
+    replaces, secret = said.pop("replaces", ""), said.pop("secret", SECRET)
+    what = replace(record, **said)
+    purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
+    model = replace(what.model, revision=replaces or what.model.revision)
+    text = proof(purpose, model, what.ref.identity, what.source_id, blake3(secret).digest(), nonce)
+    name = record.model.name
+    vouched = statement(record.model, record.ref.identity)
+    record = replace(record, commitment=key.commitment(name), statement=key.sign(name, vouched))
+    return codec.source_to_wire(
+        record,
+        **(
+            {
+                "source_secret": SECRET,
+                "proof": key.sign(name, text),
+                "nonce": nonce,
+                "replaces": replaces,
+            }
+            | sent
+        ),
+    )
+
+
+async def send(client: CoordinatorClient, source: pb.Source) -> pb.RegisterResponse:
+    async def requests() -> AsyncIterator[pb.RegisterRequest]:
+        yield pb.RegisterRequest(source=source)
+        documents = by_digest(OLD) | by_digest(NEW)
+        for digest in (source.manifest.identity.digest, source.manifest.layout.digest):
+            page = pb.RegisterRequest().page
+            page.digest, page.nbytes, page.data = digest, len(documents[digest]), documents[digest]
+            yield pb.RegisterRequest(page=page)
+
+    from mx.wire.channel import translating
+
+    with translating(client.remote):
+        answer: pb.RegisterResponse = await client._stub.Register(requests())
+    return answer
+
+
+async def test_an_update_is_good_once_for_one_source_and_what_was_signed() -> None:
+    async with coordinator() as client:
+        await register(client, make_record(OLD))
+        held = make_record(NEW, name="held")
+        await register(client, held)  # so that the documents of NEW are there
+        record = make_record(NEW)
+        nonce = await nonce_of(client, record)
+        for wrong in (
+            signed(record, nonce),  # to register is not to update
+            signed(record, nonce, replaces="main", sent={"replaces": "main.2"}),
+            signed(record, nonce, replaces="main", secret=THEFT),
+            signed(record, nonce, replaces="main", source_id=held.source_id),
+            signed(record, nonce, replaces="main", ref=make_record(OLD).ref),
+            signed(record, nonce, replaces="main", model=held.model),
+            signed(record, nonce, replaces="main", sent={"proof": b"\0" * 64}),
+            signed(record, nonce, replaces="main", sent={"proof": b""}),
+        ):
+            if wrong.replaces == "":
+                wrong.replaces = "main"
+            with pytest.raises(NotAllowedError, match="does not hold the key"):
+                await send(client, wrong)
+        sent = signed(record, nonce, replaces="main")
+        with pytest.raises(BindingError, match="another name key"):
+            await send(client, signed(record, nonce, key=OTHER, replaces="main"))
+        nonce = await nonce_of(client, record)
+        sent = signed(record, nonce, replaces="main")
+        assert (await send(client, sent)).model.revision == "main.2"
+        await register(client, make_record(OLD), replaces="main.2")
+        # Sent again as it was, or under another id and secret: the name does not go back.
+        theft = signed(make_record(NEW), nonce, replaces="main", secret=THEFT)
+        theft.proof = sent.proof
+        for again in (sent, theft):
+            with pytest.raises(NotAllowedError):
+                await send(client, again)
+        assert (await client.resolve("llama")).model.revision == "main.3"
+
+
+async def test_a_nonce_of_another_life_is_not_good() -> None:
+    record = make_record(OLD)
+    async with coordinator() as client, coordinator() as other:
+        nonce = await nonce_of(other, record)
+        await register(client, make_record(OLD))
+        with pytest.raises(UnknownSourceError, match="restarted"):
+            await send(client, signed(record, nonce))
+        with pytest.raises(UnknownSourceError):
+            await send(client, signed(record, b""))
+
+
+def test_nonces_end() -> None:
+    nonces = Nonces()
+    early, late = nonces.issue(10.0), nonces.issue(10.0)
+    nonces.use(10.0 + NONCE_S - 1, early)
+    with pytest.raises(UnknownSourceError, match="took more than"):
+        nonces.use(10.0 + NONCE_S, late)
+    for now in (10.0 + NONCE_S - 1, 10.0 + NONCE_S, 10.0 + 3 * NONCE_S):
+        with pytest.raises(MxError):
+            nonces.use(now, early)
+    assert len({nonces.issue(1.0) for _ in range(100)}) == 100
+
+
+def test_receipts_are_the_coordinators_own() -> None:
+    mine, again, other = (Proofs(key, lambda: 0.0) for key in (b"a" * 32, b"a" * 32, b"b" * 32))
+    bound = Receipt(make_record(OLD).model, b"i" * 32, b"c" * 32, "", 0)
+    given = mine.receipt(bound)
+    found = again.read(given)
+    assert found is not None and replace(found, issued_s=0.0) == bound and found.issued_s > 0
+    assert other.read(given) is None and mine.read(b"") is None
+    for at in range(len(given)):
+        assert mine.read(given[:at] + bytes([given[at] ^ 1]) + given[at + 1 :]) is None
+    assert mine.receipt(None) == b""
+
+
+async def test_a_receipt_comes_with_the_registration_and_restores_it() -> None:
+    async with coordinator(b"r" * 32) as client:
+        record = make_record(OLD)
+        await register(client, record)
+        listed = await register(client, make_record(NEW), replaces="main")
+        without_key = await register(client, make_record(OLD, name="mine"), name_key=None)
+        assert listed.receipt and not without_key.receipt
+    for receipt_key, pin_only in ((b"r" * 32, False), (b"q" * 32, True), (None, True)):
+        async with coordinator(receipt_key) as client:
+            relay = make_record(NEW, revision="main.2")
+            found = await register(
+                client, relay, name_key=None, keeps_pin=True, receipt=listed.receipt
+            )
+            assert found.pin_only is pin_only
+            if pin_only:
+                continue
+            # The next update has the next number, and the owner alone makes it.
+            with pytest.raises(BindingError, match="another name key"):
+                await register(client, make_record(OLD), name_key=OTHER, replaces="main.2")
+            update = await register(client, make_record(OLD), replaces="main.2")
+            assert update.model.revision == "main.3"

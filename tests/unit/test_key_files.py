@@ -1,0 +1,221 @@
+"""Key files: which are believed, how they are made, and what is done where none can be kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mx import config, keyfile, namekey
+from mx.core.ownership import Purpose, Receipt, proof, statement
+from mx.core.types import ModelKey
+from mx.errors import ConfigError
+from tests.support.daemon import ROOT
+from tests.support.owners import commitment_of
+from tests.support.records import make_documents, make_record
+
+KEY = bytes(range(32))
+NOBODY = 65_534
+
+
+def plain(path: Path, data: bytes = KEY, mode: int = 0o600) -> None:
+    path.write_bytes(data)
+    path.chmod(mode)
+
+
+def link(path: Path) -> None:
+    plain(path.with_name("target"))
+    path.symlink_to("target")
+
+
+def others(path: Path) -> None:
+    plain(path)
+    os.chown(path, NOBODY, NOBODY)
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "link": (link, "is a link"),
+    "dangling link": (lambda path: path.symlink_to("nowhere"), "is a link"),
+    "folder": (Path.mkdir, "is no file"),
+    "fifo": (os.mkfifo, "is no file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is a link"),
+    "0644": (lambda path: plain(path, mode=0o644), "its mode is 0644"),
+    "0620": (lambda path: plain(path, mode=0o620), "its mode is 0620"),
+    "empty": (lambda path: plain(path, b""), "has 0 bytes"),
+    "truncated": (lambda path: plain(path, KEY[:31]), "has 31 bytes"),
+    "longer": (lambda path: plain(path, KEY + b"\n"), "has 33 bytes"),
+    "unreadable": (lambda path: plain(path, mode=0o644), "mode"),
+}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+
+
+@pytest.mark.parametrize("kind", [*WRONG, pytest.param("other owner", marks=needs_root)])
+@pytest.mark.parametrize("named", ["", "flag --name-key"])
+def test_a_file_that_others_may_have_made_or_read_is_refused(
+    tmp_path: Path, kind: str, named: str
+) -> None:
+    make, said = (others, "belongs to user 65534") if kind == "other owner" else WRONG[kind]
+    path = tmp_path / "name.key"
+    make(path)
+    with pytest.raises(ConfigError, match=said) as caught:
+        keyfile.kept(path, named=named)
+    assert caught.value.message.startswith(named) and str(path) in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_file_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "mx" / "name.key"
+    before = os.umask(0)
+    try:
+        key, why = keyfile.kept(path)
+    finally:
+        os.umask(before)
+    assert len(key) == 32 and not why
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_nlink == 1 and os.listdir(path.parent) == ["name.key"]
+    assert keyfile.kept(path) == (key, "") == (path.read_bytes(), "")
+    with pytest.raises(FileExistsError):
+        keyfile.make(path)
+    assert path.read_bytes() == key and os.listdir(path.parent) == ["name.key"]
+
+
+def test_processes_that_make_it_at_once_get_the_same(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from mx import keyfile\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "print(keyfile.read_or_make(Path(sys.argv[1])).hex())"
+    )
+    path = tmp_path / "mx" / "name.key"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for _ in range(6)
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        keys = {process.communicate(timeout=50)[0].strip() for process in started}
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert keys == {path.read_bytes().hex()}
+    assert os.listdir(path.parent) == ["name.key"]
+
+
+def test_where_none_can_be_kept_it_is_random_and_said_unless_the_user_named_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / "file" / "mx" / "name.key"  # its folder can't be made, not even by root
+    first, why = keyfile.kept(path)
+    second, _ = keyfile.kept(path)
+    assert first != second and str(path) in why
+    with pytest.raises(ConfigError, match="environment X: .*can't be kept"):
+        keyfile.kept(path, named="environment X")
+
+
+@needs_root
+def test_no_key_is_kept_in_another_users_home(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with sudo, which may leave HOME as it is."""
+    os.chown(tmp_path, NOBODY, NOBODY)
+    settings = config.load(environ={"HOME": str(tmp_path)})
+    first, second = namekey.load(settings), namekey.load(settings)
+    assert first.commitment("m") == second.commitment("m")  # of this process
+    assert os.listdir(tmp_path) == []
+    assert "belongs to user 65534" in caplog.text and "`name_key`" in caplog.text
+
+
+def test_the_key_is_in_the_state_folder_or_where_the_user_says(tmp_path: Path) -> None:
+    state, home = tmp_path / "state", tmp_path / "home"
+    home.mkdir()
+    for environ, file in (
+        ({"HOME": str(home)}, home / ".local/state/mx/name.key"),
+        ({"HOME": str(home), "XDG_STATE_HOME": str(state)}, state / "mx/name.key"),
+        ({"HOME": str(home), "XDG_STATE_HOME": "relative"}, home / ".local/state/mx/name.key"),
+        ({"HOME": str(home), "MX_PEER_NAME_KEY": str(tmp_path / "k")}, tmp_path / "k"),
+    ):
+        key = namekey.load(config.load(environ=environ))
+        assert namekey.NameKey(file.read_bytes()).commitment("m") == key.commitment("m")
+
+
+def test_pairs_of_names_are_unlike_and_those_of_one_key_the_same() -> None:
+    one, again, other = (namekey.NameKey(material) for material in (KEY, KEY, KEY[::-1]))
+    assert one.commitment("a") == again.commitment("a")
+    assert len({k.commitment(n) for k in (one, other) for n in ("a", "b", "ab")}) == 6
+    assert KEY.hex() not in repr(one) and repr(KEY) not in repr(one)
+    signed = one.sign("a", b"text")
+    assert namekey.is_signed(one.commitment("a"), signed, b"text")
+    for commitment, signature, text in (
+        (one.commitment("b"), signed, b"text"),
+        (one.commitment("a"), signed, b"texts"),
+        (one.commitment("a"), signed[:-1], b"text"),
+        (one.commitment("a"), b"", b"text"),
+        (b"\xff" * 32, signed, b"text"),
+        (b"", signed, b"text"),
+    ):
+        assert not namekey.is_signed(commitment, signature, text)
+
+
+def test_only_the_same_key_vouches_and_only_for_what_it_signed() -> None:
+    from dataclasses import replace
+
+    key, record = namekey.NameKey(KEY), make_record(make_documents("A"), variant="tp=0/2")
+    commitment = key.commitment("llama")
+    signed = key.sign("llama", statement(record.model, record.ref.identity))
+    vouched = replace(record, commitment=commitment, statement=signed)
+    assert key.vouched(vouched) and not namekey.NameKey(KEY[::-1]).vouched(vouched)
+    other = make_record(make_documents("B"), variant="tp=0/2")
+    model = record.model
+    for wrong in (
+        replace(vouched, ref=other.ref),
+        replace(vouched, model=replace(model, variant="tp=1/2")),
+        replace(vouched, model=replace(model, name="other")),
+        replace(vouched, commitment=commitment_of(b"other")),
+        replace(vouched, statement=b""),
+        record,
+    ):
+        assert not key.vouched(wrong)
+    # Whatever the revision: an update may bring earlier weights back.
+    assert key.vouched(replace(vouched, model=replace(model, revision="main.2")))
+
+
+def test_texts_that_are_signed_differ_wherever_anything_does() -> None:
+    key = ModelKey("ab", "c", "d")
+    args = (key, b"i" * 32, "source", b"s" * 32, b"nonce")
+    texts = {
+        proof(Purpose.REGISTER, *args),
+        proof(Purpose.UPDATE, *args),
+        proof(Purpose.REGISTER, ModelKey("a", "bc", "d"), *args[1:]),
+        proof(Purpose.REGISTER, ModelKey("ab", "cd", ""), *args[1:]),
+        proof(Purpose.REGISTER, *args[:3], b"n" * 32, b"nonce"),
+        proof(Purpose.REGISTER, *args[:4], b"nonces"),
+        statement(key, b"i" * 32),
+        statement(ModelKey("a", "c", "bd"), b"i" * 32),
+    }
+    assert len(texts) == 8
+
+
+def test_receipts_are_read_as_they_were_written() -> None:
+    receipt = Receipt(
+        ModelKey('n"\U0001f999', "main.2", "tp=0/2"), b"i" * 32, b"c" * 32, "main", 2, 1.5
+    )
+    assert Receipt.decode(receipt.encode()) == receipt
+    for data in (b"", b"{}", b"[]", b"[1,2,3]", b"\xff", b"[" * 9999):
+        with pytest.raises(ConfigError):
+            Receipt.decode(data)

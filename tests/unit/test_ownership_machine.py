@@ -1,0 +1,229 @@
+"""Owners, strangers and relays that come, go and restart in any order: what may never happen.
+
+The registry is driven with receipts as a coordinator gives them; a restart makes a new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mx.core.ownership import Receipt
+from mx.core.registry import Registry
+from mx.core.types import ModelKey, SourceRecord, SourceRole
+from mx.errors import BindingError, MxError
+from tests.support.owners import commitment_of, owned
+from tests.support.records import make_documents, make_record
+
+LEASE_S, GRACE_S = 5.0, 20.0
+ALICE, BOB, RELAY = b"alice", b"bob", b""
+
+
+@dataclass
+class Process:
+    """A source's process. `listed` is its record as it was listed last."""
+
+    owner: bytes
+    listed: SourceRecord
+    secret: bytes
+    receipts: dict[ModelKey, Receipt] = field(default_factory=dict)
+
+
+who = st.sampled_from([ALICE, ALICE, BOB])
+weights = st.sampled_from("ABCD")
+which = st.integers(0, 7)
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.number = 0
+        self.processes: list[Process] = []
+        self.registry = self.anew()
+        # What the registry said, for as long as it says it.
+        self.bound: dict[ModelKey, bytes] = {}
+        self.owners: dict[str, bytes] = {}
+
+    def anew(self) -> Registry:
+        return Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+
+    def register(self, process: Process, record: SourceRecord, **flags: object) -> bool:
+        replaces = str(flags.get("replaces", ""))
+        before = replace(record.model, revision=replaces or record.model.revision)
+        made = owned(record, process.owner) if process.owner else record
+        try:
+            answer = self.registry.register(
+                self.now,
+                made,
+                process.secret,
+                receipt=process.receipts.get(before),
+                **flags,  # type: ignore[arg-type]
+            )
+        except MxError:
+            return False
+        assert answer.record is not None
+        process.listed = answer.record
+        if answer.receipt is not None:
+            self.number += 1
+            issued = replace(answer.receipt, issued_s=float(self.number))
+            process.receipts[answer.record.model] = issued
+        return True
+
+    def pick(self, index: int) -> Process | None:
+        return self.processes[index % len(self.processes)] if self.processes else None
+
+    # -- what processes do ------------------------------------------------------------------------
+
+    @rule(owner=who, text=weights, revision=st.sampled_from(["main", "main", "main.2", "x"]))
+    def start(self, owner: bytes, text: str, revision: str) -> None:
+        self.number += 1
+        record = make_record(make_documents(text), revision=revision)
+        process = Process(owner, record, self.number.to_bytes(16, "big"))
+        if len(self.processes) < 8 and self.register(process, record):
+            self.processes.append(process)
+
+    @rule(index=which)
+    def pull(self, index: int) -> None:
+        """A relay of what a process has, which brings the receipts that it gets."""
+        source = self.pick(index)
+        if source is None or len(self.processes) >= 8:
+            return
+        self.number += 1
+        made = make_record(make_documents(""))
+        table = replace(made.table, layout_digest=source.listed.ref.layout)
+        record = replace(
+            made, model=source.listed.model, ref=source.listed.ref, table=table,
+            role=SourceRole.RELAY,
+        )  # fmt: skip
+        process = Process(RELAY, record, self.number.to_bytes(16, "big"))
+        if self.register(process, record, keeps_pin=True):
+            self.processes.append(process)
+
+    @rule(index=which, text=weights)
+    def update(self, index: int, text: str) -> None:
+        process = self.pick(index)
+        if process is None:
+            return
+        old = process.listed
+        newest = self.newest(old.model)
+        record = replace(
+            make_record(make_documents(text)), model=old.model, source_id=old.source_id,
+            generation=old.generation + 1,
+        )  # fmt: skip
+        owner = self.owners.get(old.model.name)
+        done = self.register(process, record, replaces=old.model.revision)
+        if not done:
+            return
+        assert process.owner, "a relay updates nothing"
+        if process.listed.pin_only:
+            return
+        mine = commitment_of(process.owner)
+        if owner is not None and mine != owner:
+            receipt = process.receipts.get(old.model)
+            assert receipt is not None and self.now < GRACE_S, "only a receipt is stronger"
+        elif newest not in ("", old.model.revision) and owner == mine:
+            same = self.bound.get(replace(old.model, revision=newest)) == record.ref.identity
+            held = [p for p in self.processes if p is not process]
+            used = any(p.listed.model.revision == newest and not p.listed.pin_only for p in held)
+            listed = {s.record.source_id for s in self.registry.sources()}
+            used = used and any(
+                p.listed.source_id in listed for p in held if p.listed.model.revision == newest
+            )
+            assert same or not used, "another holder has updated it"
+
+    def newest(self, key: ModelKey) -> str:
+        numbers = [
+            (int(each.revision.partition(".")[2] or 1), each.revision)
+            for each in self.bound
+            if each.revision.partition(".")[0] == key.revision.partition(".")[0]
+        ]
+        return max(numbers, default=(0, ""))[1]
+
+    @rule(index=which, willingly=st.booleans())
+    def end(self, index: int, willingly: bool) -> None:
+        process = self.pick(index)
+        if process is not None:
+            self.processes.remove(process)
+            if willingly:
+                self.registry.deregister(self.now, process.listed.source_id, process.secret)
+
+    @rule(seconds=st.sampled_from([1.0, 3.0, 25.0]), silent=st.sampled_from([False, False, True]))
+    def time_passes(self, seconds: float, silent: bool) -> None:
+        """Those that are not cut off send heartbeats, and register again where they were lost."""
+        until_s = self.now + seconds
+        while self.now < until_s:
+            self.now = min(until_s, self.now + 2.0)
+            self.see()
+            for process in () if silent else self.processes:
+                try:
+                    self.registry.heartbeat(
+                        self.now, process.listed.source_id, process.secret, process.listed.state
+                    )
+                except MxError:
+                    self.again(process)
+                self.see()
+
+    @rule(order=st.permutations(range(8)))
+    def coordinator_restarts(self, order: list[int]) -> None:
+        self.registry = self.anew()
+        self.now += 1.0
+        for index in order:
+            if index < len(self.processes):
+                self.again(self.processes[index])
+                self.see()
+
+    def again(self, process: Process) -> None:
+        record = replace(process.listed, pin_only=False, by_owner=False, commitment=b"")
+        assert self.register(process, record, keeps_pin=True), "what was listed stays listed"
+
+    # -- what may never happen --------------------------------------------------------------------
+
+    @invariant()
+    def see(self) -> None:
+        self.registry.tick(self.now)
+        self.registry.take_changes()
+        found = {m.model: m.ref.identity for m in self.registry.models() if not m.pin_only}
+        sources = [s.record for s in self.registry.sources()]
+        names = {key.name for key in found}
+        owners = {
+            name: {r.commitment for r in sources if r.by_owner and r.model.name == name}
+            for name in names
+        }
+        for commitments in owners.values():
+            assert len(commitments) <= 1, "two owners"
+        for key, identity in found.items():
+            was = self.bound.get(key)
+            if was is None or was == identity:
+                continue
+            # It was free, and went to what contested it; or it was bound without a receipt, which
+            # gives way to one.
+            free = not any((r.model, r.ref.identity) == (key, was) for r in sources)
+            receipts = [p.receipts[key] for p in self.processes if key in p.receipts]
+            receipt = any(each.identity == identity for each in receipts)
+            assert free or receipt, f"{key} has changed its meaning"
+        self.bound = found
+        self.owners = {name: c for name, found in owners.items() for c in found}
+        for record in sources:
+            if record.by_owner:
+                assert not record.pin_only and record.role is SourceRole.ORIGIN
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_a_stranger_can_not_update_by_any_revision() -> None:
+    registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    registry.register(0, owned(make_record(make_documents("A")), ALICE), ALICE)
+    for revision in ("main", "main.2", "main.9", "x"):
+        try:
+            answer = registry.register(
+                0, owned(make_record(make_documents("B")), BOB), BOB, replaces=revision
+            )
+        except BindingError:
+            continue
+        raise AssertionError(answer)
