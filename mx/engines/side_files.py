@@ -69,7 +69,7 @@ def check_covered(model: str, pin: str, ref: ManifestRef, do_this: str) -> None:
     Raises:
         ConfigError: The pin is one of the weights alone.
     """
-    if not pin or (ref.packaging and not ref.identity.hex().startswith(pin.lower())):
+    if not pin or not ref.weights_alone(pin):
         return
     raise ConfigError(
         f"{model} pins weights alone: its configuration and tokenizer could be anybody's",

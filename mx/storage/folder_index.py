@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from mx.core.json_bounds import check_json
 from mx.errors import NotAllowedError
@@ -142,8 +143,8 @@ def _read(folder: int) -> list[_Entry]:
         return []  # written anew with the next entry
 
 
-def _entry(found: object) -> _Entry:
-    stamps, identity, began_ns = found  # type: ignore[misc]
+def _entry(found: Any) -> _Entry:
+    stamps, identity, began_ns = found
     numbers = [number for stamp in stamps for number in stamp]
     if any(type(each) is not int for each in (*numbers, began_ns)) or len(identity) != 64:
         raise ValueError("this is no entry")
