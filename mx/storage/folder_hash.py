@@ -17,6 +17,7 @@ from pathlib import Path
 from mx.core import manifest as manifests
 from mx.storage.disk_file import Stamp
 from mx.storage.folder_index import FolderIndex, settles_in_s
+from mx.storage.own_weights import stamps_in
 from mx.storage.reader import fill
 from mx.storage.safetensors import open_checkpoint, tensor_files
 from mx.views import ScatteredView
@@ -79,17 +80,20 @@ def remember(path: Path, state: Path) -> bool:
     return FolderIndex(state).record(found, identity, began_ns)
 
 
-def remember_in_background(path: Path, state: Path) -> threading.Thread:
-    """Have a process of its own `remember` a folder, and return at once.
+def remember_in_background(path: Path, state: Path) -> threading.Thread | None:
+    """Have a process of its own `remember` a folder that the index does not know; return at once.
 
     Args:
         path: A checkpoint.
         state: The user's state folder.
 
     Returns:
-        The thread that waits for the process. Neither keeps this process from ending, and the
-        process ends with it.
+        The thread that waits for the process; None if there is nothing to hash. Neither keeps this
+        process from ending, and the process ends with it.
     """
+    stamps = stamps_in(path)
+    if not stamps or FolderIndex(state).identity_of(stamps):
+        return None
     thread = threading.Thread(target=_run, args=(path, state), name="mx-folder-hash", daemon=True)
     thread.start()
     return thread

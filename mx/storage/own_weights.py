@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from mx.errors import CheckpointError
+from mx.errors import CheckpointError, MxError
 from mx.storage.disk_file import DiskFile, FileStamp, Stamp
 from mx.storage.header import FileTensor
 from mx.storage.mounts import is_local
@@ -110,3 +110,15 @@ class OwnWeights:
         """Close the files. Idempotent."""
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+
+def stamps_in(folder: Path) -> tuple[Stamp, ...]:
+    """Return the stamps of a folder's weights, as `OwnWeights.stamps`; () if they can't be read."""
+    try:
+        own = OwnWeights(folder)
+    except MxError:
+        return ()
+    try:
+        return own.stamps
+    finally:
+        own.close()

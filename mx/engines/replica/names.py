@@ -70,11 +70,20 @@ def meant_by(called: str, *, given: str = "", revision: str | None = None) -> Me
     try:
         own = OwnWeights(folder)
     except MxError as error:
-        return _refused(folder, name, f"they can't be compared ({error.message})")
-    try:
-        return _same(own, folder, name)
-    finally:
-        own.close()
+        found: Meant | str = f"they can't be compared ({error.message})"
+    else:
+        try:
+            found = _same(own, folder, name)
+        finally:
+            own.close()
+    if isinstance(found, Meant):
+        return found
+    return Meant(
+        (name,),
+        refused=f"{folder} has weights of its own, and nothing says that a peer's are the same: "
+        f'{found}. To take a peer\'s, give the loader "model": "{name}@PIN", or "{name}"',
+        folder=folder,
+    )
 
 
 def newest_if_main(revision: str | None) -> str:
@@ -95,36 +104,25 @@ def _of(reference: ModelReference, how: str, folder: Path | None) -> Meant:
     return Meant((reference.name,), reference.revision, reference.pin, how=how, folder=folder)
 
 
-def _same(own: OwnWeights, folder: Path, name: str) -> Meant:
-    """Return which model has the weights of a folder."""
+def _same(own: OwnWeights, folder: Path, name: str) -> Meant | str:
+    """Return which model has the weights of a folder, or why that is not known."""
     stamps = own.stamps
     if not stamps:
-        return _refused(folder, name, "its file system is not one whose changes this host sees")
+        return "its file system is not one whose changes this host sees"
     listed = sources_of(stamps)
     identities = {each.identity for each in listed}
     if len(identities) > 1:
-        return _refused(folder, name, "this host's sources say different things of the same files")
+        return "this host's sources say different things of the same files"
     names = tuple(dict.fromkeys(each.name for each in listed))
     how = "a source of this host has read the same files"
     if not names:
         identities = {FolderIndex(config.state_folder()).identity_of(stamps)} - {""}
         names, how = (name,), "its files were hashed before"
     if not identities:
-        return _refused(
-            folder,
-            name,
+        return (
             "no source of this user on this host has read the same files, "
-            "and they were not hashed before",
+            "and they were not hashed before"
         )
     if not own.unchanged():
-        return _refused(folder, name, "its files are being changed")
+        return "its files are being changed"
     return Meant(names, identity=identities.pop(), how=how, folder=folder, stamps=stamps)
-
-
-def _refused(folder: Path, name: str, why: str) -> Meant:
-    return Meant(
-        (name,),
-        refused=f"{folder} has weights of its own, and nothing says that a peer's are the same: "
-        f'{why}. To take a peer\'s, give the loader "model": "{name}@PIN", or "{name}"',
-        folder=folder,
-    )

@@ -27,8 +27,7 @@ from mx.engines.replica.tensors import Slot, cannot_move, check, copy_into
 from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.storage.folder_hash import remember_in_background
-from mx.storage.folder_index import FolderIndex
-from mx.storage.own_weights import OwnWeights
+from mx.storage.own_weights import OwnWeights, stamps_in
 
 #: A model's tensors after the engine has processed them, and before.
 PROCESSED, LOADED = "processed", "loaded"
@@ -333,14 +332,7 @@ class Run:
     def _still_the_same(self) -> bool:
         """Return True if the folder that the ordinary loader has read is what it was before."""
         assert self.meant.folder is not None
-        try:
-            own = OwnWeights(self.meant.folder)
-        except MxError:
-            return False
-        try:
-            return own.stamps == self.meant.stamps
-        finally:
-            own.close()
+        return stamps_in(self.meant.folder) == self.meant.stamps
 
     def loaded(self) -> None:
         """Say how the model was loaded.
@@ -357,19 +349,8 @@ class Run:
             seconds=round(time.monotonic() - self._began_s, 3),
         )
         folder = self.meant.folder
-        if folder is None or self.choice.state or not self.ranks.first:
-            return
-        state = config.state_folder()
-        try:
-            own = OwnWeights(folder)
-        except MxError:
-            return
-        try:
-            unknown = bool(own.stamps) and not FolderIndex(state).identity_of(own.stamps)
-        finally:
-            own.close()
-        if unknown:
-            self.loading.hashing = remember_in_background(folder, state)
+        if folder is not None and not self.choice.state and self.ranks.first:
+            self.loading.hashing = remember_in_background(folder, config.state_folder())
 
     def end(self) -> None:
         """Close the pull, if it is not lent. Tensors keep its memory."""
