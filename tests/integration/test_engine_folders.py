@@ -371,3 +371,15 @@ def test_settings_come_from_the_options(coordinator: str) -> None:
     assert config.state_folder({"XDG_STATE_HOME": "relative", "HOME": "/h"}) == Path(
         "/h/.local/state/mx"
     )
+
+
+def test_files_follow_the_weights(coordinator: str, tmp_path: Path) -> None:
+    """The configuration that mx got for an engine came with other weights than are listed now."""
+    served = saved(tmp_path / "model", 17)
+    (served / "config.json").write_text("{}")
+    with mx.serve(served, model="f", coordinator=coordinator) as source:
+        files = source.manifest.ref.packaging.hex()
+        model, run = started("f", coordinator, files=files, fallback=False)
+        assert run.loading.loads == {"checkpoint": 1} and equal(model, loads(served))
+        with pytest.raises(ConfigError, match="came from another source than its weights"):
+            started("f", coordinator, files="ab" * 32, fallback=False)
