@@ -90,7 +90,12 @@ class FolderIndex:
         return True
 
     def _opened_folder(self, *, make: bool) -> int:
-        if make:
+        if make and not self._folder.exists():
+            above = next(each for each in self._folder.parents if each.exists())
+            if above.stat().st_uid != os.geteuid():
+                raise NotAllowedError(
+                    f"{above} is another user's", hint="name a folder of yours with XDG_STATE_HOME"
+                )
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import mx
 from mx import config
@@ -80,7 +81,7 @@ def test_a_pin_of_weights_alone_brings_no_files(
         fetch_files(source.pinned, tmp_path / "files", coordinator=coordinator)
         assert json.loads((tmp_path / "files" / "config.json").read_text())["rms_norm_eps"] == 0.5
         assert looked_up(lookup, source.pinned)["rms_norm_eps"] == 0.5
-        own = families.transformers.LlamaConfig.from_pretrained(small)
+        own = LlamaConfig.from_pretrained(small)
         model = load(pinned, coordinator=coordinator, settings=settings, model_config=own)
         assert model.config.rms_norm_eps == own.rms_norm_eps
         from mx.engines.transformers import loading

@@ -27,9 +27,13 @@ from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import Run
 from mx.engines.replica.tensors import copy_into, slots_of
-from mx.errors import ConfigError, IntegrityError, MxError
+from mx.errors import ConfigError, IntegrityError, MxError, NotAllowedError
+from mx.memory.arena import MemfdArena
+from mx.storage.disk_file import FileStamp, Stamp
 from mx.storage.folder_hash import identity_of, remember
 from mx.storage.folder_index import FolderIndex
+from mx.storage.load import load_checkpoint
+from mx.storage.mounts import is_local
 from mx.wire.same_files import sources_of
 from tests.support.daemon import daemon
 
@@ -383,3 +387,47 @@ def test_files_follow_the_weights(coordinator: str, tmp_path: Path) -> None:
         assert run.loading.loads == {"checkpoint": 1} and equal(model, loads(served))
         with pytest.raises(ConfigError, match="came from another source than its weights"):
             started("f", coordinator, files="ab" * 32, fallback=False)
+
+
+def test_a_change_while_a_source_reads_is_not_listed(tmp_path: Path) -> None:
+    """Even one that leaves the bytes as they are."""
+    folder = saved(tmp_path / "model", 18)
+    file = folder / "model.safetensors"
+
+    def read(progress: Any) -> tuple[Stamp, ...]:
+        made = load_checkpoint(
+            folder, lambda layout: MemfdArena(layout.arena_nbytes), threads=1, progress=progress
+        )
+        made.arena.release()
+        return made.stamps
+
+    assert read(None) == (FileStamp.of(file.stat()).exact,)
+    assert read(lambda done, total: file.chmod(0o600)) == ()
+    assert read(None) == (FileStamp.of(file.stat()).exact,)
+
+
+def test_file_systems_whose_stamps_prove_nothing(
+    coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: Path
+) -> None:
+    folder = saved(tmp_path / "model", 19)
+    with open(folder / "model.safetensors", "rb") as here, open("/proc/self/status", "rb") as there:
+        assert is_local(here.fileno()) and not is_local(there.fileno())
+    monkeypatch.setattr("mx.storage.own_weights.is_local", lambda fd: False)
+    with mx.serve(folder, coordinator=coordinator):
+        _, run = started(folder, coordinator)
+    assert run.loading.loads == {"ordinary": 1} and run.loading.hashing is None
+    assert "file system" in run.meant.refused
+    monkeypatch.setattr("mx.storage.disk_file.is_local", lambda fd: False)
+    assert not remember(folder, state) and identity_of(folder)[1] == ()
+
+
+def test_another_users_home_is_left_alone(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may give a folder to another user")
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, 65534, 65534)
+    stamp = (1, 2, 3, 4, 5)
+    with pytest.raises(NotAllowedError, match="another user's"):
+        FolderIndex(home / ".local" / "state" / "mx").record([stamp], "ab" * 32, 10**10)
+    assert not list(home.iterdir())

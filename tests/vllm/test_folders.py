@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 import mx
-from tests.vllm.conftest import write_checkpoint
-from tests.vllm.hosts import Host, host
+from tests.vllm.conftest import CONFIG, bare, write_checkpoint
+from tests.vllm.hosts import EngineError, Host, host
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
 
@@ -74,3 +75,33 @@ def test_files_that_were_replaced_in_place(engine: Host, coordinator: str, tmp_p
         assert changed["before"] != reference["before"]
         assert same(engine.do("start", str(folder)), changed)
         assert engine.status()["loads"] == {"ordinary": 1}
+
+
+def test_a_pin_of_weights_alone(engine: Host, coordinator: str, tmp_path: Path) -> None:
+    """Who serves the weights has a configuration of his own, which vLLM does not get."""
+    from safetensors.torch import load_file
+
+    folder = write_checkpoint(tmp_path / "pinned", seed=14)
+    reference = ordinary(engine, folder)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(CONFIG | {"rms_norm_eps": 0.5}))
+    tensors = load_file(folder / "model.safetensors")
+    with mx.serve(tensors, model="pinned", coordinator=coordinator, files=theirs) as source:
+        pinned = f"pinned@{source.identity_hex}"
+        with pytest.raises(EngineError, match="ConfigError.*weights alone.*NAME@PIN"):
+            engine.do("start", pinned)
+        # With files of one's own.
+        extra = {"model": pinned}
+        assert same(
+            engine.do("start", str(bare(folder)), model_loader_extra_config=extra), reference
+        )
+        assert engine.status()["loads"] == {"checkpoint": 1}
+        with pytest.raises(EngineError, match="pin"):
+            engine.do("start", str(folder), model_loader_extra_config={"model": "no@" + "ab" * 32})
+    with mx.serve(folder, model="pinned", revision="abc", coordinator=coordinator) as source:
+        for name, more in ((source.pinned, {}), ("pinned", {"revision": "abc"})):
+            assert same(engine.do("start", name, **more), reference)
+            assert engine.status()["loads"] == {"checkpoint": 1}
+        with pytest.raises(EngineError):
+            engine.do("start", "pinned", revision="other")
