@@ -99,9 +99,20 @@ def test_a_pin_of_weights_alone(engine: Host, coordinator: str, tmp_path: Path) 
         assert engine.status()["loads"] == {"checkpoint": 1}
         with pytest.raises(EngineError, match="pin"):
             engine.do("start", str(folder), model_loader_extra_config={"model": "no@" + "ab" * 32})
-    with mx.serve(folder, model="pinned", revision="abc", coordinator=coordinator) as source:
-        for name, more in ((source.pinned, {}), ("pinned", {"revision": "abc"})):
+
+
+def test_a_pin_with_files_and_a_revision(engine: Host, coordinator: str, tmp_path: Path) -> None:
+    """By the pin that covers the files, and by `--revision`, vLLM starts by name alone."""
+    folder, other = (
+        write_checkpoint(tmp_path / name, seed=15 + at) for at, name in enumerate("ab")
+    )
+    reference = ordinary(engine, folder)
+    with (
+        mx.serve(other, model="r", coordinator=coordinator),
+        mx.serve(folder, model="r", revision="abc", coordinator=coordinator) as source,
+    ):
+        for name, more in ((f"r@{source.pinned[-64:]}", {}), ("r", {"revision": "abc"})):
             assert same(engine.do("start", name, **more), reference)
             assert engine.status()["loads"] == {"checkpoint": 1}
         with pytest.raises(EngineError):
-            engine.do("start", "pinned", revision="other")
+            engine.do("start", "r", revision="other")
