@@ -19,12 +19,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
 
 @pytest.fixture(scope="module")
 def engine(coordinator: str, place: Path) -> Iterator[Host]:
-    with host(
-        coordinator,
-        place / "folders.log",
-        XDG_STATE_HOME=str(place / "state"),
-        VLLM_LOGGING_LEVEL="INFO",
-    ) as found:
+    with host(coordinator, place / "folders.log", VLLM_LOGGING_LEVEL="INFO") as found:
         yield found
 
 
