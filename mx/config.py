@@ -257,15 +257,24 @@ def default_file(environ: Mapping[str, str]) -> Path:
     return home / "mx" / "config.toml"
 
 
-def default_state_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder for this user's keys, which are neither configuration nor cache; None if
-    the environment names none, or a home that does not exist."""
+def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for this user's keys and what mx remembers, which is neither configuration
+    nor cache. It need not exist.
+
+    Args:
+        environ: The environment, by default this process's.
+    """
+    environ = os.environ if environ is None else environ
     base = environ.get("XDG_STATE_HOME", "")
-    if base.startswith("/"):
-        return Path(base, "mx")
+    home = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/"), ".local", "state")
+    return home / "mx"
+
+
+def _has_home(environ: Mapping[str, str]) -> bool:
+    """Return True if the state folder is named, or in a home that exists."""
+    named = environ.get("XDG_STATE_HOME", "").startswith("/")
     home = environ.get("HOME", "")
-    exists = home.startswith("/") and os.path.isdir(home)
-    return Path(home, ".local", "state", "mx") if exists else None
+    return named or (home.startswith("/") and os.path.isdir(home))
 
 
 def inherited(*prefixes: str) -> dict[str, str]:
@@ -341,8 +350,8 @@ def load(
         if given is not None:
             flag = (flag_names or {}).get(name)
             take(name, given, f"flag {flag}" if flag else f"`{name}`")
-    folder = default_state_folder(environ)
-    if folder is not None:
+    if _has_home(environ):
+        folder = state_folder(environ)
         for name in ("name_key", "receipt_key"):
             values.setdefault(name, str(folder / name.replace("_", ".")))
     settings = Settings(**values, origins=origins)  # type: ignore[arg-type]

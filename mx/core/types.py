@@ -256,6 +256,11 @@ class ManifestRef:
         pin = pin.lower()
         return self.identity.hex().startswith(pin) or self.pin.hex().startswith(pin)
 
+    def weights_alone(self, pin: str) -> bool:
+        """Return True if a pin, hexadecimal digits, says nothing of files: it begins the identity,
+        or there are no files."""
+        return not self.packaging or self.identity.hex().startswith(pin.lower())
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -36,6 +36,8 @@ class Host:
                     "PYTHONPATH": str(ROOT),
                     "MX_PEER_COORDINATOR": coordinator,
                     "PYTHONUNBUFFERED": "1",
+                    "XDG_STATE_HOME": str(log.parent / "state"),
+                    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # answers are on the other one
                     **environment,
                 },
             )

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 
 import mx
 from mx import namekey
-from mx.core.reference import parse_reference
 from mx.core.types import SourceRecord
 from mx.core.variant import ProcessingKey, differences, nearest
-from mx.errors import ConfigError, UnknownModelError
+from mx.errors import UnknownModelError
 from mx.wire.listing import BundleStatus, SourceStatus
 
 CHECKPOINT = "checkpoint"
@@ -25,8 +24,9 @@ class Choice:
 
     `state` is "checkpoint", a state of the engine's, or "" for none of them. `checkpoint` begins
     the identity of the checkpoint that the weights are made of, if it is known. `why` says why
-    something better was not taken; with `refused` because it is another's. `identities` has, for a
-    state of the engine's, the identity of each rank's variant, in hexadecimal.
+    something better was not taken; with `refused` because it is another's. `name` is the model's.
+    With `identity`, in hexadecimal, the checkpoint has it. `identities` has, for a state of the
+    engine's, the identity of each rank's variant, in hexadecimal.
     """
 
     state: str = ""
@@ -34,6 +34,8 @@ class Choice:
     checkpoint: str = ""
     why: str = ""
     refused: bool = False
+    name: str = ""
+    identity: str = ""
     identities: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> str:
@@ -275,17 +277,3 @@ def _made_of(bundle: BundleStatus) -> str:
 
 def _text(refused: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(refused))
-
-
-def name_and_revision(model: str) -> tuple[str, str, str]:
-    """Return the parts of NAME, NAME:REVISION and NAME@PIN: name, revision and pin.
-
-    Raises:
-        ConfigError: The text is malformed, or names a variant.
-    """
-    found = parse_reference(model)
-    if found.variant:
-        raise ConfigError(
-            f"{model!r} names a variant", hint="the loader chooses it: write NAME or NAME:REVISION"
-        )
-    return found.name, found.revision, found.pin

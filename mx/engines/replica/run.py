@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 import mx
+from mx import config
+from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice as choices
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.lender import Lender
+from mx.engines.replica.names import Meant
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.sampling import Sampler
 from mx.engines.replica.tensors import Slot, cannot_move, check, copy_into
 from mx.errors import ConfigError, MxError
 from mx.log import event
-
-log = logging.getLogger(__name__)
+from mx.storage.folder_hash import remember_in_background
+from mx.storage.own_weights import OwnWeights, stamps_in
 
 #: A model's tensors after the engine has processed them, and before.
 PROCESSED, LOADED = "processed", "loaded"
@@ -36,6 +44,10 @@ class Loading:
         self.refused = 0
         #: How often it loaded from which state, or by the engine's ordinary loader.
         self.loads: Counter[str] = Counter()
+        #: The identity of what was taken from peers, in hexadecimal; "" if nothing was.
+        self.identity = ""
+        #: Waits for the process that hashes the folder, if there is one.
+        self.hashing: threading.Thread | None = None
 
 
 class Run:
@@ -44,7 +56,7 @@ class Run:
     def __init__(
         self,
         engine: str,
-        name: str,
+        meant: Meant,
         options: LoaderOptions,
         keys: Mapping[str, ProcessingKey],
         ranks: Ranks,
@@ -53,56 +65,96 @@ class Run:
         """Choose what to load, together with the other ranks.
 
         Args:
-            engine: What messages call the engine.
-            name: The model: NAME, NAME:REVISION or NAME@PIN.
+            engine: What messages call the engine. In lower case it names the engine's own logger,
+                which says what is taken, and why something is not.
+            meant: What may be taken.
             options: Of the loader.
             keys: The states that this rank can take, best first, each with its key.
             ranks: All ranks of the engine.
             files: The folder with the engine's configuration of the model, to travel along.
 
         Raises:
-            ConfigError: There is nothing to pull, and the option `fallback` is off.
+            ConfigError: There is nothing to pull, and the ordinary loader is not to take over.
         """
-        self.options, self.keys, self.ranks = options, keys, ranks
-        self.name, self.revision, self.pin = choices.name_and_revision(name)
+        self.options, self.keys, self.ranks, self.meant = options, keys, ranks, meant
+        self.name, self.revision, self.pin = meant.name, meant.revision, meant.pin
+        #: Whether the ordinary loader takes over where nothing can be pulled.
+        self.falls_back = not meant.pin if options.fallback is None else options.fallback
         self.loading = Loading(self.name)
         #: Why this rank could not load what was chosen.
         self.error: Exception | None = None
         #: The state that this rank is going to lend, or "".
         self.lends = next(iter(keys), "") if options.lend else ""
+        self._log = logging.getLogger(f"{engine.lower()}.mx_peer")
         self._engine, self._files = engine, files
         self._began_s = time.monotonic()
         self._pull: mx.Pull | None = None
+        self._taken: Manifest | None = None
+        self._own: OwnWeights | None = None
         self.choice = Choice.decode(ranks.from_first(self._choose().encode()))
+        if not ranks.all_true(self._may_take(self.choice)):
+            why = meant.refused or "the folders of the ranks have different weights"
+            self.choice = Choice(why=why)
+        self.name = self.choice.name or self.name
+        self.loading.name = self.name
         self.loading.refused += self.choice.refused
         if not self.choice.state:
             self._take_over(self.choice.why)
         elif self.choice.refused:
             text = f"{self.choice.why}; its {self.choice.state} state is loaded"
-            event(log, "engine.refused", level=logging.WARNING, model=self.name, text=text)
+            event(self._log, "engine.refused", level=logging.WARNING, model=self.name, text=text)
+
+    def _may_take(self, chosen: Choice) -> bool:
+        """Return True if this rank may take what the first one has chosen: each has a folder."""
+        if not chosen.state:
+            return True
+        return not self.meant.refused and chosen.identity == self.meant.identity
 
     def _choose(self) -> Choice:
         if not self.ranks.first:
             return Choice()
-        pinned = Choice(CHECKPOINT, self.revision, self.pin[: choices.CHECKPOINT_DIGITS])
+        meant = self.meant
+        if meant.refused:
+            return Choice(why=meant.refused)
+        digits = self.pin[: choices.CHECKPOINT_DIGITS]
+        pinned = Choice(CHECKPOINT, self.revision, digits, name=self.name)
         if self.pin and not self.keys:
             return pinned
         until_s = time.monotonic() + self.options.settings.wait_s
         while True:
-            try:
-                found = choices.look(
-                    self.name,
-                    self.keys,
-                    revision=self.revision,
-                    checkpoint=self.options.checkpoint,
-                    pin=self.pin,
-                    settings=self.options.settings,
-                )
-            except MxError as error:
-                found = pinned if self.pin else Choice(why=str(error))
-            if found.state or time.monotonic() >= until_s:
+            found = Choice()
+            for name in meant.names:
+                try:
+                    found = self._look(name)
+                except MxError as error:
+                    found = pinned if self.pin else Choice(why=str(error))
+                if found.state:
+                    return replace(found, name=name, identity=meant.identity)
+            if time.monotonic() >= until_s:
                 return found
             time.sleep(_ASK_AGAIN_S)
+
+    def _look(self, name: str) -> Choice:
+        settings, identity = self.options.settings, self.meant.identity
+        found = choices.look(
+            name,
+            self.keys,
+            revision=self.revision,
+            checkpoint=identity or self.options.checkpoint,
+            pin=self.pin,
+            settings=settings,
+        )
+        if found.state or not identity:
+            return found
+        # It may be listed under another revision than the newest.
+        for each in mx.list_models(settings=settings):
+            known = each.ref.identity.hex() == identity and each.model.name == name
+            if known and each.sources and each.model.variant == CHECKPOINT:
+                digits = identity[: choices.CHECKPOINT_DIGITS]
+                return replace(
+                    found, state=CHECKPOINT, revision=each.model.revision, checkpoint=digits
+                )
+        return replace(found, why=found.why or f"no source has {identity[:16]}")
 
     def pull(self, *, hold: bool) -> mx.Pull:
         """Begin to pull what was chosen.
@@ -111,9 +163,9 @@ class Run:
             hold: Whether its memory is to be lent afterwards.
         """
         chosen = self.choice
-        model, variant = self.name, CHECKPOINT
+        model, variant, pin = self.name, CHECKPOINT, self.pin or chosen.identity
         if chosen.state == CHECKPOINT:
-            model += f"@{self.pin}" if self.pin else ""
+            model += f"@{pin}" if pin else ""
         else:
             variant = str(choices.with_checkpoint(self.keys[chosen.state], chosen.checkpoint))
             model += f"@{chosen.identities[variant]}"
@@ -125,7 +177,46 @@ class Run:
             transport=self.options.transport or None,
             settings=self.options.settings,
         )
+        self._taken = self._pull.wait_manifest()
+        self._check_files(self._taken)
         return self._pull
+
+    def _check_files(self, taken: Manifest) -> None:
+        """Raise ConfigError unless the files that mx got for the engine came with these weights."""
+        files, ref = self.options.files, taken.ref
+        if not files or ref.packaging.hex() == files:
+            return
+        # A replica of the checkpoint whose files they are has no files of the checkpoint's own.
+        made_of = self.options.checkpoint
+        digits = made_of[: choices.CHECKPOINT_DIGITS]
+        if self.choice.state != CHECKPOINT and digits and self.choice.checkpoint == digits:
+            return
+        raise ConfigError(
+            f"the configuration of {self.name} came from another source than its weights",
+            hint="serve both together, or give the engine a folder with the files",
+        )
+
+    def compared(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is pulled, each tensor after a few bytes of it were compared with those in the
+        engine's folder, where that has weights.
+
+        Args:
+            tensors: By name.
+
+        Raises:
+            IntegrityError: One differs.
+        """
+        folder, state = self.meant.folder, self.choice.state
+        if self._own is None and folder is not None and _can_be_read(folder):
+            self._own = OwnWeights(folder)
+        if self._own is None:
+            yield from tensors
+            return
+        yield from Sampler(self._own).passing(
+            tensors, checkpoint=state == CHECKPOINT, processed=state == PROCESSED
+        )
 
     def fill(self, slots: Mapping[str, Slot]) -> None:
         """Fill a model with the state before processing, layer by layer as it arrives.
@@ -140,7 +231,7 @@ class Run:
         pull = self.pull(hold=self.lends == LOADED)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
-            copy_into(slots, layer.tensors().items())
+            copy_into(slots, self.compared(layer.tensors().items()))
         pull.wait()
 
     def agreed(self, loaded: bool) -> bool:
@@ -150,28 +241,49 @@ class Run:
             loaded: Whether this rank has; `error` says why not.
 
         Raises:
-            MxError: They have not, and the option `fallback` is off.
+            MxError: They have not, and the ordinary loader is not to take over.
         """
         if self.ranks.all_true(loaded):
             self.loading.loads[self.choice.state] += 1
+            self._tell_taken()
             return True
         self.end()
         error, state = self.error, self.choice.state
-        self.choice = Choice()
-        if error is not None and not self.options.fallback:
+        self.choice = Choice(name=self.name)
+        if error is not None and not self.falls_back:
             raise error
         self._take_over(f"{state}: {error or 'another rank could not load it'}")
         return False
 
+    def _tell_taken(self) -> None:
+        """Say in the engine's log which weights were taken."""
+        assert self._taken is not None
+        identity = self.loading.identity = self._taken.ref.identity.hex()
+        if self.choice.state == CHECKPOINT:
+            digits = identity[: choices.CHECKPOINT_DIGITS]
+            self.choice = replace(self.choice, checkpoint=digits)
+        event(
+            self._log,
+            "engine.taken",
+            model=self.name,
+            revision=self.choice.revision,
+            state=self.choice.state,
+            identity=identity,
+            rank=str(self.ranks),
+            why=self.meant.how,
+        )
+
     def _take_over(self, why: str) -> None:
-        if not self.options.fallback:
-            raise ConfigError(
-                f"{self.name} can't be loaded from a peer: {why}",
-                hint="`fallback` is off; with it the ordinary loader takes over",
-            )
+        if not self.falls_back:
+            if self.options.fallback is None:
+                hint = 'a pin allows no other weights; "fallback": true has the ordinary loader'
+                hint += " take over"
+            else:
+                hint = "`fallback` is off; with it the ordinary loader takes over"
+            raise ConfigError(f"{self.name} can't be loaded from a peer: {why}", hint=hint)
         self.loading.loads["ordinary"] += 1
         event(
-            log,
+            self._log,
             "engine.fallback",
             level=logging.WARNING,
             model=self.name,
@@ -188,7 +300,9 @@ class Run:
         if self.lends != LOADED:
             return
         if bad := cannot_move(slots):
-            log.warning("%s is not lent: %s has no values before it is processed", self.name, bad)
+            self._log.warning(
+                "%s is not lent: %s has no values before it is processed", self.name, bad
+            )
             return
         if self._pull is not None and self.choice.state == LOADED:
             self.loading.lender = Lender.of_pull(self._pull, self._lent_as(), self.options)
@@ -214,21 +328,44 @@ class Run:
         )
 
     def _lent_as(self) -> ProcessingKey:
-        return choices.with_checkpoint(self.keys[self.lends], self.choice.checkpoint)
+        digits = self.choice.checkpoint
+        if not self.choice.state and self.meant.identity and self._still_the_same():
+            digits = self.meant.identity[: choices.CHECKPOINT_DIGITS]
+        return choices.with_checkpoint(self.keys[self.lends], digits)
+
+    def _still_the_same(self) -> bool:
+        """Return True if the folder that the ordinary loader has read is what it was before."""
+        assert self.meant.folder is not None
+        return stamps_in(self.meant.folder) == self.meant.stamps
 
     def loaded(self) -> None:
-        """Say how the model was loaded."""
+        """Say how the model was loaded.
+
+        What the ordinary loader has read from a folder is hashed in the background, so that the
+        next engine knows what it is.
+        """
         event(
-            log,
+            self._log,
             "engine.loaded",
             model=self.name,
             rank=str(self.ranks),
             state=self.choice.state or "ordinary",
             seconds=round(time.monotonic() - self._began_s, 3),
         )
+        folder = self.meant.folder
+        if folder is not None and not self.choice.state and self.ranks.first:
+            self.loading.hashing = remember_in_background(folder, config.state_folder())
 
     def end(self) -> None:
         """Close the pull, if it is not lent. Tensors keep its memory."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
         if self._pull is not None:
             self._pull.close()
             self._pull = None
+
+
+def _can_be_read(folder: Path) -> bool:
+    """Return True if a folder's weights are of the kind that can be compared."""
+    return any(each.suffix == ".safetensors" for each in [folder, *folder.glob("*.safetensors")])

@@ -14,7 +14,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.keys import fields_of
-from mx.engines.replica.names import name_of
+from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import LOADED, Loading, Run
@@ -68,7 +68,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             device_config: Where the engine computes.
 
         Raises:
-            MxError: Nothing can be pulled, and the option `fallback` is off.
+            MxError: Nothing can be pulled, and the ordinary loader is not to take over.
         """
         run = self._run = self._begin(model_config)
         self._configuration = model_config.hf_config.to_dict()
@@ -96,7 +96,11 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         states = [] if self.options.state == "checkpoint" else [LOADED]
         run = Run(
             "SGLang",
-            self.options.model or name_of(str(model_config.model_path)),
+            meant_by(
+                str(model_config.model_path),
+                given=self.options.model,
+                revision=model_config.revision,
+            ),
             self.options,
             {
                 state: ProcessingKey(
@@ -144,7 +148,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if (theirs := pull.files().get("config.json")) is not None:
             check_configuration(self._configuration, theirs)
         arriving = (item for layer in pull.layers() for item in layer.tensors().items())
-        DefaultModelLoader.load_weights_only(model, arriving, target_device)
+        DefaultModelLoader.load_weights_only(model, run.compared(arriving), target_device)
         pull.wait()
 
 

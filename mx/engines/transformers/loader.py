@@ -11,9 +11,10 @@ from mx import config
 from mx.api.common import check_type
 from mx.api.pulling import pull
 from mx.api.target import Pull
-from mx.core.reference import pinned_name
+from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import Manifest, ModelKey
 from mx.core.variant import ProcessingKey
+from mx.engines.side_files import check_covered
 from mx.engines.transformers.arrival import Loading
 from mx.engines.transformers.described import FILES, describe
 from mx.engines.transformers.skeleton import build
@@ -99,6 +100,11 @@ def load(
     if path is None:
         files, manifest, key = _first(name, _wanted(model_config), **where, **which)
         if manifest is not None:
+            pin = parse_reference(name).pin
+            if pin and model_config is not None and manifest.ref.weights_alone(pin):
+                files = {}  # what generates is `model_config`'s, then
+            else:
+                check_covered(name, pin, manifest.ref, "give `model_config`")
             pinned, which = pinned_name(key, manifest.ref), {}
     try:
         if manifest is None:

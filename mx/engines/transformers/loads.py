@@ -22,6 +22,8 @@ from mx.target.report import PullReport
 from mx.wire.cache import HeldAt
 
 log = logging.getLogger(__name__)
+#: transformers' own: it shows what was taken to whoever asks it to say more.
+_engine_log = logging.getLogger("transformers.mx_peer")
 
 #: Arguments with which transformers reads something else than the weights that peers serve, and why
 #: such a call is left to it.
@@ -202,6 +204,13 @@ class Load:
     def _tell(self, name: str, weights: Weights) -> None:
         report = weights.pull.report
         assert report is not None
+        event(
+            _engine_log,
+            "from_pretrained.taken",
+            model=name,
+            revision=self.served.key.revision,
+            identity=self.served.identity,
+        )
         served(
             name,
             self._place(report, weights),

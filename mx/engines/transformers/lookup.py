@@ -19,8 +19,9 @@ from mx import config
 from mx.api.listing import ask
 from mx.api.pulling import pull
 from mx.core.json_bounds import check_json
-from mx.core.reference import pinned_name
+from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
+from mx.engines.side_files import check_code, check_covered
 from mx.errors import CoordinatorError, ManifestError, MxError, NoSourceError, UnknownModelError
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,9 @@ class Lookup:
             ) as running:
                 files = running.files()
                 key, ref = running.model, running.wait_manifest().ref
+            pin = parse_reference(name).pin
+            check_covered(name, pin, ref, "give `from_pretrained` a folder of yours")
+            check_code(name, files)
         except NoSourceError:
             # Only a name that the coordinator knows is worth waiting for.
             if wait_s or not self.settings.wait_s:

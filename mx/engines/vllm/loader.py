@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 import mx
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.configuration import check_configuration
-from mx.engines.replica.names import name_of
+from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import LOADED, PROCESSED, Run
@@ -61,7 +61,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             prefix: Of the modules' names.
 
         Raises:
-            MxError: Nothing can be pulled, and the option `fallback` is off.
+            MxError: Nothing can be pulled, and the ordinary loader is not to take over.
         """
         if model_config is not vllm_config.model_config or prefix:
             return super().load_model(vllm_config, model_config, prefix)
@@ -109,7 +109,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             keys = {}
         run = Run(
             "vLLM",
-            self.options.model or name_of(str(model.model)),
+            meant_by(str(model.model), given=self.options.model, revision=model.revision),
             self.options,
             keys,
             ranks,
@@ -125,8 +125,10 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             try:
                 with run.pull(hold=False) as pull:
                     model = processed.build(vllm_config, pull, self._target(vllm_config), plain)
+                    for _ in run.compared(pull.state_dict().items()):
+                        pass
             except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
-                run.error = error
+                run.error, model = error, None
             if not run.agreed(model is not None):
                 return None
             keep()
@@ -185,8 +187,8 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             model_config: The model's configuration.
             model: The model.
         """
-        if self._feed is None:
+        if self._feed is None or self._run is None:
             yield from super().get_all_weights(model_config, model)
             return
         for layer in self._feed.layers():
-            yield from layer.tensors().items()
+            yield from self._run.compared(layer.tensors().items())

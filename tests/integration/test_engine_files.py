@@ -1,0 +1,170 @@
+"""The files that an engine gets from peers: of one document, covered by the pin, without code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import mx
+from mx import config
+from mx.engines.transformers import load
+from mx.engines.transformers.lookup import Lookup
+from mx.engines.vllm import fetch_files
+from mx.errors import ConfigError, MxError
+from tests.support import families
+from tests.support.daemon import daemon
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[str]:
+    with daemon(lease_s=2.0) as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "small"
+    families.save(families.FAMILIES["llama"], folder)
+    return folder
+
+
+@pytest.fixture
+def settings(coordinator: str) -> config.Settings:
+    return config.load(
+        {"coordinator": coordinator, "cache_socket": "off"}, environ={"HOME": "/nonexistent"}
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def with_config(small: Path, folder: Path, **fields: Any) -> Path:
+    """Return a folder that has a checkpoint's configuration, changed."""
+    folder.mkdir(parents=True)
+    found = json.loads((small / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(found))
+    return folder
+
+
+def looked_up(lookup: Lookup, name: str, revision: str | None = None) -> Any:
+    found = lookup.find(name, revision)
+    return None if found is None else json.loads((found.folder / "config.json").read_text())
+
+
+def test_a_pin_of_weights_alone_brings_no_files(
+    coordinator: str, small: Path, tmp_path: Path, settings: config.Settings
+) -> None:
+    """The weights are right, and whoever gives them has written a configuration of his own."""
+    theirs = with_config(small, tmp_path / "theirs", rms_norm_eps=0.5)
+    lookup = Lookup(settings, coordinator)
+    with mx.serve(weights(small), model="m", coordinator=coordinator, files=theirs) as source:
+        pinned = f"m@{source.identity_hex}"
+        with pytest.raises(ConfigError, match=r"weights alone.*NAME@PIN.*model-loader-extra"):
+            fetch_files(pinned, tmp_path / "files", coordinator=coordinator)
+        assert not (tmp_path / "files").exists()
+        with pytest.raises(ConfigError, match="weights alone.*`model_config`"):
+            load(pinned, coordinator=coordinator, settings=settings)
+        assert looked_up(lookup, pinned) is None
+        assert "weights alone" in lookup.why_not(pinned, None)
+        # A pin that covers the files is another matter, and so is what the user has.
+        fetch_files(source.pinned, tmp_path / "files", coordinator=coordinator)
+        assert json.loads((tmp_path / "files" / "config.json").read_text())["rms_norm_eps"] == 0.5
+        assert looked_up(lookup, source.pinned)["rms_norm_eps"] == 0.5
+        own = LlamaConfig.from_pretrained(small)
+        model = load(pinned, coordinator=coordinator, settings=settings, model_config=own)
+        assert model.config.rms_norm_eps == own.rms_norm_eps
+        from mx.engines.transformers import loading
+
+        loading(model).wait()
+        loading(model).close()
+    lookup.close()
+
+
+def test_a_pin_is_not_dropped(coordinator: str, small: Path, tmp_path: Path) -> None:
+    """The name stands for other weights and files by now."""
+    first = with_config(small, tmp_path / "first", bos_token_id=7)
+    second = with_config(small, tmp_path / "second", bos_token_id=8)
+    one, two = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    with (
+        mx.serve(two, model="p", coordinator=coordinator, files=second),
+        mx.serve(one, model="p", revision="old", coordinator=coordinator, files=first) as old,
+    ):
+        fetch_files(old.pinned.replace(":old", ""), tmp_path / "a", coordinator=coordinator)
+        assert json.loads((tmp_path / "a" / "config.json").read_text())["bos_token_id"] == 7
+        fetch_files("p", tmp_path / "b", coordinator=coordinator)
+        assert json.loads((tmp_path / "b" / "config.json").read_text())["bos_token_id"] == 8
+        with pytest.raises(MxError):
+            fetch_files("p@" + "ab" * 32, tmp_path / "c", coordinator=coordinator)
+        assert not (tmp_path / "c").exists()
+
+
+def test_a_revision_is_honoured(
+    coordinator: str, small: Path, tmp_path: Path, settings: config.Settings
+) -> None:
+    first = with_config(small, tmp_path / "first", bos_token_id=7)
+    second = with_config(small, tmp_path / "second", bos_token_id=8)
+    lookup = Lookup(settings, coordinator)
+    with (
+        mx.serve({"w": torch.ones(4)}, model="r", coordinator=coordinator, files=second),
+        mx.serve(
+            {"w": torch.zeros(4)}, model="r", revision="abc", coordinator=coordinator, files=first
+        ),
+    ):
+        for number, (revision, token) in enumerate([("abc", 7), ("main", 8), ("", 8)]):
+            out = tmp_path / str(number)
+            fetch_files("r", out, revision=revision, coordinator=coordinator)
+            assert json.loads((out / "config.json").read_text())["bos_token_id"] == token
+            assert looked_up(lookup, "r", revision or None)["bos_token_id"] == token
+        with pytest.raises(MxError, match="r:other|configuration of r"):
+            fetch_files("r", tmp_path / "x", revision="other", coordinator=coordinator)
+        assert looked_up(lookup, "r", "other") is None
+    lookup.close()
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["config.json", "tokenizer_config.json", "config.4.0.0.json", "sub/processor_config.json"],
+)
+@pytest.mark.parametrize("written", ['{"auto_map": %s}', '{"a": [{"\\u0061uto_map": %s}]}'])
+def test_code_is_not_taken_from_peers(
+    coordinator: str,
+    small: Path,
+    tmp_path: Path,
+    settings: config.Settings,
+    file: str,
+    written: str,
+) -> None:
+    theirs = with_config(small, tmp_path / "theirs")
+    text = written % '{"AutoConfig": "evil--evil.Evil"}'
+    (theirs / file).parent.mkdir(exist_ok=True)
+    fields = json.loads((theirs / file).read_text()) if (theirs / file).exists() else {}
+    rest = json.dumps(fields)[1:]
+    (theirs / file).write_text(text[:-1] + (", " if len(rest) > 1 else "") + rest)
+    lookup = Lookup(settings, coordinator)
+    with mx.serve(weights(small), model="code", coordinator=coordinator, files=theirs) as source:
+        for name in ("code", source.pinned):
+            with pytest.raises(ConfigError, match="code of its own.*never"):
+                fetch_files(name, tmp_path / "files", coordinator=coordinator)
+            assert not (tmp_path / "files").exists()
+            assert looked_up(lookup, name) is None
+            assert "code of its own" in lookup.why_not(name, None)
+    lookup.close()
+
+
+def test_a_word_of_a_vocabulary_is_no_code(coordinator: str, small: Path, tmp_path: Path) -> None:
+    theirs = with_config(small, tmp_path / "theirs")
+    (theirs / "vocab.json").write_text('{"auto_map": 5, "\\u0120a": 6}')
+    with mx.serve({"w": torch.ones(4)}, model="v", coordinator=coordinator, files=theirs):
+        fetch_files("v", tmp_path / "files", coordinator=coordinator)
+    assert (tmp_path / "files" / "vocab.json").exists()
