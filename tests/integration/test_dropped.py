@@ -129,11 +129,11 @@ def test_the_memory_of_a_dropped_pull_goes_without_the_collector(
     pull = api.pull("m", coordinator=served, **given)  # type: ignore[arg-type]
     tensors, event = pull.state_dict(), next(pull.layers())
     parts = [weakref.ref(part) for part in (pull, pull._job, pull._state, pull._job.edition)]
+    view = pull.memory()
+    memory = weakref.ref(view.obj) if isinstance(view, memoryview) else None
     arena = pull._job.edition.arena
-    assert arena is not None
-    parts.append(weakref.ref(arena))
-    descriptor, arena = arena.memfd, None
-    del pull
+    descriptor = None if arena is None else arena.memfd
+    del pull, view, arena
     assert becomes(lambda: not any(part() for part in parts))
     assert becomes(loop_is_free)
     assert descriptor is None or not memfd(descriptor)
@@ -141,6 +141,8 @@ def test_the_memory_of_a_dropped_pull_goes_without_the_collector(
         event.tensors()
     for name, tensor in tensors.items():
         assert torch.equal(octets(tensor), octets(expected[name])), name
+    del tensor, tensors
+    assert memory is None or memory() is None
 
 
 def octets(tensor: torch.Tensor) -> torch.Tensor:
