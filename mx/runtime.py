@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import contextvars
 import ctypes
-import functools
 import gc
 import os
 import threading
@@ -27,11 +25,20 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from mx import forks
-from mx.errors import ClosedError, ConfigError, ForkError, LocalError, MxError
+from mx.calls import Call, Waiter
+from mx.errors import ConfigError, ForkError, MxError
+from mx.tasks import beside, in_thread, uncut, unexpected, workers
+
+#: What others import from here, too.
+__all__ = ["beside", "in_thread", "uncut", "unexpected"]
 
 T = TypeVar("T")
 
-LINGER_S = 0.5
+#: A loop that was not used for so long, and at most twice as long, stops.
+LINGER_S = 0.3
+#: How long an interrupted call waits for the end of what it has begun, before its exception is
+#: raised. The rest goes on by itself.
+_ABANDONED_WITHIN_S = 5.0
 #: How long an exit waits for the loop's thread, which is quick unless the machine is full.
 _STOP_TIMEOUT_S = 10.0
 #: How long the first fork after everything of mx was closed waits for gRPC's threads to end.
@@ -57,93 +64,11 @@ class Embedded(Protocol):
         waiting for a lock, which a thread of the parent may have held."""
 
 
+E = TypeVar("E", bound=Embedded)
+
 _servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _open: weakref.WeakSet[Embedded] = weakref.WeakSet()
-_workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _libraries: set[str] = set()
-
-
-async def uncut(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end, even if the caller is cancelled, and only then pass on the
-    cancellation. For work on a thread, which cannot be cancelled, and for cleaning up."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait((task,))
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it
-        raise
-
-
-async def beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
-    """Run the others while `work` runs, and cancel them at its end."""
-    failed: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(each) for each in others]
-            await work
-            for helper in helpers:
-                helper.cancel()
-    except BaseExceptionGroup as group:
-        failed = group.exceptions[0]
-    if failed is not None:
-        raise failed
-
-
-def unexpected(error: BaseException) -> MxError:
-    """Return any exception as an MxError, with the original as its cause."""
-    if isinstance(error, MxError):
-        return error
-    found: MxError
-    if isinstance(error, asyncio.CancelledError):
-        found = ClosedError("the pull was closed before it was complete")
-    elif isinstance(error, OSError | MemoryError):
-        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
-    else:
-        found = LocalError(
-            f"unexpected {type(error).__name__}: {error}",
-            hint="if it comes from no code of yours, it is a defect: please report the traceback",
-        )
-    found.__cause__ = error
-    return found
-
-
-async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Await `work(*arguments, **named)` on a new thread.
-
-    Unlike `asyncio.to_thread` this works at the interpreter's end, when open things are closed: no
-    thread can start then, and the work runs on the loop.
-    """
-    # No frame keeps the future: an exception in it would keep that frame in turn.
-    return await asyncio.wrap_future(_started(functools.partial(work, *arguments, **named)))
-
-
-def _started(work: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
-    arguments = (future, contextvars.copy_context(), work)
-    worker = threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True)
-    try:
-        worker.start()
-    except RuntimeError:
-        if threading.main_thread().is_alive():
-            raise  # there are too many threads
-        _work(*arguments)
-    else:
-        _workers.add(worker)
-    return future
-
-
-def _work(future: Future[T], context: contextvars.Context, work: Callable[[], T]) -> None:
-    try:
-        future.set_result(context.run(work))
-    except BaseException as error:  # noqa: BLE001 - it is raised where the work is awaited
-        future.set_exception(error)
-    finally:
-        del future, work
 
 
 _lock = threading.RLock()
@@ -154,17 +79,44 @@ _forked = False  # from a process in which mx was running
 
 
 class LoopThread:
-    """A running loop. `acquire` returns it, and `release` returns it to the process."""
+    """A running loop, once it is started. `acquire` returns it, and `release` returns it to the
+    process."""
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self) -> None:
         self.users = 0
         self.inherited = False  # True in a forked child, which does not have the thread
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="mx-loop", daemon=True)
-        self._thread.start()
+        self._calls: set[Call[Any]] = set()
+        self._was_used = True  # since the loop was last looked at
+        self._thread: threading.Thread | None = None
+        self._entered = threading.Lock()
+        self._error: BaseException | None = None
+        self._ready = threading.Lock()  # until the loop runs
+        self._ready.acquire()
+
+    def start(self) -> None:
+        """Start the thread, and wait until the loop runs. Idempotent; an interrupted start goes on
+        when it is called again."""
+        if self._thread is None:
+            threading.Thread(target=self._run, name="mx-loop", daemon=True).start()
+        with self._ready:
+            if self._error is not None:
+                raise self._error
 
     def _run(self) -> None:
+        if not self._entered.acquire(blocking=False):
+            return  # an interrupted start was repeated
+        self._thread = threading.current_thread()
+        try:
+            self.loop = asyncio.new_event_loop()
+        except BaseException as error:  # noqa: BLE001 - raised where the loop is started
+            self._error = error
+            return
+        finally:
+            self._ready.release()
         asyncio.set_event_loop(self.loop)
+        self.loop.call_later(LINGER_S, self._look)
         try:
             self.loop.run_forever()
         finally:
@@ -175,6 +127,25 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             # There is no executor to shut down: see `in_thread`.
             self.loop.close()
+
+    def _look(self) -> None:
+        """Abandon the calls of threads that are gone; stop the loop if it has not been used since
+        the last look."""
+        global _current, _stopping
+        for call in list(self._calls):
+            call.look(self._calls)
+        with _lock:
+            was_used, self._was_used = self._was_used, self.busy
+            if not was_used and not self._was_used and _current is self:
+                _current, _stopping = None, self
+                self.loop.stop()
+                return
+        self.loop.call_later(LINGER_S, self._look)
+
+    @property
+    def busy(self) -> bool:
+        """True if the loop has a user, or a thread waits for it."""
+        return bool(self.users or self._calls)
 
     def require_other_thread(self) -> None:
         """Refuse a blocking call on the loop's own thread, which would wait for itself.
@@ -200,7 +171,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run a coroutine to its end and return its result. A KeyboardInterrupt cancels it.
+        """Run a coroutine to its end and return its result. An exception from a signal's handler
+        cancels it.
 
         Args:
             coroutine: The coroutine.
@@ -212,15 +184,29 @@ class LoopThread:
         """
         try:
             self.require_other_thread()
-        except ConfigError:
+            if self.inherited:
+                raise fork_error()
+        except MxError:
             coroutine.close()
             raise
-        future = self.submit(coroutine)
-        try:
-            return future.result(timeout_s)
-        except BaseException:
-            future.cancel()
-            raise
+        return _wait_for(lambda: coroutine, self, timeout_s, closes=False)
+
+    def call(self, call: Call[Any]) -> None:
+        """Begin a call. The loop does not stop until it has ended."""
+        self._calls.add(call)
+        self.loop.call_soon_threadsafe(call.begin, self._calls)
+
+    def ended(self, call: Call[Any]) -> None:
+        """Forget a call whose result was taken."""
+        self._calls.discard(call)
+
+    def touch(self) -> None:
+        """Go on for `LINGER_S` at least. Call this under the lock."""
+        self._was_used = True
+
+    def abandon(self, call: Call[Any]) -> None:
+        """Abandon a call, whether it has begun or not."""
+        self.loop.call_soon_threadsafe(call.abandon, self._calls)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Stop the loop and wait for its end. Do not call this on its own thread."""
@@ -230,45 +216,144 @@ class LoopThread:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait for the end of a loop that is stopping. Do not call this on its own thread."""
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
-    def stop_if_idle(self) -> None:
-        """Stop the loop if it has no user. Call this on the loop."""
-        global _current, _stopping
+
+def _the_loop() -> LoopThread:
+    """Return the process's loop, and start it if necessary. Call this under the lock."""
+    global _current, _used
+    if _forked:
+        raise fork_error()
+    _used = True
+    if _current is None:
+        _current = LoopThread()
+    try:
+        _current.start()
+    except Exception:  # an interrupt leaves it to the next call
+        _current = None
+        raise
+    return _current
+
+
+def _wait_for(
+    work: Callable[[], Coroutine[Any, Any, T]],
+    loop_thread: LoopThread | None,
+    timeout_s: float | None,
+    *,
+    closes: bool,
+) -> T:
+    """Run work on the loop, that of the process if none is given, and return its result."""
+    waiter = Waiter()
+    call = Call(work, waiter, closes=closes)
+    try:
         with _lock:
-            if self.users or _current is not self:
-                return
-            _current, _stopping = None, self
-        self.loop.stop()
+            if loop_thread is None:
+                loop_thread = _the_loop()
+            loop_thread.call(call)
+        if not call.wait(timeout_s):
+            raise TimeoutError
+        result, error = call.take()
+    except BaseException:
+        if loop_thread is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop_thread.abandon(call)
+                call.wait(_ABANDONED_WITHIN_S)
+        raise
+    loop_thread.ended(call)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+    return result[0]
 
 
-def acquire() -> LoopThread:
-    """Return the process's loop, and start it if necessary. Each `acquire` needs one `release`.
+def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on the process's loop, which is started if necessary, and return its result.
+
+    Args:
+        work: Returns the coroutine.
+
+    Raises:
+        ConfigError: This is the loop's own thread, which would wait for itself.
+        ForkError: This process was forked from one in which mx was running.
+    """
+    _require_other_thread()
+    return _wait_for(work, None, None, closes=False)
+
+
+def made(make: Callable[[LoopThread], Coroutine[Any, Any, E]]) -> E:
+    """Make an object on the process's loop, which is started if necessary, and return it.
+
+    The loop owns it until this thread has it: if an exception from a signal's handler ends the
+    wait, the work is cancelled, and what it makes all the same is closed.
+
+    Args:
+        make: Makes the object, given the loop, which is acquired for it.
+
+    Raises:
+        ConfigError: This is the loop's own thread, which would wait for itself.
+        ForkError: This process was forked from one in which mx was running.
+    """
+
+    async def work() -> E:
+        loop_thread = acquire()
+        try:
+            return await make(loop_thread)
+        except BaseException:
+            release(loop_thread)
+            raise
+
+    _require_other_thread()
+    return _wait_for(work, None, None, closes=True)
+
+
+def submit(work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+    """Begin what `run` runs, and return its future, which cancels it.
+
+    Args:
+        work: Returns the coroutine.
 
     Raises:
         ForkError: This process was forked from one in which mx was running.
     """
-    global _current, _used
+
+    async def using() -> T:
+        loop_thread = acquire()
+        try:
+            return await work()
+        finally:
+            release(loop_thread)
+
     with _lock:
-        if _forked:
-            raise fork_error()
-        _used = True
-        if _current is None:
-            _current = LoopThread()
-        _current.users += 1
-        return _current
+        loop_thread = _the_loop()
+        loop_thread.touch()  # it does not stop before the work has begun
+        return loop_thread.submit(using())
+
+
+def _require_other_thread() -> None:
+    if (current := _current) is not None:
+        current.require_other_thread()
+
+
+def acquire() -> LoopThread:
+    """Return the process's loop, and start it if necessary. Each `acquire` needs one `release`;
+    where an exception from a signal may come between, use `run` or `made`.
+
+    Raises:
+        ForkError: This process was forked from one in which mx was running.
+    """
+    with _lock:
+        loop_thread = _the_loop()
+        loop_thread.users += 1
+        return loop_thread
 
 
 def release(loop_thread: LoopThread) -> None:
-    """End one use of the loop. It stops `LINGER_S` after the last use, or with the process."""
+    """End one use of the loop. It stops soon after the last use, or with the process."""
     with _lock:
         loop_thread.users -= 1
-        if loop_thread.users or loop_thread.inherited:
-            return
-    with contextlib.suppress(RuntimeError):  # it is stopped already: the process is exiting
-        loop_thread.loop.call_soon_threadsafe(
-            loop_thread.loop.call_later, LINGER_S, loop_thread.stop_if_idle
-        )
 
 
 # -- at the interpreter's end ------------------------------------------------------------------
@@ -311,7 +396,7 @@ def _stop_at_exit() -> None:
     # Some work is no longer awaited, but not over. Where the interpreter ends beneath a thread that
     # is in C++ code, such as torch's as it frees tensors, the process aborts.
     until_s = time.monotonic() + _STOP_TIMEOUT_S
-    for worker in list(_workers):
+    for worker in list(workers):
         worker.join(max(0.0, until_s - time.monotonic()))
     calm = 0 if _libraries else 2
     while calm < 2 and time.monotonic() < until_s:
@@ -356,7 +441,7 @@ def _before_fork() -> None:
     mx. Then hold the lock, so that no other thread holds it during the fork."""
     global _current, _used, _running
     with _lock:
-        idle = _current if _current is not None and not _current.users else None
+        idle = _current if _current is not None and not _current.busy else None
         if idle is not None:
             _current = None
         wait, _used = _used and _current is None, _used and _current is not None

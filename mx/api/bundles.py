@@ -107,15 +107,13 @@ async def wait_for_bundle_async(
         MxError: As `wait_for_bundle`.
     """
     wanted = _checked(model, revision, variant, timeout_s)
-    settings = settings or config.load()
-    question = asking(
-        lambda client: _until_complete(client, wanted, timeout_s), coordinator, settings
+    found = settings or config.load()
+    asked = runtime.submit(
+        lambda: asking(
+            lambda client: _until_complete(client, wanted, timeout_s), coordinator, found
+        )
     )
-    loop = runtime.acquire()
-    try:
-        return await asyncio.wrap_future(loop.submit(question))
-    finally:
-        runtime.release(loop)
+    return await asyncio.wrap_future(asked)
 
 
 def _checked(

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mx import config, discovery, runtime
+from mx import config, discovery
 from mx.api.common import transports
 from mx.api.options import pull_options
+from mx.api.pulling import begin
 from mx.api.source import Source
 from mx.api.target import Pull
 from mx.core.cache import CacheTable
@@ -226,12 +227,7 @@ class Keeper:
 
     def _pulled(self, found: _Found, nbytes: int) -> _Kept:
         """Pull a model, and serve it. Blocks."""
-        loop = runtime.acquire()
-        try:
-            pull = Pull(loop, found.options, self._settings, time.monotonic())
-        except BaseException:
-            runtime.release(loop)
-            raise
+        pull = begin(found.options, self._settings, time.monotonic())
         self._pulls[found.id] = pull
         try:
             if self._closed:

@@ -198,20 +198,19 @@ def cache(
         )
     socket = cache_socket(settings.cache_socket)
     make_folder(socket)
-    lock = _Lock(socket)
-    try:
-        loop = runtime.acquire()
+
+    async def make(loop: runtime.LoopThread) -> Cache:
+        lock = _Lock(socket)
         try:
-            return _start(loop, lock, settings, coordinator, address, embed=embed)
+            return await _start(loop, lock, settings, coordinator, address, embed=embed)
         except BaseException:
-            runtime.release(loop)
+            lock.release()
             raise
-    except BaseException:
-        lock.release()
-        raise
+
+    return runtime.made(make)
 
 
-def _start(
+async def _start(
     loop: runtime.LoopThread,
     lock: _Lock,
     settings: config.Settings,
@@ -220,26 +219,31 @@ def _start(
     *,
     embed: bool,
 ) -> Cache:
-    embedded = loop.run(
-        join_or_embed(
-            address,
-            named_by=named_by(coordinator, settings),
-            embed=embed,
-            wait_s=settings.wait_s,
-            settings=settings,
-            cancelled=lambda: False,
-        )
+    embedded = await join_or_embed(
+        address,
+        named_by=named_by(coordinator, settings),
+        embed=embed,
+        wait_s=settings.wait_s,
+        settings=settings,
+        cancelled=lambda: False,
     )
+    listening: list[Listening] = []
     try:
         budget_bytes = settings.cache_memory or available_nbytes() // 2
         keeper = Keeper(settings, address, budget_bytes)
         service = Service(cache_pb2.DESCRIPTOR.services_by_name["Cache"], CacheServicer(keeper))
-        listening = loop.run(listen(f"unix:{lock.socket}", [service]))
+
+        async def listens() -> None:
+            listening.append(await listen(f"unix:{lock.socket}", [service]))
+
+        await runtime.uncut(listens())
+        return Cache(loop, keeper, listening[0], lock, address, embedded)
     except BaseException:
+        for each in listening:
+            await runtime.uncut(each.stop(0))
         if embedded is not None:
-            loop.run(embedded.stop())
+            await runtime.uncut(embedded.stop())
         raise
-    return Cache(loop, keeper, listening, lock, address, embedded)
 
 
 def cached(*, settings: config.Settings | None = None) -> CacheStatus | None:
@@ -256,11 +260,8 @@ def cached(*, settings: config.Settings | None = None) -> CacheStatus | None:
     where = socket_in_use(settings.cache_socket)
     if not where:
         return None
-    loop = runtime.acquire()
-    try:
-        return loop.run(_status(where, settings.connect_timeout_s))
-    finally:
-        runtime.release(loop)
+    timeout_s = settings.connect_timeout_s
+    return runtime.run(lambda: _status(where, timeout_s))
 
 
 async def _status(socket: str, timeout_s: float) -> CacheStatus:

@@ -63,7 +63,7 @@ class Closable:
         failures: list[Exception] = []
         with self._step_lock:
             if self._steps is None:
-                self._steps = [*self._closing_steps(), self._release_loop]
+                self._steps = [*self._closing_steps(), self._awaiting(self._release_loop)]
             while self._steps:
                 step = self._steps[0]
                 try:
@@ -118,11 +118,12 @@ class Closable:
 
         return step
 
-    def _release_loop(self) -> None:
-        uses_loop, self._uses_loop = self._uses_loop, False
-        if uses_loop:
+    async def _release_loop(self) -> None:
+        # On the loop, where no exception from a signal comes between.
+        if self._uses_loop:
+            self._uses_loop = False
             runtime.release(self._loop)
-        runtime.closed(self)
+            runtime.closed(self)
 
     def __enter__(self) -> Self:
         return self

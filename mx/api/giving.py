@@ -12,6 +12,7 @@ from mx.errors import ClosedError, ConfigError
 from mx.memory.arena import MemfdArena
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory
+from mx.runtime import in_thread, uncut
 from mx.source.model import HeldModel
 from mx.source.relay import Relay
 from mx.target.edition import Edition
@@ -80,12 +81,9 @@ class Giving:
         node = edition.node
         host = None if node is None else node.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
-            return self._settle(host, edition, arena)
-        self._loop.run(self._job.leave())
+            return self._loop.run(self._settled(host, edition, arena))
         live = isinstance(arena, LiveMemory)
-        if not isinstance(arena, LiveMemory):
-            with edition.lock:
-                arena.seal()
+        self._loop.run(self._sealed(edition, arena))
         held = HeldModel(
             self._job.key,
             manifest,
@@ -97,18 +95,22 @@ class Giving:
         )
         return serve_held(held, self._options.coordinator, self._settings, live=live)
 
-    def _settle(self, relay: Relay, edition: Edition, arena: MemfdArena | LiveMemory) -> Source:
-        """Turn the relay, which others read from without a break, into a source."""
+    async def _sealed(self, edition: Edition, arena: MemfdArena | DeviceArena | LiveMemory) -> None:
+        await self._job.leave()
+        if not isinstance(arena, LiveMemory):
+            await uncut(in_thread(edition.unseen, arena.seal))
+
+    async def _settled(
+        self, relay: Relay, edition: Edition, arena: MemfdArena | LiveMemory
+    ) -> Source:
+        """Turn the relay, which others read from without a break, into a source. It is the pull's
+        at once: the relay can't be turned into another."""
         if isinstance(arena, MemfdArena):
-            with edition.lock:
-                arena.freeze()
-        loop = runtime.acquire()
-        try:
-            server, held = loop.run(relay.settle())
-        except BaseException:
-            runtime.release(loop)
-            raise
-        return Source(loop, server, held, self._options.coordinator or "", None)
+            await uncut(in_thread(edition.unseen, arena.freeze))
+        server, held = await uncut(relay.settle())
+        coordinator = self._options.coordinator or ""
+        self._source = Source(runtime.acquire(), server, held, coordinator, None)
+        return self._source
 
     def accept_requests(self, port: int) -> None:
         """Have routers send requests to this port; 0: to none any more."""

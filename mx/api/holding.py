@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from mx.core.types import Layout, ModelKey
 from mx.errors import ConfigError
 from mx.memory.arrays import arrays_of
 from mx.memory.describe import describe_arrays
+from mx.runtime import in_thread, uncut
 from mx.source.model import HeldModel, hold_checkpoint, hold_tensors, lend_tensors
 from mx.text import listed
 
@@ -113,6 +117,35 @@ def lend(
             chunk_nbytes=settings.chunk_bytes or None,
             cancelled=cancelled,
         )
+
+
+async def taken_in(
+    take: Callable[[Callable[[], bool]], HeldModel], cancelled: Callable[[], bool]
+) -> HeldModel:
+    """Run `hold` or `lend` on a thread, and return the model; on the loop.
+
+    If this is cancelled the thread is told to stop, and what it has made is released.
+
+    Args:
+        take: Calls `hold` or `lend`, with the `cancelled` that it is given.
+        cancelled: As for `serve`.
+
+    Raises:
+        MxError: As `serve`.
+    """
+    abandoned = threading.Event()
+    taking = asyncio.ensure_future(in_thread(take, lambda: abandoned.is_set() or cancelled()))
+    try:
+        return await asyncio.shield(taking)
+    except asyncio.CancelledError:
+        abandoned.set()
+        await uncut(_released(taking))
+        raise
+
+
+async def _released(taking: asyncio.Future[HeldModel]) -> None:
+    with contextlib.suppress(Exception):  # its caller does not wait for it any more
+        (await taking).release()
 
 
 def check_names(layout: Layout, names: Collection[str] | None) -> None:

@@ -64,12 +64,8 @@ def ask(
     Raises:
         MxError: What `question` raises.
     """
-    settings = settings or config.load()
-    loop = runtime.acquire()
-    try:
-        return loop.run(asking(question, coordinator, settings))
-    finally:
-        runtime.release(loop)
+    found = settings or config.load()
+    return runtime.run(lambda: asking(question, coordinator, found))
 
 
 async def asking(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Self
 
 from mx import config, runtime
 from mx.api.closing import Closable, Step
@@ -41,24 +42,20 @@ class Observer(Closable):
         Raises:
             ConfigError: A setting is wrong.
         """
-        settings = settings or config.load()
-        loop = runtime.acquire()
+        self._settings = settings = settings or config.load()
+        self._coordinator = coordinator or settings.coordinator
         self._client: CoordinatorClient | None = None
-        try:
-            self._client = loop.run(self._dial(coordinator or settings.coordinator, settings))
-        except BaseException:
-            runtime.release(loop)
-            raise
-        super().__init__(loop)
+        runtime.made(self._begin)
 
-    @staticmethod
-    async def _dial(address: str, settings: config.Settings) -> CoordinatorClient:
-        return CoordinatorClient(
-            address,
-            tls=tls_of(settings),
-            insecure=settings.insecure,
-            timeout_s=settings.connect_timeout_s,
+    async def _begin(self, loop: runtime.LoopThread) -> Self:
+        self._client = CoordinatorClient(
+            self._coordinator,
+            tls=tls_of(self._settings),
+            insecure=self._settings.insecure,
+            timeout_s=self._settings.connect_timeout_s,
         )
+        super().__init__(loop)
+        return self
 
     def look(self, model: str = "") -> Overview:
         """Return the current pulls and sources.

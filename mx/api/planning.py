@@ -127,8 +127,5 @@ def plan(
         only=only,
         slices=slices,
     )
-    loop = runtime.acquire()
-    try:
-        return loop.run(plan_pull(options, target_place(options), transports()))
-    finally:
-        runtime.release(loop)
+    place, known = target_place(options), transports()
+    return runtime.run(lambda: plan_pull(options, place, known))

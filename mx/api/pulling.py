@@ -16,6 +16,7 @@ from mx.core.local_ranks import LocalRanks
 from mx.core.selection import Slice
 from mx.core.variant import ProcessingKey
 from mx.errors import ConfigError
+from mx.target.options import PullOptions
 
 
 def pull(
@@ -158,9 +159,19 @@ def pull(
         local_ranks=local_ranks,
         files_only=files_only,
     )
-    loop = runtime.acquire()
-    try:
+    return begin(options, settings, started_s)
+
+
+def begin(options: PullOptions, settings: config.Settings, started_s: float) -> Pull:
+    """Begin to pull, and return the running pull.
+
+    Args:
+        options: What is pulled.
+        settings: The settings of the process.
+        started_s: When the caller asked for it.
+    """
+
+    async def make(loop: runtime.LoopThread) -> Pull:
         return Pull(loop, options, settings, started_s)
-    except BaseException:
-        runtime.release(loop)
-        raise
+
+    return runtime.made(make)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from mx import config, runtime
 from mx.api.closing import Closable, Step
@@ -54,22 +54,19 @@ class Router(Closable):
         """
         self._settings = settings = settings or config.load()
         self.coordinator = coordinator or settings.coordinator
-        loop = runtime.acquire()
-        try:
-            self._client: CoordinatorClient | None = loop.run(self._dial())
-        except BaseException:
-            runtime.release(loop)
-            raise
         self._watches: set[Watch] = set()
-        super().__init__(loop)
+        self._client: CoordinatorClient | None = None
+        runtime.made(self._begin)
 
-    async def _dial(self) -> CoordinatorClient:
-        return CoordinatorClient(
+    async def _begin(self, loop: runtime.LoopThread) -> Self:
+        self._client = CoordinatorClient(
             self.coordinator,
             tls=tls_of(self._settings),
             insecure=self._settings.insecure,
             timeout_s=self._settings.connect_timeout_s,
         )
+        super().__init__(loop)
+        return self
 
     def __repr__(self) -> str:
         """Return one line: the coordinator's address."""
@@ -125,14 +122,13 @@ class Router(Closable):
             raise CapacityError(
                 f"this router has {MAX_WATCHES} watches open, its limit", hint="close some"
             )
-        loop = runtime.acquire()
-        try:
+
+        async def make(loop: runtime.LoopThread) -> Watch:
             watch = Watch(loop, client, wanted, self._forget)
-        except BaseException:
-            runtime.release(loop)
-            raise
-        self._watches.add(watch)
-        return watch
+            self._watches.add(watch)
+            return watch
+
+        return runtime.made(make)
 
     # -- how long, and where --------------------------------------------------------------------
 

@@ -53,7 +53,8 @@ class Watch(Closable):
         wanted: ModelReference,
         on_close: Callable[[Watch], None],
     ) -> None:
-        """
+        """Begin to watch; on the loop.
+
         Args:
             loop: The loop, acquired for this object.
             client: The coordinator; its owner closes it.
@@ -72,11 +73,8 @@ class Watch(Closable):
         self._over = False
         self._error: MxError | None = None
         self._tick: asyncio.TimerHandle | None = None
-        self._task = loop.run(self._begin())
+        self._task = asyncio.create_task(self._run(), name="mx-router-watch")
         super().__init__(loop)
-
-    async def _begin(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self._run(), name="mx-router-watch")
 
     # -- for the consumer -----------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from mx.api.common import (
     transports,
     variant_text,
 )
-from mx.api.holding import hold, lend
+from mx.api.holding import hold, lend, taken_in
 from mx.api.source import Source
 from mx.codec import check_model_key
 from mx.core.limits import Bounds
@@ -31,6 +31,7 @@ from mx.errors import (
     CoordinatorError,
     CoordinatorVersionError,
 )
+from mx.runtime import uncut
 from mx.source.model import HeldModel
 from mx.source.server import SourceOptions, SourceServer
 from mx.storage.names import model_name_of
@@ -124,7 +125,11 @@ async def join_or_embed(
     from mx.coordinator.daemon import Coordinator
 
     coordinator = Coordinator(lease_s=settings.lease_s)
-    await coordinator.start(address, tls=tls_of(settings), insecure=settings.insecure)
+    try:
+        await coordinator.start(address, tls=tls_of(settings), insecure=settings.insecure)
+    except BaseException:
+        await uncut(coordinator.stop())
+        raise
     return coordinator
 
 
@@ -256,54 +261,60 @@ def serve(
     folder = None if files is None else Path(files)
     key = _key_of(what, model, revision, variant)
     address = coordinator or settings.coordinator
-    loop = runtime.acquire()
-    try:
+
+    def take(stopped: Callable[[], bool]) -> HeldModel:
+        if copy:
+            return hold(
+                what,
+                key,
+                where,
+                settings,
+                files=folder,
+                on_progress=on_progress,
+                cancelled=stopped,
+            )
+        return lend(
+            what,
+            key,
+            settings,
+            files=folder,
+            non_persistent=non_persistent_buffers,
+            cancelled=stopped,
+        )
+
+    async def make(loop: runtime.LoopThread) -> Source:
         options = source_options(settings, address, live=not copy)
-        server = loop.run(start_source(options, transports()))
+        server = await start_source(options, transports())
         embedded: Coordinator | None = None
         held: HeldModel | None = None
         try:
-            embedded = loop.run(
-                join_or_embed(
-                    address,
-                    named_by=named_by(coordinator, settings),
-                    embed=embed,
-                    wait_s=settings.wait_s,
-                    settings=settings,
-                    cancelled=cancelled,
-                )
+            embedded = await join_or_embed(
+                address,
+                named_by=named_by(coordinator, settings),
+                embed=embed,
+                wait_s=settings.wait_s,
+                settings=settings,
+                cancelled=cancelled,
             )
-            if copy:
-                held = hold(
-                    what,
-                    key,
-                    where,
-                    settings,
-                    files=folder,
-                    on_progress=on_progress,
-                    cancelled=cancelled,
-                )
-            else:
-                held = lend(
-                    what,
-                    key,
-                    settings,
-                    files=folder,
-                    non_persistent=non_persistent_buffers,
-                    cancelled=cancelled,
-                )
-            loop.run(offer(server, held, address))
+            held = await taken_in(take, cancelled)
+            await offer(server, held, address)
+            return Source(loop, server, held, address, embedded, settings)
         except BaseException:
-            loop.run(server.close())
-            if held is not None:
-                held.release()  # not before: exposures hand out its descriptor
-            if embedded is not None:
-                loop.run(embedded.stop())
+            await uncut(_ended(server, held, embedded))
             raise
-    except BaseException:
-        runtime.release(loop)
-        raise
-    return Source(loop, server, held, address, embedded, settings)
+
+    return runtime.made(make)
+
+
+async def _ended(
+    server: SourceServer, held: HeldModel | None, embedded: Coordinator | None
+) -> None:
+    """Close what `serve` has made before it failed."""
+    await server.close()
+    if held is not None:
+        held.release()  # not before: exposures hand out its descriptor
+    if embedded is not None:
+        await embedded.stop()
 
 
 async def start_source(options: SourceOptions, transports: Mapping[str, Transport]) -> SourceServer:
@@ -313,7 +324,11 @@ async def start_source(options: SourceOptions, transports: Mapping[str, Transpor
         ConfigError, LocalError: As `serve`.
     """
     server = SourceServer(options, transports)
-    await server.start()
+    try:
+        await server.start()
+    except BaseException:
+        await uncut(server.close())
+        raise
     return server
 
 
@@ -337,19 +352,19 @@ def serve_held(
     Raises:
         MxError: As `serve`.
     """
-    loop = runtime.acquire()
-    try:
+
+    async def make(loop: runtime.LoopThread) -> Source:
         options = source_options(settings, coordinator, live=live)
-        server = loop.run(start_source(options, transports()))
+        server = await start_source(options, transports())
         try:
-            loop.run(offer(server, held, coordinator))
+            await offer(server, held, coordinator)
+            updating = settings if may_update else None
+            return Source(loop, server, held, coordinator or "", None, updating)
         except BaseException:
-            loop.run(server.close())
+            await uncut(server.close())
             raise
-    except BaseException:
-        runtime.release(loop)
-        raise
-    return Source(loop, server, held, coordinator or "", None, settings if may_update else None)
+
+    return runtime.made(make)
 
 
 async def offer(server: SourceServer, held: HeldModel, coordinator: str | None) -> None:

@@ -14,7 +14,7 @@ from mx.api.closing import Closable, Step
 from mx.api.common import (
     checked_port,
 )
-from mx.api.holding import check_names, hold
+from mx.api.holding import check_names, hold, taken_in
 from mx.core.pages import Pages
 from mx.core.reference import pinned_name
 from mx.core.types import Manifest, ModelKey
@@ -25,6 +25,7 @@ from mx.errors import (
     MxError,
 )
 from mx.memory.live import LiveMemory
+from mx.runtime import uncut
 from mx.source.handover import Handover
 from mx.source.lending import Lending
 from mx.source.model import HeldModel
@@ -236,26 +237,33 @@ class Source(Closable):
                 )
             if self._closed.is_set():
                 raise ClosedError(f"the source of {self.model} was closed")
-            held = hold(
-                what,
-                self.model,
-                self._held.device,
-                settings,
-                on_progress=on_progress,
-                cancelled=self._closing.is_set,
-            )
-            same = held.manifest.ref.identity == self._held.manifest.ref.identity
-            if same and membership(self.model.variant).alone:
-                held.release()
-            else:
-                self._loop.run(self._replace(held, grace_s))
+            old = self._held
+
+            def take(stopped: Callable[[], bool]) -> HeldModel:
+                return hold(
+                    what,
+                    old.key,
+                    old.device,
+                    settings,
+                    on_progress=on_progress,
+                    cancelled=stopped,
+                )
+
+            self._loop.run(self._update(old, take, grace_s))
             return self.model
 
-    async def _replace(self, held: HeldModel, grace_s: float) -> None:
-        old = self._held
+    async def _update(
+        self, old: HeldModel, take: Callable[[Callable[[], bool]], HeldModel], grace_s: float
+    ) -> None:
+        held = await taken_in(take, self._closing.is_set)
+        same = held.manifest.ref.identity == old.manifest.ref.identity
+        if same and membership(old.key.variant).alone:
+            held.release()
+            return
         await self._server.replace(old.source_id, held)
         self._held = held
-        await self._handover.hand_over(old, held, grace_s, self._closing.is_set)
+        # To its end: what is outdated must not stay listed.
+        await uncut(self._handover.hand_over(old, held, grace_s, self._closing.is_set))
 
     @contextlib.contextmanager
     def changing(

@@ -86,11 +86,7 @@ def list_tables(
             if source.ref.layout == manifest.ref.layout
         ]
 
-    loop = runtime.acquire()
-    try:
-        return loop.run(ask())
-    finally:
-        runtime.release(loop)
+    return runtime.run(ask)
 
 
 async def _table(

@@ -48,15 +48,16 @@ class Pull(Described, Closable):
         settings: config.Settings,
         started_s: float,
     ) -> None:
+        """Begin to pull; on the loop, which is acquired for this object (`runtime.made`)."""
         self._options = options
         self._settings = settings
         self._state = EventLog(started_s)
-        self._job, self._task = loop.run(self._begin(options))
+        self._job, self._task = self._begin(options)
         self._filled = FilledMemory(options, self._job, self._state)
         self._giving = Giving(loop, options, settings, self._job, self._reporter, self._filled)
         super().__init__(loop)
 
-    async def _begin(self, options: PullOptions) -> tuple[Job | FilesJob, asyncio.Task[None]]:
+    def _begin(self, options: PullOptions) -> tuple[Job | FilesJob, asyncio.Task[None]]:
         job: Job | FilesJob
         if options.files_only:
             job = FilesJob(options, self._state)

@@ -15,6 +15,7 @@ from mx.coordinator.service import CoordinatorServicer
 from mx.coordinator.state import StateStore, open_state
 from mx.errors import ConfigError
 from mx.log import event
+from mx.runtime import uncut
 from mx.transport import TlsFiles
 from mx.wire.documents import DocumentsServicer
 from mx.wire.server import Listening, Service, listen
@@ -82,10 +83,17 @@ class Coordinator:
             ConfigError: As `mx.wire.server.listen`.
             LocalError: As `mx.wire.server.listen`.
         """
+        # To its end, so that `stop` knows what listens.
+        await uncut(self._listen(listen_address, tls, insecure=insecure))
+        self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
+        event(log, "coordinator.listening", address=self.address, tls=tls is not None)
+        return self.address
+
+    async def _listen(self, address: str, tls: TlsFiles | None, *, insecure: bool) -> None:
         coordinator = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]
         documents = common_pb2.DESCRIPTOR.services_by_name["Documents"]
         self._listening = await listen(
-            listen_address,
+            address,
             [
                 Service(coordinator, self._servicer),
                 Service(documents, DocumentsServicer(self._state.document)),
@@ -93,9 +101,6 @@ class Coordinator:
             tls=tls,
             insecure=insecure,
         )
-        self._ticking = asyncio.create_task(self._tick(), name="mx-coordinator-tick")
-        event(log, "coordinator.listening", address=self.address, tls=tls is not None)
-        return self.address
 
     async def _tick(self) -> None:
         interval_s = min(0.5, self._state.lease_s / 10)

@@ -119,20 +119,20 @@ class MemfdArena(_HostMemory):
                 f"no memfd could be created: {error.strerror}",
                 hint="raise the limit of open files (ulimit -n)",
             ) from error
+        # Once, whichever comes first: `release`, or the end of an arena that was never released.
+        self._finalizer = weakref.finalize(self, os.close, self.memfd)
+        self._finalizer.atexit = False
         try:
             os.ftruncate(self.memfd, nbytes)
             # Sealed before anything maps it, so that no truncation can cause a SIGBUS here.
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._mapping = mmap.mmap(self.memfd, nbytes) if nbytes else None
         except OSError as error:
-            os.close(self.memfd)
+            self._close()
             raise CapacityError(
                 f"a memfd of {format_bytes(nbytes)} could not be created: {error.strerror}",
                 hint="free memory or raise the container's limit",
             ) from error
-        # Once, whichever comes first: `release`, or the end of an arena that was never released.
-        self._close = weakref.finalize(self, os.close, self.memfd)
-        self._close.atexit = False
         self.view = memoryview(self._mapping if self._mapping is not None else bytearray())
 
     @property
@@ -224,8 +224,11 @@ class MemfdArena(_HostMemory):
         """Close the descriptor and drop the map. Idempotent."""
         self.view = memoryview(b"")
         self._mapping = None
-        self.memfd = None
         self._close()
+
+    def _close(self) -> None:
+        self.memfd = None
+        self._finalizer()
 
 
 def _seal_writes(descriptor: int) -> None:

@@ -81,9 +81,9 @@ class _Work:
         """Let go of the file. Waits while a piece is moved. Idempotent."""
         self._cancelled = True
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 class Collapser:

@@ -127,6 +127,16 @@ class SourceServer:
         advertise, coordinator = self.options.advertise, self.options.coordinator
         self._host = await in_thread(dialled_host, self.options.listen, advertise, coordinator)
         hosts = discovery.data_hosts(host, self.options.nics)
+        await uncut(self._listen())  # to its end, so that `close` knows what listens
+        self._place = self._expose_place = discovery.here(addresses=hosts)
+        if advertise:
+            # Its own addresses and interfaces are of no use to readers.
+            self._place = replace(self._place, addresses=(self._host,), nics=())
+        self._tasks.append(
+            asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
+        )
+
+    async def _listen(self) -> None:
         self._listening = await listen(
             self.options.listen,
             [
@@ -140,13 +150,6 @@ class SourceServer:
             insecure=self.options.insecure,
             dialled=self._host,
         )
-        self._place = self._expose_place = discovery.here(addresses=hosts)
-        if advertise:
-            # Its own addresses and interfaces are of no use to readers.
-            self._place = replace(self._place, addresses=(self._host,), nics=())
-        self._tasks.append(
-            asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
-        )
 
     async def offer(self, held: HeldModel, participant: Participant | None = None) -> None:
         """Expose a model; from now on the Peer service describes it and grants reads.
@@ -158,6 +161,10 @@ class SourceServer:
         Raises:
             LocalError: No transport can offer the model.
         """
+        # To its end, else what a thread has exposed by then would belong to nothing.
+        await uncut(self._offer(held, participant))
+
+    async def _offer(self, held: HeldModel, participant: Participant | None) -> None:
         with trace.span("serve.expose", model=str(held.key)):
             exposures = await in_thread(self._expose, held)
             grid = held.manifest.grid
@@ -388,9 +395,13 @@ class SourceServer:
         served = self._servicer.models[source_id]
         served.held.growing, served.held.layers = False, None
         served.watchman = self._look_after(served.held)
-        exposures = await in_thread(self._expose, served.held)
-        served.retired += served.exposures.values()
-        served.exposures = exposures
+
+        async def exposed() -> None:
+            exposures = await in_thread(self._expose, served.held)
+            served.retired += served.exposures.values()
+            served.exposures = exposures
+
+        await uncut(exposed())
 
     def record(self, source_id: str) -> SourceRecord:
         """Return the record of an offered model."""

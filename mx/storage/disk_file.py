@@ -151,10 +151,12 @@ class DiskBytes:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct_fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        fd, self._direct_fd = self._direct_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _open_direct(file: DiskFile) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 import stat
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC
+#: As many as the kernel follows.
+_MOST_LINKS = 40
 
 
 def open_folder(name: str, parent: int | None = None) -> int:
@@ -32,6 +37,104 @@ def opened(name: str, parent: int | None = None) -> Iterator[int]:
     fd = open_folder(name, parent)
     try:
         yield fd
+    finally:
+        os.close(fd)
+
+
+class ForeignLinkError(Exception):
+    """A path leads through a link of another user, `uid`, who may point it elsewhere."""
+
+    def __init__(self, path: str, uid: int) -> None:
+        super().__init__(path)
+        self.path = path
+        self.uid = uid
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A path without links: `below` names what is missing under the folder `folder`, and then the
+    last name of the path, whether that exists or not. `fd` is a descriptor of that folder, which
+    the caller closes; it allows no more than to open what is below."""
+
+    fd: int
+    folder: str
+    below: tuple[str, ...]
+
+
+def resolve(path: str) -> Resolved:
+    """Follow the links in a path as the kernel does, but none that belongs to a user other than
+    this one and root. What was checked is what is followed.
+
+    Args:
+        path: The path; what it names need not exist.
+
+    Raises:
+        ForeignLinkError: A link in it belongs to another user.
+        OSError: It can't be followed.
+    """
+    ahead = _names(os.path.join(os.getcwd(), path))
+    folder: list[str] = []
+    links = 0
+    at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while ahead:
+            name = ahead.popleft()
+            if name == "..":
+                at = _moved(at, os.open("..", os.O_PATH | os.O_CLOEXEC, dir_fd=at))
+                del folder[-1:]
+                continue
+            try:
+                found = os.open(name, os.O_PATH | _FILE, dir_fd=at)
+            except FileNotFoundError:
+                return _below(at, folder, [name, *ahead])
+            with _closing(found):
+                status = os.fstat(found)
+                if stat.S_ISLNK(status.st_mode):
+                    if status.st_uid not in (0, os.geteuid()):
+                        raise ForeignLinkError("/" + "/".join([*folder, name]), status.st_uid)
+                    links += 1
+                    if links > _MOST_LINKS:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                    target = os.readlink("", dir_fd=found)
+                    if target.startswith("/"):
+                        folder.clear()
+                        at = _moved(at, os.open("/", os.O_PATH | os.O_CLOEXEC, dir_fd=at))
+                    ahead.extendleft(reversed(_names(target)))
+                elif not ahead:
+                    return _below(at, folder, [name])
+                elif not stat.S_ISDIR(status.st_mode):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                else:
+                    at = _moved(at, os.dup(found))
+                    folder.append(name)
+        name = folder.pop() if folder else ""  # it ends with "..", or is a link to "/"
+        at = _moved(at, os.open("..", os.O_PATH | os.O_CLOEXEC, dir_fd=at))
+        return _below(at, folder, [name] if name else [])
+    except BaseException:
+        os.close(at)
+        raise
+
+
+def _names(path: str) -> deque[str]:
+    return deque(name for name in path.split("/") if name not in ("", "."))
+
+
+def _moved(before: int, now: int) -> int:
+    os.close(before)
+    return now
+
+
+def _below(fd: int, folder: list[str], names: list[str]) -> Resolved:
+    rest = os.path.normpath("/".join(names)) if names else "."
+    if rest == "." or rest.startswith(".."):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    return Resolved(fd, "/" + "/".join(folder), tuple(rest.split("/")))
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    try:
+        yield
     finally:
         os.close(fd)
 

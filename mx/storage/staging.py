@@ -57,16 +57,18 @@ class Staging:
     """
 
     def __init__(self, out: Path) -> None:
-        self.out = Path(os.path.realpath(out))
+        where = _resolve(out)
+        self.out = Path(where.folder, *where.below)
         self._name = f".{self.out.name}{_SUFFIX}"
         self.folder = self.out.parent / self._name
         self.files = self.folder / _FILES
         self._made: list[tuple[int, str]] = []  # (its parent's descriptor, name), innermost last
-        self._parent = self._fd = self._files = -1
-        _check_free(self.out)
+        self._fd = self._files = -1
+        self._parent = where.fd
         try:
+            _check_free(self.out)
             with self.errors():
-                self._open_parent()
+                self._open_parent(where.below[:-1])
                 self._lock()
         except BaseException:
             self.discard()
@@ -89,7 +91,17 @@ class Staging:
             raise write_error(error, path) from error
 
     def warn(self) -> None:
-        """Log a warning if every user may rename what the parent folder holds."""
+        """Log a warning if another user may rename the output, or a folder that it is in."""
+        for folder in self.out.parents:
+            owner = os.stat(folder).st_uid
+            if owner not in (0, os.geteuid()):
+                log.warning(
+                    "%s belongs to %s, who may rename or replace what is in it: name an `out` in a "
+                    "folder of yours",
+                    folder,
+                    _user(owner),
+                )
+                return
         if folders.others_may_replace(self._parent):
             log.warning(
                 "every user may rename or replace what is in %s: the output is safe only until it "
@@ -234,25 +246,23 @@ class Staging:
             os.close(self._made.pop()[0])
 
     def _close_files(self) -> None:
-        if self._files >= 0:
-            os.close(self._files)
-            self._files = -1
+        fd, self._files = self._files, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _close(self) -> None:
         self._close_files()
-        for fd in (self._fd, self._parent):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._parent = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        fd, self._parent = self._parent, -1
+        if fd >= 0:
+            os.close(fd)
 
-    def _open_parent(self) -> None:
-        missing: list[str] = []
-        parent = self.out.parent
-        while not parent.exists():
-            missing.append(parent.name)
-            parent = parent.parent
-        self._parent = folders.open_folder(str(parent))
-        for name in reversed(missing):
+    def _open_parent(self, missing: tuple[str, ...]) -> None:
+        self._parent, before = folders.open_folder(".", self._parent), self._parent
+        os.close(before)
+        for name in missing:
             with contextlib.suppress(FileExistsError):  # made just now, by another process
                 os.mkdir(name, dir_fd=self._parent)
                 self._made.append((os.dup(self._parent), name))
@@ -303,6 +313,20 @@ class Staging:
             f"{self.folder} {what}, so nothing is written to it",
             hint="check it and remove it, or name another `out`",
         )
+
+
+def _resolve(out: Path) -> folders.Resolved:
+    """Return where `out` leads to. Raises OutputError."""
+    try:
+        return folders.resolve(str(out))
+    except folders.ForeignLinkError as error:
+        raise OutputError(
+            f"{error.path} is a link that belongs to {_user(error.uid)}, who may point it "
+            "elsewhere, so nothing is written through it",
+            hint="name an `out` whose path has no link of another user",
+        ) from None
+    except OSError as error:
+        raise write_error(error, out) from error
 
 
 def _user(uid: int) -> str:

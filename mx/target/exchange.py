@@ -101,7 +101,8 @@ class Exchange:
         self._free = list(range(ring.slots))
         self._awaited: dict[int, set[int]] = {}  # slot -> the ranks that have yet to copy from it
         self._closed = False
-        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._pipe = [*os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)]
+        self._wake, self._woken = self._pipe
         self._thread: threading.Thread | None = None
 
     def shares(self, rank: int, wanted: Wanted) -> Shares:
@@ -322,7 +323,6 @@ class Exchange:
                 fellow.close()
             self._fellows.clear()
             self._ring.close()
-            for fd in (self._wake, self._woken):
-                if fd >= 0:
-                    os.close(fd)
             self._wake = self._woken = -1
+            while self._pipe:
+                os.close(self._pipe.pop())

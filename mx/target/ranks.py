@@ -169,6 +169,9 @@ class _Meeting:
                 sock, _ = listener.accept()
             except TimeoutError:
                 continue
+            if not _is_own_user(sock):
+                sock.close()  # before it is waited for, and without a word: it may come for ever
+                continue
             closing.enter_context(sock)
             rank, fd = self._greeted(sock, closing)
             if rank in came and not _has_ended(came[rank][0]):
@@ -193,7 +196,7 @@ class _Meeting:
             if own:
                 raise self._taken() from error
             raise _Alone(f"they can't meet ({error.strerror})") from error
-        listener.listen(MOST_RANKS)
+        listener.listen(socket.SOMAXCONN)  # also where others connect, too
 
     def _taken(self) -> ConfigError:
         rank, size, group = self._ranks.rank, self._ranks.size, self._ranks.group
@@ -215,7 +218,7 @@ class _Meeting:
         except (OSError, struct.error):
             return 0, -1
         known = magic == _MAGIC and size == self._ranks.size and 0 < rank < size
-        return (rank, fds[0]) if known and fds and _is_own_user(sock) else (0, -1)
+        return (rank, fds[0]) if known and fds else (0, -1)
 
     def _introduce(
         self, came: dict[int, tuple[socket.socket, int]], closing: contextlib.ExitStack

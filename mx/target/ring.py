@@ -100,7 +100,7 @@ class Ring:
 
     def close(self) -> None:
         """Drop the memory. Views of it keep it mapped. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
         self._view = memoryview(b"")

@@ -154,9 +154,9 @@ class Memory:
         if self._gpu is not None:
             self._gpu.close()
             return
-        if self.memfd is not None:
-            os.close(self.memfd)
-            self.memfd = None
+        memfd, self.memfd = self.memfd, None
+        if memfd is not None:
+            os.close(memfd)
         self._map.close()
 
 

@@ -298,3 +298,101 @@ with CheckpointWriter(Path(sys.argv[2]), manifest) as writer:
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2], timeout=120)
     assert is_copy(shared / "out", model[0])
     assert (shared / "out").stat().st_uid == NOBODY
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """A folder of the other user's, open to all."""
+    folder = Path(tempfile.mkdtemp(prefix="mx-theirs-"))
+    folder.chmod(0o777)
+    os.chown(folder, NOBODY, NOBODY)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@as_root
+@pytest.mark.parametrize("name", ["link", "link/out", "link/deep/out", "ours", "ours/out"])
+@pytest.mark.parametrize("to", ["", "new"])
+def test_nothing_is_written_through_a_link_of_another_user(
+    name: str, to: str, shared: Path, theirs: Path, model: tuple[Path, Manifest, memoryview]
+) -> None:
+    done(as_nobody("os.symlink(sys.argv[1], sys.argv[2])", theirs / to, shared / "link"))
+    (shared / "ours").symlink_to("link")
+    with (
+        pytest.raises(OutputError, match="link .*belongs to the user nobody") as caught,
+        CheckpointWriter(shared / name, model[1]) as writer,
+    ):
+        write(writer, model)
+        writer.commit()
+    assert str(shared / "link") in caught.value.message
+    assert "out" in caught.value.hint
+    assert not list(theirs.iterdir())
+    assert sorted(path.name for path in shared.iterdir()) == ["link", "ours"]
+
+
+def test_links_of_this_user_are_followed(
+    shared: Path, tmp_path: Path, model: tuple[Path, Manifest, memoryview]
+) -> None:
+    (tmp_path / "real").mkdir()
+    (shared / "a").symlink_to(tmp_path / "source" / ".." / "real")
+    (shared / "b").symlink_to("a/below")
+    for out in (shared / "a" / "out", shared / "b" / "out", shared / "x" / ".." / "out"):
+        with CheckpointWriter(out, model[1]) as writer:
+            write(writer, model)
+            writer.commit()
+    for out in (tmp_path / "real" / "out", tmp_path / "real" / "below" / "out", shared / "out"):
+        assert is_copy(out, model[0])
+
+
+@as_root
+def test_a_link_that_another_user_makes_meanwhile_is_not_followed(
+    shared: Path, theirs: Path, model: tuple[Path, Manifest, memoryview]
+) -> None:
+    swap = """
+theirs, link = sys.argv[1], sys.argv[2]
+print('there', flush=True)
+while not os.path.exists(sys.argv[3]):
+    for act in (lambda: os.symlink(theirs, link), lambda: os.unlink(link)):
+        try:
+            act()
+        except OSError:
+            pass
+"""
+    other = as_nobody(swap, theirs, shared / "out", shared / "end")
+    ends = set()
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "there\n"
+        for number in range(200):
+            out = shared / "out" / "deep" if number % 2 else shared / "out"
+            try:
+                with CheckpointWriter(out, model[1]) as writer:
+                    write(writer, model)
+                    writer.commit()
+                assert is_copy(out, model[0])
+                ends.add("written")
+            except (OutputError, ConfigError):
+                ends.add("refused")
+            assert not list(theirs.iterdir())
+            shutil.rmtree(shared / "out", ignore_errors=True)  # it follows no link
+    finally:
+        (shared / "end").touch()
+        done(other)
+    assert "refused" in ends
+
+
+@as_root
+@pytest.mark.parametrize("below", ["", "deep"])
+def test_a_folder_of_another_user_is_warned_about(
+    below: str,
+    theirs: Path,
+    model: tuple[Path, Manifest, memoryview],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with CheckpointWriter(theirs / below / "out", model[1]):
+        pass
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING
+    said = warning.getMessage()
+    assert f"{theirs} belongs to the user nobody" in said
+    assert "\n" not in said

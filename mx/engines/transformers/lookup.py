@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mx import config, runtime
-from mx.api.listing import asking
+from mx import config
+from mx.api.listing import ask
 from mx.api.pulling import pull
 from mx.core.json_bounds import check_json
 from mx.core.reference import pinned_name
@@ -138,18 +138,12 @@ class Lookup:
         return _Meaning(0.0, served, "")
 
     def _resolve(self, name: str, revision: str) -> tuple[ModelKey, ManifestRef]:
-        loop = runtime.acquire()
-        try:
-            found = loop.run(
-                asking(
-                    lambda client: client.resolve(name, revision, CHECKPOINT, documents=False),
-                    self.coordinator,
-                    self.settings,
-                )
-            )
-            return found.model, found.ref
-        finally:
-            runtime.release(loop)
+        found = ask(
+            lambda client: client.resolve(name, revision, CHECKPOINT, documents=False),
+            self.coordinator,
+            self.settings,
+        )
+        return found.model, found.ref
 
     def _known_still(self, name: str, revision: str) -> Served | None:
         """Return what a name means, if its files are here; None if they are to be fetched."""

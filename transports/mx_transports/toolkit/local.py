@@ -70,8 +70,11 @@ class _ControlPage:
         CONTROL.pack_into(self._page, 0, generation, ended)
 
     def close(self) -> None:
+        """Idempotent."""
         self._page.close()
-        os.close(self.descriptor)
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class LocalExposure(SocketExposure):
@@ -336,12 +339,15 @@ class LocalSource:
             raise self.gone() from error
 
     def close(self) -> None:
-        """Close everything, the connection last: its end reports to the source that the rest is."""
+        """Close everything, the connection last: its end reports to the source that the rest is.
+        Idempotent."""
         if self._control is not None:
             self._control.close()
-        for descriptor in (*self.descriptors, self._pidfd):
-            if descriptor >= 0:
-                os.close(descriptor)
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
         if self._stream is not None:
             self._stream.close()
 
