@@ -227,8 +227,9 @@ class MemfdArena(_HostMemory):
         self._close()
 
     def _close(self) -> None:
-        self.memfd = None
-        self._finalizer()
+        memfd, self.memfd = self.memfd, None
+        if memfd is not None and self._finalizer.detach() is not None:
+            os.close(memfd)
 
 
 def _seal_writes(descriptor: int) -> None:
