@@ -14,28 +14,28 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import contextvars
 import ctypes
-import functools
 import gc
-import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
-from typing import Any, Generic, Protocol, TypeVar, cast
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from mx import forks
-from mx.errors import ClosedError, ConfigError, ForkError, LocalError, MxError
+from mx.calls import Call, Waiter
+from mx.errors import ConfigError, ForkError, MxError
+from mx.tasks import beside, in_thread, uncut, unexpected, workers
 
-log = logging.getLogger(__name__)
+#: What others import from here, too.
+__all__ = ["beside", "in_thread", "uncut", "unexpected"]
 
 T = TypeVar("T")
 
 #: A loop that was not used for so long, and at most twice as long, stops.
-LINGER_S = 0.5
+LINGER_S = 0.3
 #: How long an interrupted call waits for the end of what it has begun, before its exception is
 #: raised. The rest goes on by itself.
 _ABANDONED_WITHIN_S = 5.0
@@ -68,91 +68,7 @@ E = TypeVar("E", bound=Embedded)
 
 _servers: weakref.WeakSet[Stoppable] = weakref.WeakSet()
 _open: weakref.WeakSet[Embedded] = weakref.WeakSet()
-_workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _libraries: set[str] = set()
-
-
-async def uncut(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` to its end, even if the caller is cancelled, and only then pass on the
-    cancellation. For work on a thread, which cannot be cancelled, and for cleaning up."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait((task,))
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it
-        raise
-
-
-async def beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
-    """Run the others while `work` runs, and cancel them at its end."""
-    failed: BaseException | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(each) for each in others]
-            await work
-            for helper in helpers:
-                helper.cancel()
-    except BaseExceptionGroup as group:
-        failed = group.exceptions[0]
-    if failed is not None:
-        raise failed
-
-
-def unexpected(error: BaseException) -> MxError:
-    """Return any exception as an MxError, with the original as its cause."""
-    if isinstance(error, MxError):
-        return error
-    found: MxError
-    if isinstance(error, asyncio.CancelledError):
-        found = ClosedError("the pull was closed before it was complete")
-    elif isinstance(error, OSError | MemoryError):
-        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
-    else:
-        found = LocalError(
-            f"unexpected {type(error).__name__}: {error}",
-            hint="if it comes from no code of yours, it is a defect: please report the traceback",
-        )
-    found.__cause__ = error
-    return found
-
-
-async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Await `work(*arguments, **named)` on a new thread.
-
-    Unlike `asyncio.to_thread` this works at the interpreter's end, when open things are closed: no
-    thread can start then, and the work runs on the loop.
-    """
-    # No frame keeps the future: an exception in it would keep that frame in turn.
-    return await asyncio.wrap_future(_started(functools.partial(work, *arguments, **named)))
-
-
-def _started(work: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
-    arguments = (future, contextvars.copy_context(), work)
-    worker = threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True)
-    try:
-        worker.start()
-    except RuntimeError:
-        if threading.main_thread().is_alive():
-            raise  # there are too many threads
-        _work(*arguments)
-    else:
-        _workers.add(worker)
-    return future
-
-
-def _work(future: Future[T], context: contextvars.Context, work: Callable[[], T]) -> None:
-    try:
-        future.set_result(context.run(work))
-    except BaseException as error:  # noqa: BLE001 - it is raised where the work is awaited
-        future.set_exception(error)
-    finally:
-        del future, work
 
 
 _lock = threading.RLock()
@@ -160,130 +76,6 @@ _current: LoopThread | None = None
 _stopping: LoopThread | None = None  # the last that stopped by itself, whose thread may still run
 _used = False  # since the last fork
 _forked = False  # from a process in which mx was running
-
-
-class _Waiter:
-    """What only the frames of a waiting thread refer to: once it is gone, its call is abandoned."""
-
-    __slots__ = ("__weakref__",)
-
-
-class _Call(Generic[T]):
-    """Work on the loop that another thread waits for.
-
-    An exception from a signal's handler may come out of any step of the waiting thread, but out of
-    none of the loop's. So this belongs to the loop, which begins the work, and ends it if the other
-    thread abandons it, or is gone. That thread has the result once it has taken it.
-    """
-
-    def __init__(
-        self, work: Callable[[], Coroutine[Any, Any, T]], waiter: _Waiter, *, closes: bool
-    ) -> None:
-        """
-        Args:
-            work: Returns the coroutine to run.
-            waiter: The waiting thread's.
-            closes: Whether to close a result that was not taken.
-        """
-        self._work = work
-        self._closes = closes
-        self._waiter = weakref.ref(waiter)
-        self._task: asyncio.Task[None] | None = None  # while it runs
-        self._begun = self._abandoned = self._taken = False
-        self._result: list[T] = []
-        self._error: BaseException | None = None
-        self._over = threading.Lock()  # held until the work has ended
-        self._over.acquire()
-
-    # -- on the waiting thread --------------------------------------------------------------------
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait for the end of the work; return False if `timeout_s` seconds pass first."""
-        if timeout_s is None:
-            with self._over:
-                return True
-        if self._over.acquire(timeout=max(0.0, timeout_s)):
-            self._over.release()
-            return True
-        return False
-
-    def take(self) -> tuple[list[T], BaseException | None]:
-        """Return the result, in a list, or what the work has raised. It is the caller's from now
-        on."""
-        result, error = self._result, self._error
-        self._taken = True
-        self._result, self._error = [], None
-        return result, error
-
-    # -- on the loop ------------------------------------------------------------------------------
-
-    def begin(self, calls: set[_Call[Any]]) -> None:
-        """Begin the work, unless it was abandoned. Its end takes the call from `calls`, unless the
-        result is still to be taken."""
-        if not self._begun:
-            self._begun = True
-            coroutine = self._work()
-            self._task = asyncio.get_running_loop().create_task(self._run(coroutine))
-            self._task.add_done_callback(functools.partial(self._end, calls, coroutine))
-
-    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        result = await coroutine
-        if self._abandoned and self._closes:
-            await _close(result)
-        elif not self._abandoned:
-            self._result = [result]
-
-    def _end(
-        self,
-        calls: set[_Call[Any]],
-        coroutine: Coroutine[Any, Any, T],
-        task: asyncio.Task[None],
-    ) -> None:
-        coroutine.close()  # if it was cancelled before its first step
-        error = CancelledError() if task.cancelled() else task.exception()
-        self._task = None
-        if self._abandoned:
-            calls.discard(self)
-        else:
-            self._error = error
-        self._over.release()
-
-    def abandon(self, calls: set[_Call[Any]]) -> None:
-        """Cancel the work, or close its result, unless that was taken. Idempotent."""
-        if self._abandoned or self._taken:
-            calls.discard(self)
-            return
-        self._abandoned = True
-        if self._task is not None:
-            self._task.cancel()
-        elif not self._begun:
-            self._begun = True
-            self._work().close()  # else Python warns that it was never awaited
-            calls.discard(self)
-            self._over.release()
-        else:
-            result, self._result, self._error = self._result, [], None
-            calls.discard(self)
-            if result and self._closes:
-                closing = asyncio.get_running_loop().create_task(_close(result[0]))
-                _closes.add(closing)
-                closing.add_done_callback(_closes.discard)
-
-    def look(self, calls: set[_Call[Any]]) -> None:
-        """Abandon the work if the thread that waits for it is gone."""
-        if self._taken or (self._waiter() is None and not self._abandoned):
-            self.abandon(calls)
-
-
-#: Closes of results that were not taken: asyncio keeps only weak references to tasks.
-_closes: set[asyncio.Task[None]] = set()
-
-
-async def _close(result: object) -> None:
-    try:
-        await uncut(in_thread(cast(Embedded, result).close))
-    except Exception as error:  # noqa: BLE001 - there is no caller
-        log.warning("closing what an interrupted call has made failed: %s", str(error))
 
 
 class LoopThread:
@@ -295,7 +87,7 @@ class LoopThread:
     def __init__(self) -> None:
         self.users = 0
         self.inherited = False  # True in a forked child, which does not have the thread
-        self._calls: set[_Call[Any]] = set()
+        self._calls: set[Call[Any]] = set()
         self._was_used = True  # since the loop was last looked at
         self._thread: threading.Thread | None = None
         self._entered = threading.Lock()
@@ -399,12 +191,12 @@ class LoopThread:
             raise
         return _wait_for(lambda: coroutine, self, timeout_s, closes=False)
 
-    def call(self, call: _Call[Any]) -> None:
+    def call(self, call: Call[Any]) -> None:
         """Begin a call. The loop does not stop until it has ended."""
         self._calls.add(call)
         self.loop.call_soon_threadsafe(call.begin, self._calls)
 
-    def ended(self, call: _Call[Any]) -> None:
+    def ended(self, call: Call[Any]) -> None:
         """Forget a call whose result was taken."""
         self._calls.discard(call)
 
@@ -412,7 +204,7 @@ class LoopThread:
         """Go on for `LINGER_S` at least. Call this under the lock."""
         self._was_used = True
 
-    def abandon(self, call: _Call[Any]) -> None:
+    def abandon(self, call: Call[Any]) -> None:
         """Abandon a call, whether it has begun or not."""
         self.loop.call_soon_threadsafe(call.abandon, self._calls)
 
@@ -452,8 +244,8 @@ def _wait_for(
     closes: bool,
 ) -> T:
     """Run work on the loop, that of the process if none is given, and return its result."""
-    waiter = _Waiter()
-    call = _Call(work, waiter, closes=closes)
+    waiter = Waiter()
+    call = Call(work, waiter, closes=closes)
     try:
         with _lock:
             if loop_thread is None:
@@ -604,7 +396,7 @@ def _stop_at_exit() -> None:
     # Some work is no longer awaited, but not over. Where the interpreter ends beneath a thread that
     # is in C++ code, such as torch's as it frees tensors, the process aborts.
     until_s = time.monotonic() + _STOP_TIMEOUT_S
-    for worker in list(_workers):
+    for worker in list(workers):
         worker.join(max(0.0, until_s - time.monotonic()))
     calm = 0 if _libraries else 2
     while calm < 2 and time.monotonic() < until_s:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mx import config, runtime
 from mx.api.closing import Step
 from mx.api.filled import FilledMemory
@@ -100,7 +98,7 @@ class Giving:
     async def _sealed(self, edition: Edition, arena: MemfdArena | DeviceArena | LiveMemory) -> None:
         await self._job.leave()
         if not isinstance(arena, LiveMemory):
-            await uncut(in_thread(_locked, edition, arena.seal))
+            await uncut(in_thread(edition.unseen, arena.seal))
 
     async def _settled(
         self, relay: Relay, edition: Edition, arena: MemfdArena | LiveMemory
@@ -108,7 +106,7 @@ class Giving:
         """Turn the relay, which others read from without a break, into a source. It is the pull's
         at once: the relay can't be turned into another."""
         if isinstance(arena, MemfdArena):
-            await uncut(in_thread(_locked, edition, arena.freeze))
+            await uncut(in_thread(edition.unseen, arena.freeze))
         server, held = await uncut(relay.settle())
         coordinator = self._options.coordinator or ""
         self._source = Source(runtime.acquire(), server, held, coordinator, None)
@@ -153,9 +151,3 @@ class Giving:
     def closing_steps(self) -> list[Step]:
         """Return the steps that close the source, if there is one."""
         return [] if self._source is None else [self._source.close]
-
-
-def _locked(edition: Edition, work: Callable[[], None]) -> None:
-    """Seal or freeze the memory while no view of it is made."""
-    with edition.lock:
-        work()

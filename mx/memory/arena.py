@@ -120,8 +120,8 @@ class MemfdArena(_HostMemory):
                 hint="raise the limit of open files (ulimit -n)",
             ) from error
         # Once, whichever comes first: `release`, or the end of an arena that was never released.
-        self._close = weakref.finalize(self, os.close, self.memfd)
-        self._close.atexit = False
+        self._finalizer = weakref.finalize(self, os.close, self.memfd)
+        self._finalizer.atexit = False
         try:
             os.ftruncate(self.memfd, nbytes)
             # Sealed before anything maps it, so that no truncation can cause a SIGBUS here.
@@ -224,8 +224,12 @@ class MemfdArena(_HostMemory):
         """Close the descriptor and drop the map. Idempotent."""
         self.view = memoryview(b"")
         self._mapping = None
-        self.memfd = None
         self._close()
+
+    def _close(self) -> None:
+        memfd, self.memfd = self.memfd, None
+        if memfd is not None and self._finalizer.detach() is not None:
+            os.close(memfd)
 
 
 def _seal_writes(descriptor: int) -> None:

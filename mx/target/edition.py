@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mx.core.pages import Pages
@@ -189,6 +190,11 @@ class Edition:
         from mx.memory.tensors import state_dict
 
         return state_dict(contiguous(view), layout, names)
+
+    def unseen(self, work: Callable[[], None]) -> None:
+        """Do something to the memory while no view of it is made. Blocks."""
+        with self.lock:
+            work()
 
     @property
     def given_back(self) -> bool:

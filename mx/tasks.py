@@ -1,0 +1,103 @@
+"""Work on an event loop and beside it: what is awaited to its end, and what runs on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mx.errors import ClosedError, LocalError, MxError
+
+T = TypeVar("T")
+
+#: The threads of `in_thread`, some of which may still run when they are no longer awaited.
+workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+async def uncut(work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` to its end, even if the caller is cancelled, and only then pass on the
+    cancellation. For work on a thread, which cannot be cancelled, and for cleaning up."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # retrieved, so that asyncio does not log it
+        raise
+
+
+async def beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, None]) -> None:
+    """Run the others while `work` runs, and cancel them at its end."""
+    failed: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [tasks.create_task(each) for each in others]
+            await work
+            for helper in helpers:
+                helper.cancel()
+    except BaseExceptionGroup as group:
+        failed = group.exceptions[0]
+    if failed is not None:
+        raise failed
+
+
+def unexpected(error: BaseException) -> MxError:
+    """Return any exception as an MxError, with the original as its cause."""
+    if isinstance(error, MxError):
+        return error
+    found: MxError
+    if isinstance(error, asyncio.CancelledError):
+        found = ClosedError("the pull was closed before it was complete")
+    elif isinstance(error, OSError | MemoryError):
+        found = LocalError(f"this process could not go on: {error or type(error).__name__}")
+    else:
+        found = LocalError(
+            f"unexpected {type(error).__name__}: {error}",
+            hint="if it comes from no code of yours, it is a defect: please report the traceback",
+        )
+    found.__cause__ = error
+    return found
+
+
+async def in_thread(work: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Await `work(*arguments, **named)` on a new thread.
+
+    Unlike `asyncio.to_thread` this works at the interpreter's end, when open things are closed: no
+    thread can start then, and the work runs on the loop.
+    """
+    # No frame keeps the future: an exception in it would keep that frame in turn.
+    return await asyncio.wrap_future(_started(functools.partial(work, *arguments, **named)))
+
+
+def _started(work: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a caller that stops waiting does not stop the work
+    arguments = (future, contextvars.copy_context(), work)
+    worker = threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True)
+    try:
+        worker.start()
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise  # there are too many threads
+        _work(*arguments)
+    else:
+        workers.add(worker)
+    return future
+
+
+def _work(future: Future[T], context: contextvars.Context, work: Callable[[], T]) -> None:
+    try:
+        future.set_result(context.run(work))
+    except BaseException as error:  # noqa: BLE001 - it is raised where the work is awaited
+        future.set_exception(error)
+    finally:
+        del future, work
