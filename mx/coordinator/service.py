@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from mx import codec
 from mx.coordinator.bounds import StreamBounds, address_of
+from mx.coordinator.decoding import Decoded
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
 from mx.coordinator.state import StateStore
-from mx.coordinator.uploads import Decoded, Upload
+from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.named import Meant
