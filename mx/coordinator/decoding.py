@@ -9,8 +9,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from weakref import WeakValueDictionary
 
+from mx.coordinator.bounds import Turns
 from mx.core import manifest
 from mx.core.types import ManifestRef
 from mx.errors import ManifestError
@@ -34,7 +34,7 @@ class Decoded:
     def __init__(self) -> None:
         self._known: OrderedDict[ManifestRef, None] = OrderedDict()
         self._decoding = asyncio.Semaphore(_CHILDREN)
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns = Turns()
 
     async def check(self, ref: ManifestRef, documents: Mapping[bytes, bytes], address: str) -> None:
         """Decode a manifest, unless that has been done lately.
@@ -51,8 +51,7 @@ class Decoded:
             if ref not in self._known:
                 manifest.decode(ref, documents)
         else:
-            turn = self._turns.setdefault(address, asyncio.Lock())
-            async with turn:
+            async with self._turns.of(address):
                 if ref not in self._known:
                     async with self._decoding:
                         # Uncut: else the next one would be decoded beside one that was given up.
