@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mx.errors import CapacityError
 from mx.wire.address import address_of_peer
@@ -14,6 +16,18 @@ from mx.wire.address import address_of_peer
 def address_of(context: Any) -> str:
     """Return a call's remote address without the port; of IPv6 the network (`address_of_peer`)."""
     return address_of_peer(context.peer())
+
+
+class Turns:
+    """A lock for each address: what takes long is done once at a time for each of them, so that
+    the many calls of one don't come before the one call of another."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, address: str) -> asyncio.Lock:
+        """Return the lock of an address."""
+        return self._locks.setdefault(address, asyncio.Lock())
 
 
 class StreamBounds:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 #: Answers with many sources stay well below the default message limit of 4 MiB.
 ANSWER_BYTES = 2 << 20
 
 
-def pages_of(messages: Iterable[Any], page_bytes: int = ANSWER_BYTES) -> Iterable[list[Any]]:
+#: The size of the pages of a list: a call that builds one lets others in between.
+LIST_BYTES = 128 << 10
+
+
+def pages_of(messages: Iterable[Any], page_bytes: int = ANSWER_BYTES) -> Iterator[list[Any]]:
     """Yield the messages in pages of about `page_bytes`; at least one page, for an empty answer."""
     page: list[Any] = []
     nbytes = 0

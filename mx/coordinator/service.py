@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from mx import codec
-from mx.coordinator.bounds import StreamBounds, address_of
+from mx.coordinator.bounds import StreamBounds, Turns, address_of
+from mx.coordinator.decoding import Decoded
 from mx.coordinator.messages import SourceMessages
-from mx.coordinator.paging import ANSWER_BYTES, pages_of
+from mx.coordinator.paging import ANSWER_BYTES, LIST_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
 from mx.coordinator.proofs import Proofs
 from mx.coordinator.state import StateStore
-from mx.coordinator.uploads import Decoded, Upload
+from mx.coordinator.uploads import Upload
 from mx.coordinator.watchers import INTERVAL_S, MeantLog, Watcher, WatchLog
 from mx.core.answers import Listed, in_order, in_turn
 from mx.core.named import Meant
@@ -53,6 +55,7 @@ class CoordinatorServicer(PullsServicer):
         self._proofs = Proofs(receipt_key, state.now)
         self._messages = SourceMessages()
         self._decoded = Decoded()
+        self._turns = Turns()
         self._log = WatchLog()
         self._names = MeantLog()
         self._watchers: dict[str, set[Watcher]] = {}
@@ -242,8 +245,10 @@ class CoordinatorServicer(PullsServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
     ) -> AsyncIterator[pb.ListModelsResponse]:
-        del request, context
-        models = [
+        del request
+        async with self._turn(context):
+            found = await self._state.models()
+        models = (
             pb.Model(
                 model=codec.key_to_wire(model.model),
                 manifest=codec.ref_to_wire(model.ref),
@@ -252,16 +257,17 @@ class CoordinatorServicer(PullsServicer):
                 sources=model.sources,
                 pin_only=model.pin_only,
             )
-            for model in await self._state.models()
-        ]
-        for page in pages_of(models):
+            for model in found
+        )
+        async for page in self._listed(models, context):
             yield pb.ListModelsResponse(models=page)
 
     async def ListBundles(
         self, request: pb.ListBundlesRequest, context: Any
     ) -> AsyncIterator[pb.ListBundlesResponse]:
-        del context
-        bundles = [
+        async with self._turn(context):
+            found = await self._state.bundles(request.name)
+        bundles = (
             pb.Bundle(
                 name=bundle.name,
                 revision=bundle.revision,
@@ -271,27 +277,48 @@ class CoordinatorServicer(PullsServicer):
                 missing_count=bundle.missing_count,
                 named=bundle.named,
             )
-            for bundle in await self._state.bundles(request.name)
-        ]
-        for page in pages_of(bundles):
+            for bundle in found
+        )
+        async for page in self._listed(bundles, context):
             yield pb.ListBundlesResponse(bundles=page)
 
     async def ListSources(
         self, request: pb.ListSourcesRequest, context: Any
     ) -> AsyncIterator[pb.ListSourcesResponse]:
-        del context
         now = self._state.now()
-        statuses = [
+        async with self._turn(context):
+            # Found before others run: they are kept only while their sources are listed.
+            sources = [
+                (self._messages.source(listed.record, listed.row_count), listed)
+                for listed in await self._state.sources(request.name)
+            ]
+        statuses = (
             pb.SourceStatus(
-                source=self._messages.source(listed.record, listed.row_count),
+                source=source,
                 lease_left_s=max(0.0, listed.lease_until_s - now),
                 readers=listed.readers,
                 gb_per_s=listed.gb_per_s,
             )
-            for listed in await self._state.sources(request.name)
-        ]
-        for page in pages_of(statuses):
+            for source, listed in sources
+        )
+        async for page in self._listed(statuses, context):
             yield pb.ListSourcesResponse(sources=page, coordinator_epoch=self._state.epoch)
+
+    async def _listed(self, messages: Iterable[Any], context: Any) -> AsyncIterator[list[Any]]:
+        """Yield messages in pages, and let other calls in between: first those of others."""
+        pages = pages_of(messages, LIST_BYTES)
+        while True:
+            async with self._turn(context):
+                page = next(pages, None)
+            if page is None:
+                return
+            yield page
+
+    @asynccontextmanager
+    async def _turn(self, context: Any) -> AsyncIterator[None]:
+        async with self._turns.of(address_of(context)):
+            await asyncio.sleep(0)
+            yield
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchEvent]:
         with self._watching.admitted(context):

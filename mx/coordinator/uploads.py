@@ -2,59 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import OrderedDict
-from collections.abc import Mapping
-from weakref import WeakValueDictionary
-
+from mx.coordinator.decoding import Decoded
 from mx.coordinator.state import StateStore
-from mx.core import manifest
-from mx.core.types import ManifestRef, SourceRecord
+from mx.core.types import SourceRecord
 from mx.errors import ManifestError
-from mx.runtime import in_thread, uncut
 from mx.wire.documents import Assembler
 from mx.wire.v1 import common_pb2
-
-#: The most manifests that are known to be decodable.
-_MOST_DECODED = 4096
-#: Documents up to this size together are decoded at once, without a thread: it takes a millisecond.
-_SMALL_BYTES = 32 << 10
-
-
-class Decoded:
-    """Decodes manifests before their sources are listed: large ones on a thread, one at a time, and
-    of each address one in turn, so that an address which sends many delays the others by one."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[ManifestRef, None] = OrderedDict()
-        self._decoding = asyncio.Lock()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    async def check(self, ref: ManifestRef, documents: Mapping[bytes, bytes], address: str) -> None:
-        """Decode a manifest, unless that has been done lately.
-
-        Args:
-            ref: The manifest.
-            documents: Its documents.
-            address: Who registers it.
-
-        Raises:
-            ManifestError: It can't be decoded.
-        """
-        if sum(ref.sizes) <= _SMALL_BYTES:
-            if ref not in self._known:
-                manifest.decode(ref, documents)
-        else:
-            turn = self._turns.setdefault(address, asyncio.Lock())
-            async with turn:
-                if ref not in self._known:
-                    async with self._decoding:
-                        # Uncut: else the next one would be decoded beside one that was given up.
-                        await uncut(in_thread(manifest.decode, ref, documents))
-        self._known[ref] = None
-        self._known.move_to_end(ref)
-        while len(self._known) > _MOST_DECODED:
-            self._known.popitem(last=False)
 
 
 class Upload:

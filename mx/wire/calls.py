@@ -19,6 +19,10 @@ from mx.wire.address import address_of_peer
 #: The most calls that run at a time, in all and of one address.
 MOST_CALLS = 32_768
 MOST_CALLS_OF_ADDRESS = 16_384
+#: Of an address with so many calls, connections with more than so many are ended: gRPC would
+#: cancel calls of others, too, once more than 16,384 wait for the event loop.
+_MANY_CALLS = 2048
+_MANY_CALLS_OF_CONNECTION = 128
 #: The most bytes of answers that have not been taken yet, in all and of one address.
 MOST_UNREAD_BYTES = 256 * MIB
 MOST_UNREAD_BYTES_OF_ADDRESS = 64 * MIB
@@ -97,6 +101,14 @@ class Calls:
                 break
             found.add(each.peer)
         return frozenset(found)
+
+    def greedy(self) -> frozenset[str]:
+        """Return the connections that have very many calls, of addresses that have too."""
+        addresses = {each for each, count in self._of_address.items() if count > _MANY_CALLS}
+        if not addresses:
+            return frozenset()
+        many = (each for each, n in self._of_peer.items() if n > _MANY_CALLS_OF_CONNECTION)
+        return frozenset(each for each in many if address_of_peer(each) in addresses)
 
     def _sends(self, context: Any, nbytes: int) -> object:
         peer = context.peer()

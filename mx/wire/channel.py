@@ -38,6 +38,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 2000),
     # Otherwise the channels of one process would share connections, and their backoff.
     ("grpc.use_local_subchannel_pool", 1),
+    # A connection without a call is closed before the server does that (`mx.wire.server.IDLE_S`),
+    # of which gRPC would print a line here. It takes up to twice this.
+    ("grpc.client_idle_timeout_ms", 14_000),
     # Peers are dialled directly, whatever http_proxy says.
     ("grpc.enable_http_proxy", 0),
 )

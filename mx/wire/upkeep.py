@@ -52,26 +52,27 @@ class Upkeep:
             event(_log, "request.refused", **dict(fields), held_back=count)
         self._ended.left_out()
         if self._port and self._ending is None:
-            stuck = self._calls.stuck()
-            if stuck or descriptors.crowded():
-                self._ending = asyncio.create_task(self._end(stuck), name="mx-end-connections")
+            stuck, greedy = self._calls.stuck(), self._calls.greedy()
+            if stuck or greedy or descriptors.crowded():
+                ending = self._end(stuck, greedy)
+                self._ending = asyncio.create_task(ending, name="mx-end-connections")
 
-    async def _end(self, stuck: frozenset[str]) -> None:
+    async def _end(self, stuck: frozenset[str], greedy: frozenset[str]) -> None:
         try:
-            if stuck:
-                await in_thread(descriptors.end, self._port, stuck)
-                self._say_stuck(stuck)
+            if stuck or greedy:
+                await in_thread(descriptors.end, self._port, stuck | greedy)
+                self._say(stuck, "stuck", f"a connection took no answer for {UNREAD_S:g} s")
+                self._say(greedy, "greedy", "a connection had very many of the running calls")
             ended = await in_thread(descriptors.make_room, self._port, self._calls.peers)
             if ended is not None:
                 self._say_crowded(ended)
         finally:
             self._ending = None
 
-    def _say_stuck(self, stuck: frozenset[str]) -> None:
-        for address in sorted(set(map(address_of_peer, stuck))):
-            if self._ended.passes(("stuck", address)) is not None:
-                text = f"a connection took no answer for {UNREAD_S:g} s"
-                event(_log, "connections.stuck", address=address, text=text)
+    def _say(self, peers: frozenset[str], what: str, text: str) -> None:
+        for address in sorted(set(map(address_of_peer, peers))):
+            if self._ended.passes((what, address)) is not None:
+                event(_log, f"connections.{what}", address=address, text=text)
 
     def _say_crowded(self, ended: Ended) -> None:
         if self._ended.passes("crowded") is not None:

@@ -165,7 +165,10 @@ class UcxSession(StreamSession):
             if not self._agent.worked:
                 time.sleep(PAUSE_S)
         else:
-            select.select([self._stream.fileno()], [], [], _ANSWER_TICK_S)
+            # Not `select`: a server's descriptors may have numbers beyond its 1,024.
+            waiting = select.poll()
+            waiting.register(self._stream.fileno(), select.POLLIN)
+            waiting.poll(_ANSWER_TICK_S * 1000)
 
     def _send(self, kind: int, number: int) -> None:
         self._stream.send_all([REQUEST.pack(kind, number, self.grant.generation)])
