@@ -266,8 +266,8 @@ class Source(Closable):
         and no reader trusts anything that it reads from then on. It returns once their leases have
         ended, after two seconds at most. Leaving hashes the tensors and lists them again: as a new
         revision that NAME means from then on if this process holds the name's key, as they were if
-        nothing has changed. A source that does not hold it lists them only if these weights are bound
-        already, and else stays withdrawn (`withdrawn` says why).
+        nothing has changed. A source that does not hold it lists them only if these weights are
+        bound already, and else stays withdrawn (`withdrawn` says why).
 
         If the block raises, and has changed anything, the tensors stay withdrawn, since they may
         be half written. Another `changing` lists them.
