@@ -224,7 +224,8 @@ class Source(Closable):
             The new key, which `model` is from then on.
 
         Raises:
-            BindingError: Another source bound the name, and only that source may update it.
+            BindingError: The name belongs to another name key; or another holder of the key has
+                updated it meanwhile, to other weights.
             ConfigError: This source holds a pull.
             ClosedError: The source was closed.
             MxError: An error that `serve` raises. After any error the old weights stay served.
@@ -276,9 +277,9 @@ class Source(Closable):
         Entering withdraws them: readers may finish within `grace_s` seconds and are then cut off,
         and no reader trusts anything that it reads from then on. It returns once their leases have
         ended, after two seconds at most. Leaving hashes the tensors and lists them again: as a new
-        revision that NAME means from then on if this source bound the name, as they were if nothing
-        has changed. A source that did not bind the name lists them only if these weights are bound
-        already.
+        revision that NAME means from then on if this process holds the name's key, as they were if
+        nothing has changed. A source that does not hold it lists them only if these weights are
+        bound already.
 
         Whenever leaving does not list them it raises, and `withdrawn` says why: the tensors stay
         withdrawn until another `changing`. If the block raises, that error goes out. Then the

@@ -39,9 +39,9 @@ async def coordinator(receipt_key: bytes | None = None) -> AsyncIterator[Coordin
         await running.stop()
 
 
-async def register(client: CoordinatorClient, record: SourceRecord, **more: Any) -> Any:
+async def register(client: CoordinatorClient, record: SourceRecord, **given: Any) -> Any:
     documents = by_digest(OLD) | by_digest(NEW)
-    more = {"source_secret": SECRET, "name_key": KEY} | more
+    more: dict[str, Any] = {"source_secret": SECRET, "name_key": KEY, **given}
     return await client.register(record, documents, **more)
 
 
