@@ -8,7 +8,7 @@ import time
 from mx import runtime
 from mx.api.filled import FilledMemory
 from mx.core.types import Manifest
-from mx.errors import ClosedError
+from mx.errors import ClosedError, MxError
 from mx.target.events import EventLog
 from mx.target.files_job import FilesJob
 from mx.target.job import Job
@@ -79,12 +79,12 @@ class Described:
         if self._options.files_only:
             self._state.wait_end(timeout_s)
         self._require_open()
-        here = self._job.files.here
+        here = self._job.edition.files.here
         if here is not None:
             return here
         left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
         try:
-            return self._loop.run(self._job.files.get(), left_s)
+            return self._loop.run(_files_of(self._job), left_s)
         except TimeoutError:
             raise TimeoutError("the side files have not come yet") from None
 
@@ -97,7 +97,7 @@ class Described:
         if self._options.files_only:
             await self._state.wait_end_async()
         self._require_open()
-        return await asyncio.wrap_future(self._loop.submit(self._job.files.get()))
+        return await asyncio.wrap_future(self._loop.submit(_files_of(self._job)))
 
     def _require_open(self) -> None:
         """Raise ClosedError if the pull was closed, ForkError in a forked child."""
@@ -105,3 +105,17 @@ class Described:
             raise runtime.fork_error()
         if self._filled.closed:
             raise ClosedError("the pull was closed")
+
+
+async def _files_of(job: Job | FilesJob) -> dict[str, bytes]:
+    """Return the files of the present edition; if another one follows meanwhile, of that one."""
+    while True:
+        edition = job.edition
+        try:
+            files = await edition.files.get()
+        except MxError:
+            if edition is job.edition:
+                raise
+        else:
+            if edition is job.edition:
+                return files

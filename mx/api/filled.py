@@ -7,13 +7,11 @@ import time
 from typing import TYPE_CHECKING
 
 from mx.api.closing import Step
-from mx.api.layers import tensors_in
-from mx.core.types import Layout
 from mx.cuda.device import Device
 from mx.cuda.driver import load
 from mx.errors import ClosedError, ConfigError, another, release_frames
-from mx.memory.live import LiveMemory
 from mx.memory.readiness import LayerSignals
+from mx.target.edition import Edition
 from mx.target.events import EventLog
 from mx.target.files_job import FilesJob
 from mx.target.job import Job
@@ -27,8 +25,8 @@ if TYPE_CHECKING:
 class FilledMemory:
     """One pull's. `Pull` says what its methods return and raise.
 
-    `lock` guards the view, the signals, and `closed`, after which there are no new ones. `Giving`
-    holds it while it makes a source of the memory: no view is made while that is sealed.
+    `lock` guards the signals, and `closed`, after which there are no new ones. `Giving` holds it
+    while it makes a source of the memory.
     """
 
     def __init__(self, options: PullOptions, job: Job | FilesJob, log: EventLog) -> None:
@@ -43,32 +41,22 @@ class FilledMemory:
         self._options = options
         self._job = job
         self._log = log
-        self._view: View | None = None
         self._signals: LayerSignals | None = None
 
-    def view(self) -> tuple[Layout, View]:
-        """Return the layout of the memory, and all of it."""
+    def edition(self) -> Edition:
+        """Return the present edition of the weights, which is the last one once the pull has
+        ended."""
         if self._log.error is not None:
             raise another(self._log.error)
         if self._options.files_only:
             raise ConfigError("a pull of files only has no tensors", hint="files() gives its files")
-        with self.lock:
-            arena, layout = self._job.arena, self._job.layout
-            if self.closed or arena is None or layout is None:
-                raise ClosedError("the pull has no tensors: it was closed, or has not begun")
-            if self._view is None:
-                self._view = arena.private_view()
-            return layout, self._view
+        if self.closed:
+            raise ClosedError("the pull was closed")
+        return self._job.edition
 
-    def check_not_released(self) -> None:
-        """Raise ClosedError if the tensors of `into` are the caller's alone again."""
-        if isinstance(self._job.arena, LiveMemory) and self._job.arena.released:
-            raise ClosedError("the pull has given back the tensors of `into`")
-
-    def tensors(self, layer: int | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of a layer, and those that are tied to them; None: all."""
-        layout, view = self.view()
-        return tensors_in(view, layout, self._options.into, layer)
+    def view(self) -> View:
+        """Return all of the memory."""
+        return self.edition().view()[1]
 
     def signals(self) -> LayerSignals:
         """Return the signals by which CUDA streams wait for layers."""
@@ -90,12 +78,11 @@ class FilledMemory:
     def early_tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors in a GPU's memory as soon as that is allocated."""
         self.signals()
-        while self._job.arena is None or self._job.manifest is None:
+        while (edition := self.edition()).arena is None or edition.manifest is None:
             if self._log.ended:
                 self._log.wait_end()
             time.sleep(0.001)
-        layout, view = self.view()
-        return tensors_in(view, layout)
+        return edition.tensors()
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -110,9 +97,8 @@ class FilledMemory:
         return [*signals, self._let_go]
 
     def _let_go(self) -> None:
-        self._view = None
-        if self._job.arena is not None:
-            self._job.arena.release()
+        self._job.edition.release()
+        self._options.reuse.clear()
         if self._options.into is not None:
             self._options.into.release()
         release_frames(self._log.error)

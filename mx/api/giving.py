@@ -15,6 +15,7 @@ from mx.memory.live import LiveMemory
 from mx.runtime import in_thread, uncut
 from mx.source.model import HeldModel
 from mx.source.relay import Relay
+from mx.target.edition import Edition
 from mx.target.files_job import FilesJob
 from mx.target.job import Job
 from mx.target.options import PullOptions
@@ -68,7 +69,8 @@ class Giving:
             return self._source
 
     def _begin_to_hold(self) -> Source:
-        arena, manifest, pages = self._job.arena, self._job.manifest, self._job.pages
+        edition = self._memory.edition()
+        arena, manifest, pages = edition.arena, edition.manifest, edition.pages
         if (
             not self._options.hold
             or not isinstance(arena, MemfdArena | DeviceArena | LiveMemory)
@@ -76,13 +78,12 @@ class Giving:
             or pages is None
         ):
             raise ConfigError("only a pull made with hold=True can become a source")
-        self._memory.check_not_released()
-        node = self._job.node
+        node = edition.node
         host = None if node is None else node.sharing.host
         if isinstance(host, Relay) and isinstance(arena, MemfdArena | LiveMemory):
-            return self._loop.run(self._settled(host, arena))
+            return self._loop.run(self._settled(host, edition, arena))
         live = isinstance(arena, LiveMemory)
-        self._loop.run(self._sealed(arena))
+        self._loop.run(self._sealed(edition, arena))
         held = HeldModel(
             self._job.key,
             manifest,
@@ -90,21 +91,31 @@ class Giving:
             pages,
             role=SourceRole.RELAY,
             borrowed=True,
+            source_id=self._reporter.pull_id,  # routers know the pull by it
         )
-        if self._job.reader_id in ("", self._reporter.pull_id):  # routers know the pull by it
-            held.source_id = self._reporter.pull_id
         return serve_held(held, self._options.coordinator, self._settings, live=live)
 
-    async def _sealed(self, arena: MemfdArena | DeviceArena | LiveMemory) -> None:
-        await self._job.leave()
-        if not isinstance(arena, LiveMemory):
-            await uncut(in_thread(arena.seal))
+    async def _sealed(self, edition: Edition, arena: MemfdArena | DeviceArena | LiveMemory) -> None:
+        def seal() -> None:
+            if not isinstance(arena, LiveMemory):
+                with edition.lock:
+                    arena.seal()
 
-    async def _settled(self, relay: Relay, arena: MemfdArena | LiveMemory) -> Source:
+        await self._job.leave()
+        await uncut(in_thread(seal))
+
+    async def _settled(
+        self, relay: Relay, edition: Edition, arena: MemfdArena | LiveMemory
+    ) -> Source:
         """Turn the relay, which others read from without a break, into a source. It is the pull's
         at once: the relay can't be turned into another."""
-        if isinstance(arena, MemfdArena):
-            await uncut(in_thread(arena.freeze))
+
+        def freeze() -> None:
+            if isinstance(arena, MemfdArena):
+                with edition.lock:
+                    arena.freeze()
+
+        await uncut(in_thread(freeze))
         server, held = await uncut(relay.settle())
         coordinator = self._options.coordinator or ""
         self._source = Source(runtime.acquire(), server, held, coordinator, None)
@@ -133,8 +144,8 @@ class Giving:
         if source is not None:
             source.close()
         self._loop.run(self._job.leave())
-        if isinstance(self._job.arena, LiveMemory):
-            self._job.arena.release()
+        if isinstance(self._job.edition.arena, LiveMemory):
+            self._job.edition.release()
 
     @property
     def gives(self) -> bool:

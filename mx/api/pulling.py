@@ -85,7 +85,9 @@ def pull(
         follow: Where the weights change while they are pulled, go over to the new revision instead
             of failing, and keep what is equal: layers that were ready are not any more, and are
             reported again with their `revision`. Wait for the end, or use `on_layer`: `layers()`
-            raises RevisionChangedError. A pull that is complete follows no further.
+            raises RevisionChangedError, as does `tensors()` of an event from before. Nothing that
+            the pull gives from then on is of the old revision; tensors that the caller has keep
+            its bytes. A pull that is complete follows no further.
         only: Names or shell-style patterns of the tensors to pull; None: all. Layers without any
             of them are ready at once, and empty. With `only` or `slices` the pull gives nothing to
             others and attaches to nothing, and can't have `out`, `hold`, `reuse`, `follow` or a

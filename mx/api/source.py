@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 class Source(Closable):
     """A model that this process serves; `serve` makes it.
 
-    Close it, or use it as a context manager, blocking or async. `endpoint` is the HOST:PORT that
-    readers connect to, `coordinator_address` the coordinator that it is registered with.
+    Close it, or use it as a context manager, blocking or async: one that is dropped is closed, with
+    a ResourceWarning. `endpoint` is the HOST:PORT that readers connect to, `coordinator_address`
+    the coordinator that it is registered with.
     """
 
     def __init__(

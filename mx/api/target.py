@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
+import contextlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,12 @@ from mx.api.common import checked_port, known_host, transports
 from mx.api.described import Described
 from mx.api.filled import FilledMemory
 from mx.api.giving import Giving
-from mx.api.layers import tensors_of
 from mx.api.source import Source
 from mx.core.pages import Pages
 from mx.core.progress import Progress, summary
 from mx.core.selection import Subset
 from mx.core.types import Manifest, ModelKey
-from mx.errors import ClosedError, ConfigError
+from mx.errors import ClosedError, ConfigError, RevisionChangedError
 from mx.memory.readiness import LayerSignals
 from mx.target.events import EventLog
 from mx.target.files_job import FilesJob
@@ -38,7 +37,8 @@ class Pull(Described, Closable):
 
     A context manager, blocking or async, that closes the pull at its end. `await pull` waits as
     `wait` does, and `async for` iterates `layers_async()`. The tensors stay valid after `close`:
-    they keep their memory alive.
+    they keep their memory alive. A pull that is dropped without `close` is closed by itself, with a
+    ResourceWarning if it has not ended, or others may read from it (`hold=True`) or send requests.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Pull(Described, Closable):
         """Begin to pull; on the loop, which is acquired for this object (`runtime.made`)."""
         self._options = options
         self._settings = settings
-        self._state = EventLog(started_s, tensors_of(weakref.ref(self)))
+        self._state = EventLog(started_s)
         self._job, self._task = self._begin(options)
         self._filled = FilledMemory(options, self._job, self._state)
         self._giving = Giving(loop, options, settings, self._job, self._reporter, self._filled)
@@ -69,7 +69,7 @@ class Pull(Described, Closable):
             self._state,
             job.progress,
             lambda: job.key,
-            job.reader_id,
+            lambda: job.edition.reader_id,
             known_host(self._settings),
         )
         ended = self._reporter.ended
@@ -90,16 +90,9 @@ class Pull(Described, Closable):
             RevisionChangedError: With `follow`, the model changed after some layers were yielded.
             MxError: The error that ended the pull, see `pull`.
         """
-        index, edition = 0, None
-        while True:
-            before = self._state.edition
-            if (event := self._state.wait_layer(index, edition)) is None:
-                return
-            if edition is None and before != self._state.edition:
-                continue  # none was yielded yet
-            edition = before
+        reader = self._state.layers()
+        while (event := reader.next()) is not None:
             yield event
-            index += 1
 
     async def layers_async(self) -> AsyncIterator[LayerEvent]:
         """Yield what `layers` yields, for `async for` in the caller's own event loop.
@@ -107,16 +100,9 @@ class Pull(Described, Closable):
         Raises:
             MxError: The error that ended the pull, see `pull`.
         """
-        index, edition = 0, None
-        while True:
-            before = self._state.edition
-            if (event := await self._state.wait_layer_async(index, edition)) is None:
-                return
-            if edition is None and before != self._state.edition:
-                continue  # none was yielded yet
-            edition = before
+        reader = self._state.layers()
+        while (event := await reader.next_async()) is not None:
             yield event
-            index += 1
 
     def __aiter__(self) -> AsyncIterator[LayerEvent]:
         return self.layers_async()
@@ -190,7 +176,7 @@ class Pull(Described, Closable):
     @property
     def manifest(self) -> Manifest | None:
         """The manifest; None until it is known. `wait_manifest` waits for it."""
-        return self._job.manifest
+        return self._job.edition.manifest
 
     @property
     def cached_at(self) -> str:
@@ -201,12 +187,12 @@ class Pull(Described, Closable):
     def subset(self) -> Subset | None:
         """The tensors that are pulled, with their layout in `buffer`; None: all, or the model is
         not known yet."""
-        return self._job.subset
+        return self._job.edition.subset
 
     @property
     def pages(self) -> Pages | None:
         """The digests of the model's blocks that are known; None until the manifest is."""
-        return self._job.pages
+        return self._job.edition.pages
 
     @property
     def model(self) -> ModelKey:
@@ -226,7 +212,7 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        return host_view(self._filled.view()[1])
+        return host_view(self._filled.view())
 
     def memory(self) -> View:
         """Wait for the end of the pull and return the model's bytes, wherever they are.
@@ -240,8 +226,9 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        view = self._filled.view()[1]
-        self._filled.check_not_released()
+        view = self._filled.view()
+        if self._job.edition.given_back:
+            raise ClosedError("the pull has given back the tensors of `into`")
         return view
 
     def device_buffer(self) -> DeviceView:
@@ -256,7 +243,7 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        view = self._filled.view()[1]
+        view = self._filled.view()
         if not isinstance(view, DeviceView):
             raise ConfigError("the pull is into host memory", hint="buffer() gives it")
         return view
@@ -278,7 +265,7 @@ class Pull(Described, Closable):
             MxError: The error that ended the pull, see `pull`.
         """
         self.wait()
-        return self._filled.tensors()
+        return self._filled.edition().tensors()
 
     def layer_state_dict(self, layer: int) -> dict[str, torch.Tensor]:
         """Wait for one layer and return its tensors, and the tensors that are tied to them.
@@ -298,9 +285,10 @@ class Pull(Described, Closable):
             ClosedError: The pull was closed.
             MxError: The error that ended the pull, see `pull`.
         """
-        if layer < 0 or self._state.wait_layer(layer) is None:
-            raise IndexError(f"there is no layer {layer}")
-        return self._filled.tensors(layer)
+        while layer >= 0 and (event := self._state.wait_layer(layer)) is not None:
+            with contextlib.suppress(RevisionChangedError):  # just now: it becomes ready again
+                return event.tensors()
+        raise IndexError(f"there is no layer {layer}")
 
     def signals(self) -> LayerSignals:
         """Return the signals by which CUDA streams, instead of the CPU, wait for layers.
@@ -341,8 +329,8 @@ class Pull(Described, Closable):
         """Wait for the end of a pull made with `hold=True` and serve its memory to others.
 
         Returns:
-            The same source at each call. It serves until it, or this pull, is closed; the pull's
-            tensors outlive it.
+            The same source at each call. It serves until it, or this pull, is closed, and goes on
+            if the pull is dropped; the pull's tensors outlive it.
 
         Raises:
             ConfigError: The pull was made without `hold=True`.
@@ -376,7 +364,8 @@ class Pull(Described, Closable):
         """Stop giving the pull's memory to others, after the pull has ended. Idempotent.
 
         Readers may finish for a moment and are then cut off. Afterwards the tensors that `into`
-        named are the caller's alone: it may write to them, or lend them with `serve`.
+        named are the caller's alone: it may write to them, or lend them with `serve`. `hold` raises
+        ClosedError from then on.
 
         Raises:
             ConfigError: The pull has not ended.
@@ -419,7 +408,9 @@ class Pull(Described, Closable):
             self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._reporter.close()
-        await self._job.files.close()
+        edition = self._job.edition
+        edition.end(ClosedError("the pull was closed"))
+        await edition.files.close()
         await self._job.leave()
         # The task records no error if it was cancelled before its first step.
         self._state.failed(ClosedError("the pull was closed before it was complete"))

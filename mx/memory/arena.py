@@ -14,6 +14,7 @@ import fcntl
 import gc
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -124,11 +125,14 @@ class MemfdArena(_HostMemory):
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._mapping = mmap.mmap(self.memfd, nbytes) if nbytes else None
         except OSError as error:
-            self._close()
+            os.close(self.memfd)
             raise CapacityError(
                 f"a memfd of {format_bytes(nbytes)} could not be created: {error.strerror}",
                 hint="free memory or raise the container's limit",
             ) from error
+        # Once, whichever comes first: `release`, or the end of an arena that was never released.
+        self._close = weakref.finalize(self, os.close, self.memfd)
+        self._close.atexit = False
         self.view = memoryview(self._mapping if self._mapping is not None else bytearray())
 
     @property
@@ -220,12 +224,8 @@ class MemfdArena(_HostMemory):
         """Close the descriptor and drop the map. Idempotent."""
         self.view = memoryview(b"")
         self._mapping = None
+        self.memfd = None
         self._close()
-
-    def _close(self) -> None:
-        memfd, self.memfd = self.memfd, None
-        if memfd is not None:
-            os.close(memfd)
 
 
 def _seal_writes(descriptor: int) -> None:

@@ -72,6 +72,10 @@ class _Peer:
     connected: bool = False
 
 
+def _unreached(source: SourceRecord) -> bool:
+    return False
+
+
 class Node:
     """One pull's; on the loop. It announces what is held here and answers requests. While reading
     is coordinated it also decides which chunk is read from which peer.
@@ -456,3 +460,4 @@ class Node:
         self._ticking.cancel()
         await asyncio.gather(self._ticking, return_exceptions=True)
         await self.sharing.close()
+        self._reaches = _unreached  # let go of what the pull's function keeps

@@ -138,3 +138,4 @@ class Sharing:
         await self.stop()
         if self._host is not None:
             await self._host.close()
+            self._host = None  # and the memory that it gave

@@ -2,7 +2,7 @@
 the next (`History`), and how a model is delivered, reported, committed or discarded (`Attempt`).
 
 `mx.target.from_sources` and `mx.target.whole` have the two kinds; `mx.target.job` decides which one
-comes next. An attempt is made for one run, and what it knows of the model ends with it.
+comes next. An attempt is made for one run, and fills one edition (`mx.target.edition`).
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mx.core.pages import Pages
 from mx.core.planner import Plan
 from mx.core.progress import Progress, progress_of
-from mx.core.selection import Subset
 from mx.core.topology import Place
-from mx.core.types import Layout, Manifest, ManifestRef, ModelKey, SourceRecord
+from mx.core.types import Manifest, ManifestRef, ModelKey, SourceRecord
 from mx.errors import MxError
 from mx.memory.in_place import InPlace
-from mx.memory.live import Memory
 from mx.runtime import in_thread
-from mx.swarm.node import Node
 from mx.target.chain import Chain
 from mx.target.delivery import Delivery
-from mx.target.events import EventLog, Outcome
-from mx.target.files import SideFiles
+from mx.target.edition import Edition
+from mx.target.events import EventLog
 from mx.target.options import PullOptions
 from mx.target.paths import plan_paths
 from mx.target.report import LeftSource, PathReport, PullReport, VerifiedBy
@@ -43,12 +39,6 @@ class History:
     left: list[LeftSource] = field(default_factory=list)  # whose memory was attached, and is wrong
     ranks_met: bool = False  # ranks on one host meet once
     written: bool = False  # whether tensors of `into` may hold a part of the new weights
-    #: (bytes so far, bytes in total) that were read, shown while no layout is known.
-    counted: tuple[int, int] = (0, 0)
-
-    def count(self, done: int, total: int) -> None:
-        """Record how many bytes were read; from any thread."""
-        self.counted = (done, total)
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,6 @@ class Context:
     place: Place
     log: EventLog
     chain: Chain
-    files: SideFiles
     history: History
     closed: threading.Event
 
@@ -73,35 +62,23 @@ class Context:
 
 
 class Attempt:
-    """One attempt to read the model; by itself, a pull that has not begun. On the loop; other
-    threads may look at its public attributes, which are None until they are known."""
+    """One attempt to fill an edition; by itself, a pull that has not begun. On the loop."""
 
-    def __init__(self, context: Context) -> None:
-        self.manifest: Manifest | None = None
-        self.pages: Pages | None = None
-        self.arena: Memory | None = None
-        self.subset: Subset | None = None  # of a pull of some tensors, with the manifest
-        self.node: Node | None = None
+    def __init__(self, context: Context, edition: Edition) -> None:
+        self.edition = edition
         self._context = context
         self._options = context.options
         self._log = context.log
         self._history = context.history
-        self._outcome = Outcome()
+        self._outcome = edition.outcome
         self._delivery: Delivery | None = None
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of `arena`; None until the manifest is known."""
-        if self.subset is not None:
-            return self.subset.layout
-        return None if self.manifest is None else self.manifest.layout
 
     def progress(self) -> Progress:
         """Return a snapshot; from any thread."""
-        layout, log = self.layout, self._log
-        if layout is None:
-            return Progress(*self._history.counted, phase=log.phase)
-        return progress_of(layout, None, log.is_ready, log.phase)
+        edition, phase = self.edition, self._log.phase
+        if edition.layout is None:
+            return Progress(*edition.counted, phase=phase)
+        return progress_of(edition.layout, None, edition.log.is_ready, phase)
 
     def paths(self) -> list[PathReport]:
         """Return what has come over each path so far."""
@@ -111,13 +88,13 @@ class Attempt:
         options = self._options
         self._delivery = Delivery(
             manifest,
-            self._log,
+            self.edition.log,
             self._outcome,
             strong=strong,
             out=options.out,
             keep=options.resume and options.device == "cpu",
             revision=self._history.key.revision,
-            layout=self.layout,
+            layout=self.edition.layout,
         )
         return self._delivery
 
@@ -135,14 +112,14 @@ class Attempt:
         retries: int = 0,
         left: Sequence[LeftSource] = (),
     ) -> PullReport:
-        log = self._log
+        log, ready = self._log, self.edition.log
         return PullReport(
             model=str(self._history.key),
             manifest=manifest.ref.identity.hex(),
             pin=manifest.ref.pin.hex(),
-            bytes=(self.layout or manifest.layout).payload_nbytes,
-            seconds=log.last_layer_s(),
-            first_layer_s=log.first_layer_s(),
+            bytes=(self.edition.layout or manifest.layout).payload_nbytes,
+            seconds=ready.last_layer_s(),
+            first_layer_s=ready.first_layer_s(),
             layers=len(manifest.layout.layers),
             verified=by.value,
             paths=paths,
@@ -170,7 +147,5 @@ class Attempt:
         if self._delivery is not None:
             delivery, self._delivery = self._delivery, None
             kept = await in_thread(delivery.abort)
-        if self.arena is not None:
-            self.arena.release()
-            self.arena = None
+        self.edition.release()
         return kept

@@ -25,9 +25,10 @@ from mx.errors import (
 )
 from mx.runtime import in_thread, uncut
 from mx.storage.stores import Store
-from mx.target.events import EventLog, Outcome
+from mx.target.events import EventLog
 from mx.target.opening import open_store, stoppable
 from mx.target.options import PullOptions
+from mx.target.outcome import Outcome
 from mx.target.reads import Connection
 from mx.target.report import (
     FAILED,

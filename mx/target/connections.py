@@ -13,7 +13,8 @@ from mx.core.planner import Plan
 from mx.core.types import SourceRecord
 from mx.errors import ConfigError, MxError
 from mx.target.connector import Connector
-from mx.target.events import EventLog, Outcome
+from mx.target.events import EventLog
+from mx.target.outcome import Outcome
 from mx.target.reads import Connection
 from mx.target.report import LeftSource
 from mx.target.transfer import Transfer

@@ -10,7 +10,8 @@ from mx.core.types import Layout, Manifest
 from mx.memory.device import HostReader
 from mx.memory.verify import check_layer
 from mx.storage.output import Output
-from mx.target.events import EventLog, Outcome
+from mx.target.edition import EditionLog
+from mx.target.outcome import Outcome
 from mx.target.report import VerifiedBy
 from mx.target.transfer import Transfer
 from mx.transport import View
@@ -27,7 +28,7 @@ class Delivery:
     def __init__(
         self,
         manifest: Manifest,
-        log: EventLog,
+        log: EditionLog,
         outcome: Outcome,
         *,
         strong: bool,

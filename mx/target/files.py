@@ -4,16 +4,15 @@ and only when they are asked for."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from mx import trace
 from mx.core.types import Manifest, Packaging, SourceRecord
 from mx.errors import ClosedError, LocalError, MxError, another
 from mx.runtime import in_thread, uncut, unexpected
 from mx.storage.safetensors import Checkpoint
-from mx.target.events import EventLog
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
 from mx.target.report import LeftSource
@@ -157,17 +156,28 @@ class _Known:
     located: Located | None = None
 
 
+class Told(Protocol):
+    """What the caller knows of an edition: `mx.target.edition.EditionLog`."""
+
+    @property
+    def told(self) -> bool:
+        """True if he knows which weights these are."""
+
+    def tell(self, manifest: Manifest) -> None:
+        """Record that he knows these, or their files."""
+
+
 class SideFiles:
-    """One pull's side files in memory, at most 256 MiB; on the loop. `close` it.
+    """One edition's side files in memory, at most 256 MiB; on the loop. `close` it.
 
     They are got by the first `get`, once for all that ask, and kept until `close`.
     """
 
-    def __init__(self, options: PullOptions, log: EventLog) -> None:
+    def __init__(self, options: PullOptions, log: Told) -> None:
         """
         Args:
             options: The pull's options.
-            log: The pull's. When it has failed, `get` raises its error.
+            log: The edition's.
         """
         self.source = ""  # that gave the files: its endpoint, or a store's place
         self.left: list[LeftSource] = []
@@ -177,14 +187,7 @@ class SideFiles:
         self._changed = asyncio.Event()
         self._files: dict[str, bytes] | None = None
         self._task: asyncio.Task[dict[str, bytes]] | None = None
-        self._failure: MxError | None = None
-        loop = asyncio.get_running_loop()
-
-        def failed(error: MxError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(self._fail, error)
-
-        log.on_failure(failed)
+        self._over: MxError | None = None
 
     # -- what the pull finds ----------------------------------------------------------------------
 
@@ -203,10 +206,6 @@ class SideFiles:
             wanted = self._options.wanted_files(checkpoint.packaging)
             self._know(_Known(wanted, checkpoint.side_documents))
 
-    def unknown(self) -> None:
-        """Take back what was found: the pull begins again."""
-        self._known = None
-
     def _know(self, known: _Known) -> None:
         self._known = known
         self._changed.set()
@@ -224,13 +223,12 @@ class SideFiles:
         one tries again.
 
         Raises:
-            ClosedError: The pull was closed.
             NoSourceError, DigestError, CoordinatorError: No source gave all of them.
-            MxError: The error that ended the pull before they were here.
+            MxError: The error with which the edition has ended (`end`).
         """
         if (here := self.here) is not None:
             return here
-        if self._failure is not None:
+        if self._over is not None:
             raise self._refusal()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="mx-files")
@@ -246,7 +244,7 @@ class SideFiles:
             raise another(unexpected(error)) from None
 
     def _refusal(self) -> MxError:
-        return another(self._failure or ClosedError("the pull was closed"))
+        return another(self._over or ClosedError("the pull was closed"))
 
     def _ended(self, task: asyncio.Task[dict[str, bytes]]) -> None:
         self._task = None
@@ -266,7 +264,7 @@ class SideFiles:
                     raise
             else:
                 if known is self._known:
-                    break  # else the pull has begun again, maybe with other files
+                    break  # else more is known by now
         if known.manifest is not None:
             known.manifest.documents.update(documents)  # this pull's readers may want them
             self._log.tell(known.manifest)
@@ -283,15 +281,16 @@ class SideFiles:
         )
         return collector.take()
 
-    def _fail(self, error: MxError) -> None:
-        self._failure = self._failure or error
+    def end(self, why: MxError) -> None:
+        """Stop: who asks for files that are not here gets this error. Idempotent."""
+        self._over = self._over or why
         if self._task is not None:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Stop, and let go of the files. Idempotent."""
+        """Stop, wait until nothing is fetched any more, and let go of the files. Idempotent."""
         task = self._task
-        self._fail(ClosedError("the pull was closed"))
+        self.end(ClosedError("the pull was closed"))
         self._files = self._known = None
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)

@@ -7,18 +7,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from mx.core.pages import Pages
 from mx.core.progress import Progress
-from mx.core.selection import Subset
-from mx.core.types import Layout, Manifest, Packaging
+from mx.core.types import Packaging
 from mx.errors import ConfigError, LocalError, MxError, NoSourceError, OutputError
-from mx.memory.arena import Arena
 from mx.runtime import in_thread, uncut, unexpected
 from mx.storage.staged_writer import FilesWriter
 from mx.storage.stores import Store
-from mx.swarm.node import Node
-from mx.target.events import EventLog
-from mx.target.files import SideFiles, write_documents, write_files
+from mx.target.edition import Edition
+from mx.target.events import EventLog, changed
+from mx.target.files import write_documents, write_files
 from mx.target.opening import open_store
 from mx.target.options import PullOptions
 from mx.target.report import FilesReport, PullReport, VerifiedBy
@@ -36,17 +33,9 @@ class FilesJob:
     def __init__(self, options: PullOptions, log: EventLog) -> None:
         self.options = options
         self.key = options.key
-        self.manifest: Manifest | None = None
-        self.files = SideFiles(options, log)
-        # What only a pull of weights has:
-        self.pages: Pages | None = None
-        self.arena: Arena | None = None
-        self.layout: Layout | None = None
-        self.subset: Subset | None = None
-        self.node: Node | None = None
         self.kept = self.cached_at = ""
-        self.reader_id = ""
         self._log = log
+        self.edition = Edition(options, log, log.begin_anew())
         self._done_nbytes = self._total_nbytes = 0
 
     def progress(self) -> Progress:
@@ -60,7 +49,9 @@ class FilesJob:
             self._log.phase = "complete"
             self._log.finished(report)
         except BaseException as error:  # callers that wait on the log need any error
-            self._log.failed(unexpected(error))
+            failure = unexpected(error)
+            self.edition.end(failure)
+            self._log.failed(failure)
             if not isinstance(error, Exception):
                 raise
 
@@ -73,11 +64,12 @@ class FilesJob:
             raise
         except MxError:
             # Which weights a store's files belong to, only its weights could prove.
-            bound = self.options.pin or self._log.told
-            if not self.options.stores or bound or not self._log.begin_again():
+            bound = self.options.pin or self.edition.log.told
+            ready = None if bound or not self.options.stores else self._log.begin_again()
+            if ready is None:
                 raise
-        self.manifest = None
-        self.files.unknown()
+        ended, self.edition = self.edition, Edition(self.options, self._log, ready)
+        ended.end(changed())
         return await self._from_stores()
 
     async def _from_sources(self) -> PullReport:
@@ -88,11 +80,11 @@ class FilesJob:
             )
         finally:
             await locator.close()
-        self.key, self.manifest = located.key, manifest
-        self._log.planned(0, manifest)
+        self.key, self.edition.manifest = located.key, manifest
+        self.edition.log.planned(0, manifest)
         wanted = replace(manifest, packaging=self.options.wanted_files(manifest.packaging))
-        self.files.described(located, wanted)
-        packaging, left = wanted.packaging, self.files.left
+        self.edition.files.described(located, wanted)
+        packaging, left = wanted.packaging, self.edition.files.left
         if not packaging.side_files and self.options.files is None:
             raise NoSourceError(
                 f"{self.key} has no files: its sources serve the weights alone",
@@ -102,14 +94,14 @@ class FilesJob:
         async def fetch(write: WritePage) -> str:
             return await write_files(self.options, located, wanted, write, left, self._log.waiting)
 
-        source = await self._get("fetching files", packaging, fetch) or self.files.source
+        source = await self._get("fetching files", packaging, fetch) or self.edition.files.source
         report = self._report(packaging, source)
         report.manifest, report.pin = manifest.ref.identity.hex(), manifest.ref.pin.hex()
         report.left = list(dict.fromkeys(left))
         return report
 
     async def _from_stores(self) -> PullReport:
-        self._log.planned(0)
+        self.edition.log.planned(0)
         for number, store in enumerate(self.options.stores, 1):
             try:
                 return await self._from_store(store)
@@ -124,7 +116,7 @@ class FilesJob:
         phase = self._log.phase = f"reading {store.step}"
         checkpoint = await open_store(store, self.options)
         packaging = self.options.wanted_files(checkpoint.packaging)
-        self.files.opened(checkpoint)
+        self.edition.files.opened(checkpoint)
         if not packaging.side_files and self.options.files is None:
             raise ConfigError(
                 f"{store.place} has no files beside its weights",
@@ -146,7 +138,7 @@ class FilesJob:
         self._log.phase = phase
         self._total_nbytes = sum(side.nbytes for side in packaging.side_files)
         if self.options.out is None:
-            await self.files.get()
+            await self.edition.files.get()
             self._done_nbytes = self._total_nbytes
             return ""
         writer = FilesWriter(self.options.out, packaging)

@@ -31,6 +31,7 @@ from mx.target.attempt import Attempt, Context
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
 from mx.target.delivery import Delivery
+from mx.target.edition import Edition
 from mx.target.exchange import Exchange
 from mx.target.files import write_first
 from mx.target.pages import PageFetcher
@@ -53,12 +54,10 @@ REST_S = 10.0
 
 class FromSources(Attempt):
     """One attempt to read the model from sources that hold it in one layout and chunk size, and
-    what they do not give from the stores, if those hold the same weights. `reader_id` is the source
-    id by which others know it; "" if they can't read from it."""
+    what they do not give from the stores, if those hold the same weights."""
 
-    def __init__(self, context: Context, reader_id: str) -> None:
-        super().__init__(context)
-        self._reader_id = reader_id
+    def __init__(self, context: Context, edition: Edition) -> None:
+        super().__init__(context, edition)
         self._streams = StreamDialer(context.options.tls, context.options.insecure)
         self._closing = AsyncExitStack()  # what is open until the bytes are there
         self._wanted: Wanted | None = None  # of a pull of some tensors
@@ -66,14 +65,14 @@ class FromSources(Attempt):
 
     def progress(self) -> Progress:
         """Return a snapshot; from any thread."""
-        layout, transfer, wanted, log = self.layout, self._transfer, self._wanted, self._log
+        layout, transfer, wanted = self.edition.layout, self._transfer, self._wanted
         if layout is None or transfer is None:
             return super().progress()
         return progress_of(
             layout,
             transfer.progress()[1],
-            log.is_ready,
-            log.phase,
+            self.edition.log.is_ready,
+            self._log.phase,
             [each.peer for each in transfer.connections if not each.lost],
             transfer.retries,
             None if wanted is None else wanted.layer_nbytes,
@@ -94,7 +93,9 @@ class FromSources(Attempt):
         try:
             locator = Locator(options)
             closing.push_async_callback(locator.close)
-            connector = Connector(options, context.place, context.transports, wake, self._reader_id)
+            connector = Connector(
+                options, context.place, context.transports, wake, self.edition.reader_id
+            )
             closing.push_async_callback(connector.close)
             found = await self._resolve(locator, connector)
             delivery = self._deliver(found.manifest, strong=options.strong)
@@ -124,7 +125,7 @@ class FromSources(Attempt):
                 locator,
                 self._context.plan,
                 begin,
-                relays_do=bool(self._reader_id),
+                relays_do=bool(self.edition.reader_id),
                 side_files=options.hold,
                 tried=history.tried,
                 stores_do=options.bound and bool(options.stores),
@@ -132,11 +133,11 @@ class FromSources(Attempt):
             0.0 if history.tried else wait_s,
             self._log.waiting,
         )
-        self.manifest = found.manifest
+        self.edition.manifest = found.manifest
         if options.selection is not None:  # names of 50,000 tensors take a while
-            self.subset = await in_thread(options.selection.of, found.manifest.layout)
-        self._log.planned(len(found.manifest.layout.layers), found.manifest)
-        self._context.files.described(found.located, found.manifest)
+            self.edition.subset = await in_thread(options.selection.of, found.manifest.layout)
+        self.edition.log.planned(len(found.manifest.layout.layers), found.manifest)
+        self.edition.files.described(found.located, found.manifest)
         return found
 
     # -- allocate, prefill ------------------------------------------------------------------------
@@ -144,10 +145,10 @@ class FromSources(Attempt):
     async def _allocate(self, found: Found, delivery: Delivery) -> tuple[Memory, Transfer]:
         """Return new memory, and the transfer into it, which `_closing` ends."""
         manifest, options = found.manifest, self._options
-        arena = await uncut(self._new_arena(self.layout or manifest.layout))
+        arena = await uncut(self._new_arena(self.edition.layout or manifest.layout))
         selected = exchanged = None
-        if self.subset is not None:
-            selected = await uncut(in_thread(_selected, self.subset, arena, manifest))
+        if self.edition.subset is not None:
+            selected = await uncut(in_thread(_selected, self.edition.subset, arena, manifest))
             ranks = None if self._history.ranks_met else options.local_ranks
             if ranks is not None:
                 self._history.ranks_met = True
@@ -156,10 +157,10 @@ class FromSources(Attempt):
                     ranks, manifest, selected[1], self._closing, self._context.closed.is_set
                 )
         self._wanted = None if selected is None else selected[1]
-        self.pages = Pages(manifest, None if self._wanted is None else self._wanted.layers)
+        self.edition.pages = Pages(manifest, None if self._wanted is None else self._wanted.layers)
         self._transfer = transfer = Transfer(
             manifest,
-            self.pages,
+            self.edition.pages,
             arena.view if selected is None else selected[0].view,
             delivery,
             arena.hasher,
@@ -177,10 +178,10 @@ class FromSources(Attempt):
 
     async def _new_arena(self, layout: Layout) -> Memory:
         if isinstance(self._options.into, InPlace):  # of many tensors that takes a second
-            self.arena = await in_thread(self._options.new_arena, layout)
+            self.edition.arena = await in_thread(self._options.new_arena, layout)
         else:
-            self.arena = self._options.new_arena(layout)
-        return self.arena
+            self.edition.arena = self._options.new_arena(layout)
+        return self.edition.arena
 
     async def _prefill(self, fill: Fill, transfer: Transfer, fetcher: PageFetcher) -> None:
         options, closed = self._options, self._context.closed
@@ -220,14 +221,14 @@ class FromSources(Attempt):
         fetcher = PageFetcher(
             connector.channel,
             transfer,
-            lambda: sources if self.node is None else self.node.sharing.sources,
+            lambda: sources if self.edition.node is None else self.edition.node.sharing.sources,
             causes,
             stall_timeout_s=options.stall_timeout_s,
         )
         if fill is not None:
             await self._prefill(fill, transfer, fetcher)
 
-        self.node = node = self._join_swarm(found, arena, transfer)
+        self.edition.node = node = self._join_swarm(found, arena, transfer)
         self._closing.push_async_callback(self._end_reading, node)
         resolver = Resolver(
             locator,
@@ -284,7 +285,7 @@ class FromSources(Attempt):
     ) -> PullReport:
         """Deliver every layer of the mapped memory, which outlives session, lease and source."""
         connection.session.close()
-        self.arena, self.pages = BorrowedArena(view), Pages(manifest)
+        self.edition.arena, self.edition.pages = BorrowedArena(view), Pages(manifest)
         self._log.reading_began(time.monotonic())
         by = VerifiedBy.STRONG if self._options.strong else VerifiedBy.SOURCE
         for layer in range(len(manifest.layout.layers)):
@@ -293,7 +294,7 @@ class FromSources(Attempt):
             connection.path.transport,
             connection.peer,
             manifest.layout.payload_nbytes,
-            self._log.last_layer_s(),
+            self.edition.log.last_layer_s(),
             attached=True,
         )
         return self._report(manifest, [path], by, left=self._history.left)
@@ -301,13 +302,13 @@ class FromSources(Attempt):
     def _join_swarm(self, found: Found, arena: Memory, transfer: Transfer) -> Node:
         manifest, options, plan = found.manifest, self._options, self._context.plan
         host = None
-        if options.host is not None and self._reader_id:
+        if options.host is not None and self.edition.reader_id:
             key, pages = self._history.key, transfer.pages
-            host = options.host(self._reader_id, key, manifest, pages, arena)
+            host = options.host(self.edition.reader_id, key, manifest, pages, arena)
         rate = found.paths.gb_per_s * 1e9
         expected_s = manifest.layout.payload_nbytes / rate if rate else 0.0
         node = Node(
-            self._reader_id,
+            self.edition.reader_id,
             len(manifest.grid),
             manifest.grid.chunk_nbytes,
             transfer,
@@ -338,7 +339,7 @@ class FromSources(Attempt):
         if outcome.failure is not None:
             return outcome.failure
         causes += transfer.causes if outcome.causes is None else outcome.causes
-        came, ready, wanted = transfer.progress()[0], self._log.layers_ready, self._wanted
+        came, ready, wanted = transfer.progress()[0], self.edition.log.layers_ready, self._wanted
         total = None if wanted is None else wanted.nbytes
         return final_error(key, manifest.layout, ready, came, causes, total)
 
@@ -356,15 +357,16 @@ class FromSources(Attempt):
                 await in_thread(transfer.join_sessions, 2 * self._options.stall_timeout_s)
             await in_thread(exchange.close)
         joined = await in_thread(transfer.join, 2 * self._options.stall_timeout_s)
-        if not joined and isinstance(self.arena, LiveMemory):
-            # The caller gets its tensors back only when no transport can write to them any more.
-            log.warning("waiting for a transport that may still write to the tensors of `into`")
+        if not joined and self._options.into is not None:
+            # Another edition fills the caller's memory, and the caller gets it back, only when no
+            # transport can write to it any more.
+            log.warning("waiting for a transport that may still write to the memory of `into`")
             while not await in_thread(transfer.join, 1.0):
                 pass
 
     async def leave(self) -> None:
         """Leave the swarm, and end all reads of this attempt's memory. Idempotent."""
-        node, self.node = self.node, None
+        node, self.edition.node = self.edition.node, None
         if node is not None:
             await node.close()
             await self._streams.close()

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from mx.core.pages import Pages
 from mx.core.progress import Progress
 from mx.core.reuse import Held
-from mx.core.selection import Subset
-from mx.core.types import Layout, Manifest, ModelKey
+from mx.core.types import ModelKey
 from mx.errors import (
     ConfigError,
     CoordinatorError,
@@ -22,15 +20,13 @@ from mx.errors import (
     StaleGenerationError,
 )
 from mx.memory.in_place import InPlace
-from mx.memory.live import Memory
 from mx.runtime import uncut, unexpected
 from mx.storage.stores import Store
-from mx.swarm.node import Node
 from mx.target.attempt import Attempt, Context, History
 from mx.target.caching import ask_cache
 from mx.target.chain import Chain
-from mx.target.events import EventLog
-from mx.target.files import SideFiles
+from mx.target.edition import Edition
+from mx.target.events import EventLog, Readiness, changed
 from mx.target.from_sources import FromSources
 from mx.target.options import PullOptions
 from mx.target.paths import target_place
@@ -44,8 +40,8 @@ UNUSABLE = "`into` holds a part of the new weights: do not use it before a pull 
 
 
 class Job:
-    """One pull; call `run` on the loop. Its `manifest`, `pages`, `arena` and so on are the present
-    attempt's, and None until they are known."""
+    """One pull; call `run` on the loop. `edition` is the present one, which is all that there is of
+    the pull; what has ended with another one is out of reach."""
 
     def __init__(
         self, options: PullOptions, transports: Mapping[str, Transport], log: EventLog
@@ -53,13 +49,6 @@ class Job:
         self.options = options
         self.cached_at = ""  # where this host's cache holds the model, as it says
         self.kept = ""  # how to go on from what a failed pull has left on disk
-        self.files = SideFiles(options, log)
-        #: The source id by which others know this pull; "" if others can't read from it.
-        self.reader_id = ""
-        in_place = options.into is None or isinstance(options.into, InPlace)
-        gives = options.selection is None  # whole chunks
-        if options.host is not None and options.device == "cpu" and in_place and gives:
-            self.reader_id = str(uuid.uuid4())
         self._log = log
         self._chain = Chain(options)
         self._history = History(options.key)
@@ -69,11 +58,11 @@ class Job:
             target_place(options),
             log,
             self._chain,
-            self.files,
             self._history,
             closed=threading.Event(),
         )
-        self._attempt = Attempt(self._context)
+        self._attempt = self._not_begun(log.begin_anew())
+        self._ended: list[Attempt] = []  # whose memory is still to be freed
 
     # -- what there is, from any thread -----------------------------------------------------------
 
@@ -83,35 +72,40 @@ class Job:
         return self._history.key
 
     @property
-    def manifest(self) -> Manifest | None:
-        return self._attempt.manifest
-
-    @property
-    def pages(self) -> Pages | None:
-        return self._attempt.pages
-
-    @property
-    def arena(self) -> Memory | None:
-        return self._attempt.arena
-
-    @property
-    def subset(self) -> Subset | None:
-        """The tensors of a pull of some; None until the manifest is known."""
-        return self._attempt.subset
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of `arena`; None until it is known."""
-        return self._attempt.layout
-
-    @property
-    def node(self) -> Node | None:
-        """The pull's part in a swarm, while it has one."""
-        return self._attempt.node
+    def edition(self) -> Edition:
+        """The present edition."""
+        return self._attempt.edition
 
     def progress(self) -> Progress:
         """Return a snapshot."""
         return self._attempt.progress()
+
+    # -- editions ---------------------------------------------------------------------------------
+
+    def _not_begun(self, ready: Readiness) -> Attempt:
+        """Return an attempt that has not begun, with an edition of its own."""
+        options, reader_id = self.options, ""
+        in_place = options.into is None or isinstance(options.into, InPlace)
+        gives = options.selection is None  # whole chunks
+        if options.host is not None and options.device == "cpu" and in_place and gives:
+            # A new one each: the coordinator may still know the last one's, with its secret.
+            reader_id = str(uuid.uuid4())
+        return Attempt(self._context, Edition(options, self._log, ready, reader_id))
+
+    def _succeed(self, ready: Readiness) -> None:
+        """Put a new edition in the place of the present one, which ends."""
+        ended, self._attempt = self._attempt, self._not_begun(ready)
+        ended.edition.end(changed())
+        self._ended.append(ended)
+
+    def _begin_again(self) -> bool:
+        """Return True if another edition of the same weights has begun; False if the caller has
+        something of the present one."""
+        ready = self._log.begin_again()
+        if ready is None:
+            return False
+        self._succeed(ready)
+        return True
 
     # -- the run ----------------------------------------------------------------------------------
 
@@ -125,8 +119,9 @@ class Job:
         except BaseException as error:  # callers that wait on the log need any error
             failure = unexpected(error)
             self._log.failing(failure)
+            self.edition.end(failure)
             try:
-                kept = await uncut(self._attempt.discard())
+                kept = await uncut(self._discard(self._attempt))
                 unusable = UNUSABLE if self._history.written else ""
                 self.kept = "; ".join(filter(None, [unusable, kept]))
             finally:
@@ -137,18 +132,19 @@ class Job:
     async def _from_chain(self) -> PullReport:
         """Pull from the sources, and complete it from the stores; if no source has described the
         model, or nothing was delivered, from the first store that holds it."""
-        chain, begin_again = self._chain, self._log.begin_again
+        chain, begin_again = self._chain, self._begin_again
         if not self.options.from_sources:
             return await chain.whole(None, self._from_store, begin_again)
         if self.options.cache:
             self._log.phase = "waiting for the cache"
-            held = await ask_cache(self.options, self._history.count)
+            held = await ask_cache(self.options, self.edition.count)
             self.cached_at = "" if held is None else held.endpoint
         try:
             report = await self._from_newest_peers()
         except MxError as error:
             chain.sources_gave((), error)
-            if not chain.goes_on(error, described=self.manifest is not None) or not begin_again():
+            described = self.edition.manifest is not None
+            if not chain.goes_on(error, described=described) or not begin_again():
                 if (failure := chain.failure(error)) is not error:
                     raise failure from error
                 raise
@@ -161,14 +157,24 @@ class Job:
 
     async def _from_store(self, store: Store, last: bool) -> PullReport:
         self._log.phase = f"reading {store.step}"
-        return await self._attempted(FromStore(self._context, store, last=last))
+        context = self._context
+        return await self._attempted(lambda: FromStore(context, self.edition, store, last=last))
 
-    async def _attempted(self, attempt: FromSources | FromStore) -> PullReport:
-        """Undo what the last attempt has begun, and run a new one in its place."""
-        await uncut(self._attempt.discard())
-        self.files.unknown()
-        self._attempt = attempt
-        return await attempt.run()
+    async def _attempted(self, attempt: Callable[[], FromSources | FromStore]) -> PullReport:
+        """Undo what earlier attempts have begun, and fill the present edition by a new one."""
+        await uncut(self._discard())
+        self._attempt = made = attempt()
+        return await made.run()
+
+    async def _discard(self, *present: Attempt) -> str:
+        """Free what the ended attempts, and this one, have. Returns what the last one's `discard`
+        says of how to go on."""
+        kept = ""
+        self._ended += present
+        while self._ended:
+            kept = await self._ended[0].discard() or kept
+            del self._ended[0]
+        return kept
 
     # -- from sources -----------------------------------------------------------------------------
 
@@ -183,9 +189,8 @@ class Job:
                 if not self.options.follow or lasting or not self._may_follow(error):
                     raise
             self._offer_for_reuse()
-            self._log.begin_anew()
-            self._change_reader_id()
-            self._history.causes.clear()
+            self._succeed(self._log.begin_anew())
+            self._history.causes = []  # the last attempt's threads may still add to theirs
             self._history.key = self.options.key
 
     def _may_follow(self, error: MxError) -> bool:
@@ -199,7 +204,8 @@ class Job:
 
     def _offer_for_reuse(self) -> None:
         """Let the next attempt take what is equal from the last one's memory."""
-        manifest, pages, arena = self.manifest, self.pages, self.arena
+        edition = self.edition
+        manifest, pages, arena = edition.manifest, edition.pages, edition.arena
         if manifest is not None and pages is not None and arena is not None:
             self.options.reuse.append(Held(manifest, pages, host_bytes(arena.view)))
 
@@ -209,21 +215,17 @@ class Job:
         lies: DigestError | None = None
         while True:
             try:
-                return await self._attempted(FromSources(self._context, self.reader_id))
+                return await self._attempted(lambda: FromSources(self._context, self.edition))
             except DigestError as error:
-                if self.manifest is None or not self._log.begin_again():
+                manifest = self.edition.manifest
+                if manifest is None or not self._begin_again():
                     raise
                 lies = error
-                self._history.tried.append(self.manifest.ref)
+                self._history.tried.append(manifest.ref)
             except (CoordinatorError, NoSourceError):
                 if lies is None:
                     raise
                 raise lies from None
-            self._change_reader_id()
-
-    def _change_reader_id(self) -> None:
-        if self.reader_id:  # the coordinator may still know the other one, with its secret
-            self.reader_id = str(uuid.uuid4())
 
     # -- ends -------------------------------------------------------------------------------------
 

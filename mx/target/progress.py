@@ -33,8 +33,8 @@ FAREWELL_S = 0.5
 class ProgressReporter:
     """One pull's; on the loop. `close` it when the pull is closed.
 
-    It reports until the pull has ended; as long as the pull's process takes an engine's requests,
-    until it is closed.
+    It reports until the pull has ended, or until it is closed while the pull's process takes an
+    engine's requests: then no task is left. Each edition of the pull is reported by its own id.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ProgressReporter:
         state: EventLog,
         progress: Callable[[], Progress],
         key: Callable[[], ModelKey],
-        pull_id: str = "",
+        reader_id: Callable[[], str] = str,
         requests_host: str = "",
     ) -> None:
         """
@@ -52,11 +52,13 @@ class ProgressReporter:
             state: The pull's events.
             progress: Returns a snapshot.
             key: Returns the model, as far as it is known.
-            pull_id: The source id that the pull has as a relay, if it can be one.
+            reader_id: Returns the source id that the pull has as a relay at the moment; "" if it
+                can't be one.
             requests_host: Where requests reach this process; "": at the address from which it
                 reports.
         """
-        self.pull_id = pull_id or str(uuid.uuid4())
+        self._reader_id = reader_id
+        self._own_id = str(uuid.uuid4())
         self._options = options
         self._state = state
         self._progress = progress
@@ -67,9 +69,17 @@ class ProgressReporter:
         self._ended = self._closing = False
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        if self.reports:
-            self._task = asyncio.create_task(self._run(options.coordinator or ""))
-            self._task.set_name("mx-progress")
+        self._start()
+
+    def _start(self) -> None:
+        if self.reports and (self._task is None or self._task.done()):
+            coordinator = self._options.coordinator or ""
+            self._task = asyncio.create_task(self._run(coordinator), name="mx-progress")
+
+    @property
+    def pull_id(self) -> str:
+        """The id by which routers know the pull: an edition's source id, where it has one."""
+        return self._reader_id() or self._own_id
 
     @property
     def reports(self) -> bool:
@@ -85,15 +95,14 @@ class ProgressReporter:
 
     async def _run(self, coordinator: str) -> None:
         await self._sleep(FIRST_S)
-        while not self._closing:
-            if not self._active:
-                await self._sleep(None)
-            elif not (self._state.first_read_s or self._requests_port):
+        while self._active and not self._closing:
+            if not (self._state.first_read_s or self._requests_port):
                 await self._sleep(FIRST_S)  # do not compete with the pull's own calls
-            else:
-                await self._connected(coordinator)
-                if self._active and not self._closing:
-                    await self._sleep(AGAIN_S)
+                continue
+            pull_id = self.pull_id
+            await self._connected(coordinator)
+            if self._active and not self._closing and pull_id == self.pull_id:
+                await self._sleep(AGAIN_S)
 
     async def _connected(self, coordinator: str) -> None:
         client = CoordinatorClient(
@@ -110,8 +119,9 @@ class ProgressReporter:
             await client.close()
 
     async def _report(self, report: Report) -> None:
-        """Report as long as there is something to report, and the end too."""
-        while True:
+        """Report as long as there is something to report of this edition, and the end too."""
+        pull_id = self.pull_id
+        while pull_id == self.pull_id:
             over = self._closing or not self._active
             await report(self._status())
             if over:
@@ -119,7 +129,7 @@ class ProgressReporter:
             early = self._requests_port and not self._ended
             await self._sleep(EARLY_S if early else INTERVAL_S)
 
-    async def _sleep(self, seconds: float | None) -> None:
+    async def _sleep(self, seconds: float) -> None:
         """Wait so long, or until something has changed that is to be reported at once."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -155,6 +165,8 @@ class ProgressReporter:
     async def accept_requests(self, port: int) -> None:
         """Report at once that this process takes an engine's requests at a port; 0: at none."""
         self._requests_port = port
+        if self._active and not self._closing:
+            self._start()  # it may have ended with the pull
         self._woken.set()
 
     def ended(self) -> None:

@@ -62,10 +62,14 @@ class LayerEvent:
         """Return the layer's tensors by name, as `Pull.layer_state_dict` does.
 
         Returns:
-            Views of the pull's memory, which they keep alive; no copy.
+            Views of the pull's memory, which they keep alive; no copy. They keep their bytes
+            whatever becomes of the pull, unless it fills memory of the caller's (`into`).
 
         Raises:
+            RevisionChangedError: The pull has gone over to a newer revision (`follow`), of which
+                the layer is reported again.
             ClosedError: The pull was closed, or is gone.
+            MxError: The error that ended the pull.
             ConfigError: torch is not installed.
         """
         return self.tensors_of(self.index)

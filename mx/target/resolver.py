@@ -27,7 +27,8 @@ from mx.errors import (
 )
 from mx.memory.collector import paused
 from mx.runtime import in_thread
-from mx.target.events import EventLog, Outcome
+from mx.target.events import EventLog
+from mx.target.outcome import Outcome
 from mx.units import format_seconds
 from mx.wire.locate import Located, Locator
 

@@ -13,6 +13,7 @@ from mx.storage.load import Loaded, load_opened
 from mx.storage.staging import Staging
 from mx.storage.stores import OBJECTS, Opening, Store
 from mx.target.attempt import Attempt, Context
+from mx.target.edition import Edition
 from mx.target.report import PathReport, PullReport, VerifiedBy
 from mx.wire.locate import write_side_files
 
@@ -24,20 +25,14 @@ class FromStore(Attempt):
     is that of all its bytes.
     """
 
-    def __init__(self, context: Context, store: Store, *, last: bool) -> None:
-        super().__init__(context)
+    def __init__(self, context: Context, edition: Edition, store: Store, *, last: bool) -> None:
+        super().__init__(context, edition)
         options = context.options
         self._store = store
         self._expected = context.history.named if options.bound else None
         # What is delivered can't be taken back: a later step, a pin or `out` needs all of it first.
         alone = not (options.pin or self._expected or options.out or options.selection)
         self._early = last and alone and options.device == "cpu"
-        self._early_layout: Layout | None = None  # of what is delivered before there is a manifest
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of `arena`; None until it is known."""
-        return super().layout or self._early_layout
 
     async def run(self) -> PullReport:
         """Read, deliver and commit the model.
@@ -46,20 +41,20 @@ class FromStore(Attempt):
             CheckpointError: The checkpoint is malformed, or not the pinned or expected one.
             MxError: As `Store.open` and `load_opened`, and for `out` as `Staging`.
         """
-        options, files, store = self._options, self._context.files, self._store
+        options, store = self._options, self._store
         # Uncut: once the pull is closed no thread may write to `into`.
         loaded = await uncut(in_thread(self._load, asyncio.get_running_loop()))
         manifest, arena = loaded.manifest, loaded.arena
         if isinstance(arena, SubsetMemory):
-            self.subset, arena = arena.subset, arena.memory
-        self.manifest, self.pages = manifest, loaded.pages
-        self._log.planned(len(manifest.layout.layers), manifest)
-        files.loaded(manifest)
+            self.edition.subset, arena = arena.subset, arena.memory
+        self.edition.manifest, self.edition.pages = manifest, loaded.pages
+        self.edition.log.planned(len(manifest.layout.layers), manifest)
+        self.edition.files.loaded(manifest)
         delivery = self._deliver(manifest, strong=False)
         await in_thread(write_side_files, manifest, delivery.side_page)
         for index in range(len(manifest.layout.layers)):
             delivery.announce(arena.view, index, VerifiedBy.DIGEST)
-        nbytes, seconds = manifest.layout.payload_nbytes, self._log.last_layer_s()
+        nbytes, seconds = manifest.layout.payload_nbytes, self.edition.log.last_layer_s()
         path = PathReport(store.step, store.place, nbytes, seconds)
         # The identity was computed from these bytes: `strong` needs no further check.
         by = VerifiedBy.STRONG if options.strong else VerifiedBy.DIGEST
@@ -76,7 +71,7 @@ class FromStore(Attempt):
             Staging(options.out).leave()
         checkpoint = store.open(Opening(closed.is_set, loop, options.store_timeout_s))
         # Until its weights are read, a pin proves nothing of it.
-        loop.call_soon_threadsafe(self._context.files.opened, checkpoint)
+        loop.call_soon_threadsafe(self.edition.files.opened, checkpoint)
         loaded: Loaded[Memory | SubsetMemory] = load_opened(
             checkpoint,
             self._allocate,
@@ -84,7 +79,7 @@ class FromStore(Attempt):
             threads=store.threads,
             in_layer_order=store.step == OBJECTS,
             on_layer=self._landed,
-            progress=self._history.count,
+            progress=self.edition.count,
             cancelled=closed.is_set,
         )
         ref, expected = loaded.manifest.ref, self._expected
@@ -105,17 +100,19 @@ class FromStore(Attempt):
         options = self._options
         subset = None if options.selection is None else options.selection.of(layout)
         # Also what was allocated when the pull is closed meanwhile is released with the attempt.
-        self.arena = arena = options.new_arena(layout if subset is None else subset.layout)
+        self.edition.arena = arena = options.new_arena(layout if subset is None else subset.layout)
         self._begin_to_write()
         if subset is not None:
             return SubsetMemory(subset, arena)
         if self._early:
-            self._early_layout = layout
-            self._log.planned(len(layout.layers))
+            self.edition.early_layout = layout
+            self.edition.log.planned(len(layout.layers))
         return arena
 
     def _landed(self, layer: int) -> None:
         """Deliver a layer that is complete, if nothing but the store describes the weights."""
-        if self._early_layout is not None:
-            event = self._log.event(self._early_layout.layers[layer], VerifiedBy.DIGEST)
-            self._log.layer_ready(event)
+        if self.edition.early_layout is not None:
+            event = self.edition.log.event(
+                self.edition.early_layout.layers[layer], VerifiedBy.DIGEST
+            )
+            self.edition.log.layer_ready(event)

@@ -38,7 +38,7 @@ def run(model: str, right: dict[str, str], **options: Any) -> int:
     with api.pull(model, **options) as pull:
         try:
             for layer in pull.layers():
-                layout, view = pull._filled.view()
+                layout, view = pull._job.edition.view()
                 delivered |= hashes(layout, contiguous(view), layer.index)
             found = pull.wait().to_json()
         except MxError as error:

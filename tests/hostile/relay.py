@@ -66,7 +66,7 @@ def boast() -> None:
 
 def endpoint_of(pull: api.Pull) -> str:
     """Return where others read from the pull, "" if they can't yet or it has few chunks."""
-    node = pull._job.node
+    node = pull._job.edition.node
     record = node.sharing.record() if node is not None else None
     enough = node is not None and node.holdings.bits.bit_count() >= A_FEW
     return record.endpoint if record is not None and enough else ""

@@ -103,7 +103,7 @@ def test_memory_of_mxs_own_is_free_once_the_pull_is_closed(
     pull = api.pull("m", coordinator=served, **options)
     pull.wait(60)
     mapping = weakref.ref(pull.buffer().obj)
-    arena = pull._job.arena
+    arena = pull._job.edition.arena
     assert arena is not None
     memory = [mapping, weakref.ref(host_view(arena.view).obj)]
     if "hold" in options:

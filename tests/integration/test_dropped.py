@@ -1,12 +1,14 @@
-"""Objects that are dropped without `close`: they warn if they still do something, and are closed."""
+"""Objects that are dropped without `close`: they warn if they still work, and are closed."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch  # its first import keeps frames for the collector: here none of a pull
 
 from mx import api, runtime
+from mx.errors import ClosedError
 from tests.integration.conftest import commands, environment, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -114,6 +117,54 @@ def test_a_held_source_that_is_dropped_after_its_pull_warns(served: str) -> None
     assert becomes(loop_is_free)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("options", [{"attach": False}, {"attach": True}, {"hold": True}, {"into"}])
+def test_the_memory_of_a_dropped_pull_goes_without_the_collector(
+    served: str, options: dict[str, bool] | set[str]
+) -> None:
+    with api.pull("m", coordinator=served) as first:
+        expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    like = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    given = options if isinstance(options, dict) else {"into": like}
+    pull = api.pull("m", coordinator=served, **given)  # type: ignore[arg-type]
+    tensors, event = pull.state_dict(), next(pull.layers())
+    parts = [weakref.ref(part) for part in (pull, pull._job, pull._state, pull._job.edition)]
+    view = pull.memory()
+    memory = weakref.ref(view.obj) if isinstance(view, memoryview) else None
+    arena = pull._job.edition.arena
+    descriptor = None if arena is None else arena.memfd
+    del pull, view, arena
+    assert becomes(lambda: not any(part() for part in parts))
+    assert becomes(loop_is_free)
+    assert descriptor is None or not memfd(descriptor)
+    with pytest.raises(ClosedError):
+        event.tensors()
+    for name, tensor in tensors.items():
+        assert torch.equal(octets(tensor), octets(expected[name])), name
+    del tensor, tensors
+    assert memory is None or memory() is None
+
+
+def octets(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def memfd(number: int) -> bool:
+    """Return True if this descriptor is a memory file."""
+    try:
+        return os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:")
+    except FileNotFoundError:
+        return False
+
+
+def test_a_finished_pull_has_no_task(served: str) -> None:
+    pull = api.pull("m", coordinator=served, attach=False)
+    pull.wait(60)
+    tasks = lambda: {task.get_name() for task in asyncio.all_tasks(pull._loop.loop)}  # noqa: E731
+    assert becomes(lambda: not {name for name in tasks() if name.startswith("mx-")})
+    pull.close()
+
+
 def test_an_awaited_pull_lives_until_its_end(served: str) -> None:
     async def pulled() -> api.PullReport:
         return await api.pull("m", coordinator=served, attach=False)
@@ -156,6 +207,8 @@ while time.monotonic() < deadline_s:
     if more[0] < nbytes / 2 and more[1] <= 0:
         break
     time.sleep(0.05)
+last = mx.pull("m", coordinator=sys.argv[1], attach=False)
+last.wait()  # and is there until the end
 print("more than at first:", more[0] // nbytes, "models,", more[1], "descriptors")
 """
 
@@ -163,6 +216,7 @@ print("more than at first:", more[0] // nbytes, "models,", more[1], "descriptors
 def test_finished_pulls_that_are_never_closed_leave_nothing(served: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-W", "always", "-c", FINISHED, served],
+        check=False,
         env=environment(),
         capture_output=True,
         text=True,

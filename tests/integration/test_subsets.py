@@ -291,7 +291,7 @@ def test_beside_pulls_that_share_what_they_read(
             "m", coordinator=coordinator, transport="tcp", slices=slices, settings=always
         ) as pull:
             pull.wait(60)
-            assert not pull._job.reader_id
+            assert not pull._job.edition.reader_id
             found = pull.layer_state_dict(3)["model.layers.2.mlp.down_proj.weight"]
     right = load_file(large_checkpoint)["model.layers.2.mlp.down_proj.weight"]
     check({"": found}, {"": right[:, : right.shape[1] // 2]})

@@ -27,7 +27,8 @@ from mx.errors import (
 )
 from mx.target.connections import ConnectionPool
 from mx.target.connector import Connector
-from mx.target.events import EventLog, Outcome
+from mx.target.events import EventLog
+from mx.target.outcome import Outcome
 from mx.target.reads import Connection, ReadPath
 from mx.target.transfer import Transfer
 from mx.transport import Session

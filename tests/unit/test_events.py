@@ -14,13 +14,29 @@ from mx.core.digest import document_digest
 from mx.core.layout import TensorSpec
 from mx.core.manifest import encode, plan_layout
 from mx.core.types import Manifest, Packaging
-from mx.errors import ClosedError, ConfigError, IntegrityError, MxError, PeerBusyError
-from mx.target.events import EventLog
-from mx.target.report import LayerEvent, PullReport
+from mx.errors import (
+    ClosedError,
+    ConfigError,
+    IntegrityError,
+    MxError,
+    PeerBusyError,
+    RevisionChangedError,
+)
+from mx.target.edition import EditionLog
+from mx.target.events import EventLog, Readiness
+from mx.target.report import LayerEvent, PullReport, no_tensors
 
 
 def event(index: int) -> LayerEvent:
     return LayerEvent(index, f"layer.{index}", 1, "digest", 0.0)
+
+
+def edition(state: EventLog, ready: Readiness | None = None) -> EditionLog:
+    """Return what an edition records in: of a new one, or of this one."""
+    return EditionLog(state, ready or state.begin_anew(), no_tensors, raised.append)
+
+
+raised: list[BaseException] = []
 
 
 def report() -> PullReport:
@@ -29,8 +45,9 @@ def report() -> PullReport:
 
 def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_time() -> None:
     state = EventLog(0.0)
-    state.planned(4)
-    state.layer_ready(event(2))
+    now = edition(state)
+    now.planned(4)
+    now.layer_ready(event(2))
     called: list[int] = []
     entered, go_on = threading.Event(), threading.Event()
 
@@ -42,35 +59,36 @@ def test_a_callback_is_called_once_per_layer_in_order_never_twice_at_a_time() ->
 
     state.on_layer(slow)
     assert called == [2]
-    first = threading.Thread(target=state.layer_ready, args=(event(0),))
+    first = threading.Thread(target=now.layer_ready, args=(event(0),))
     first.start()
     assert entered.wait(10)
     # While one thread is in the callback, others leave their events to it.
-    assert not state.layer_ready(event(3))
-    assert state.layer_ready(event(1))
+    assert not now.layer_ready(event(3))
+    assert now.layer_ready(event(1))
     assert called == [2]
     go_on.set()
     first.join()
     assert called == [2, 0, 3, 1]
-    assert not state.layer_ready(event(1))
+    assert not now.layer_ready(event(1))
     assert called == [2, 0, 3, 1]
 
 
 def test_an_exception_of_a_callback_is_raised_where_the_event_or_the_callback_is_added() -> None:
     state = EventLog(0.0)
-    state.planned(2)
+    now = edition(state)
+    now.planned(2)
 
     def refuse(event: LayerEvent) -> None:
         raise RuntimeError(event.name)
 
     state.on_layer(refuse)
     with pytest.raises(RuntimeError, match=r"layer\.0"):
-        state.layer_ready(event(0))
-    assert state.is_ready(0)
+        now.layer_ready(event(0))
+    assert now.is_ready(0)
     with pytest.raises(RuntimeError, match=r"layer\.0"):
         state.on_layer(refuse)
     with pytest.raises(RuntimeError, match=r"layer\.1"):  # it was not left busy
-        state.layer_ready(event(1))
+        now.layer_ready(event(1))
 
 
 def test_the_first_outcome_counts() -> None:
@@ -90,17 +108,65 @@ def test_the_first_outcome_counts() -> None:
 
 def test_a_pull_begins_again_only_while_no_caller_has_its_layers_or_its_memory() -> None:
     state = EventLog(0.0)
-    state.planned(2)
-    assert state.begin_again()
+    edition(state).planned(2)
+    ready = state.begin_again()
+    assert ready is not None
     waiting = threading.Thread(target=state.keep_memory)  # there is no memory until `planned`
     waiting.start()
-    state.planned(3)
+    edition(state, ready).planned(3)
     waiting.join()
-    assert not state.begin_again()
+    assert state.begin_again() is None
     state = EventLog(0.0)
-    state.planned(2)
-    state.layer_ready(event(0))
-    assert not state.begin_again()
+    now = edition(state)
+    now.planned(2)
+    now.layer_ready(event(0))
+    assert state.begin_again() is None
+
+
+def test_what_an_ended_edition_records_reaches_nobody() -> None:
+    state, seen = EventLog(0.0), list[int]()
+    ended = edition(state)
+    ended.planned(2)
+    state.on_layer(lambda event: seen.append(event.index))
+    reader = state.layers()
+    ended.layer_ready(event(0))
+    assert reader.next() is not None
+    now = edition(state)
+    with pytest.raises(RevisionChangedError):
+        reader.next()
+    ended.planned(1)
+    ended.tell(manifest(1))
+    ended.layer_ready(event(1))
+    now.planned(2, manifest(2))  # not of the weights that the caller knew before
+    assert (seen, now.layers_ready) == ([0], 0)
+    now.layer_ready(event(1))
+    assert (seen, now.layers_ready) == ([0, 1], 1)
+    assert not now.is_ready(0)
+
+
+def test_a_callbacks_error_ends_the_edition_whose_event_it_refused() -> None:
+    """A thread of an ended edition is still in the callback, and calls it with what comes next."""
+    state, entered, go_on = EventLog(0.0), threading.Event(), threading.Event()
+    ended = edition(state)
+    ended.planned(2)
+
+    def refuse_others(event: LayerEvent) -> None:
+        if event.index:
+            raise RuntimeError(event.name)
+        entered.set()
+        assert go_on.wait(10)
+
+    state.on_layer(refuse_others)
+    old = threading.Thread(target=ended.layer_ready, args=(event(0),))
+    old.start()
+    assert entered.wait(10)
+    now = edition(state)
+    now.planned(2)
+    now.layer_ready(event(1))
+    raised.clear()
+    go_on.set()
+    old.join()
+    assert [str(error) for error in raised] == ["layer.1"]
 
 
 def manifest(first: int) -> Manifest:
@@ -110,19 +176,22 @@ def manifest(first: int) -> Manifest:
 
 def test_a_manifest_is_waited_for_and_its_weights_are_then_the_pulls() -> None:
     state, found = EventLog(0.0), list[Manifest]()
+    now = edition(state)
     with pytest.raises(TimeoutError):
         state.wait_manifest(0)
     waiting = threading.Thread(target=lambda: found.append(state.wait_manifest()))
     waiting.start()
-    state.planned(1, manifest(1))
+    now.planned(1, manifest(1))
     waiting.join()
     assert found[0] is state.wait_manifest(0)
-    assert state.begin_again()
+    ready = state.begin_again()
+    assert ready is not None
+    now = edition(state, ready)
     with pytest.raises(TimeoutError):
         state.wait_manifest(0)
     with pytest.raises(IntegrityError, match=found[0].ref.identity.hex()):
-        state.planned(1, manifest(2))
-    state.planned(1, again := replace(manifest(1)))
+        now.planned(1, manifest(2))
+    now.planned(1, again := replace(manifest(1)))
     assert state.wait_manifest(0) is again
     state.failed(ClosedError("later"))
     assert state.wait_manifest(0) is again
@@ -130,7 +199,7 @@ def test_a_manifest_is_waited_for_and_its_weights_are_then_the_pulls() -> None:
 
 def test_a_pull_without_a_manifest_says_so_at_its_end() -> None:
     state = EventLog(0.0)
-    state.planned(0)
+    edition(state).planned(0)
     with pytest.raises(TimeoutError):
         state.wait_manifest(0)
     state.finished(report())

@@ -115,19 +115,21 @@ def ended(options: PullOptions) -> tuple[Job, EventLog]:
 def test_an_attempt_begins_with_nothing_of_the_one_before(tmp_path: Path) -> None:
     wrong, right = saved(tmp_path / "a.safetensors", 1.0), saved(tmp_path / "b.safetensors", 2.0)
     alone, _ = ended(PullOptions("m", from_sources=False, stores=(right,)))
-    assert alone.manifest is not None
-    name = f"m@{alone.manifest.ref.identity.hex()}"
+    assert alone.edition.manifest is not None
+    name = f"m@{alone.edition.manifest.ref.identity.hex()}"
     target = {"weight": torch.zeros(3)}
     into = InPlace(lambda: target)
     job, state = ended(PullOptions(name, peer="127.0.0.1:9", stores=(wrong, right), into=into))
     assert state.report is not None and state.report.fallback == "disk"
-    assert job.manifest is not None and job.manifest.ref == alone.manifest.ref
+    assert (
+        job.edition.manifest is not None and job.edition.manifest.ref == alone.edition.manifest.ref
+    )
     assert [path.source for path in state.report.paths] == [right.place]
-    assert job.pages is not None and not job.pages.missing
+    assert job.edition.pages is not None and not job.edition.pages.missing
     assert job.progress().bytes_done == job.progress().bytes_total == 12
     assert torch.equal(target["weight"], torch.full((3,), 2.0))
-    assert job.kept == "" and job.arena is not None
-    job.arena.release()
+    assert job.kept == "" and job.edition.arena is not None
+    job.edition.arena.release()
     into.release()
 
 
@@ -138,7 +140,7 @@ def test_a_failed_pull_tells_of_what_any_of_its_attempts_has_written(tmp_path: P
     job, state = ended(PullOptions(name, peer="127.0.0.1:9", stores=(wrong, absent), into=into))
     assert isinstance(state.error, ConfigError) and UNUSABLE in state.error.hint
     assert job.kept == UNUSABLE
-    assert (job.manifest, job.arena, job.layout) == (None, None, None)
+    assert (job.edition.manifest, job.edition.arena, job.edition.layout) == (None, None, None)
     into.release()
 
 

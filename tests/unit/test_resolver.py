@@ -24,7 +24,8 @@ from mx.errors import (
     UnknownModelError,
 )
 from mx.target import resolver
-from mx.target.events import EventLog, Outcome
+from mx.target.events import EventLog
+from mx.target.outcome import Outcome
 from mx.target.resolver import Resolver, retry_until_found
 from mx.wire.locate import Located, Locator
 from tests.unit.test_planner import source

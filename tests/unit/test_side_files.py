@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mx.core.types import Manifest
-from mx.errors import ClosedError, IntegrityError, PeerLostError
+from mx.errors import ClosedError, IntegrityError, PeerLostError, RevisionChangedError
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.storage.stores import DiskStore
-from mx.target.events import EventLog
+from mx.target.edition import EditionLog
+from mx.target.events import EventLog, Readiness, changed
 from mx.target.files import Collector, SideFiles
 from mx.target.opening import stored_files
 from mx.target.options import PullOptions
+from mx.target.report import no_tensors
 from tests.support.checkpoints import manifest_of
 
 CONFIG = {"config.json": b"{}", "same.json": b"{}", "empty.txt": b""}
@@ -56,6 +58,12 @@ def checkpoint(folder: Path, first: int = 0) -> tuple[Checkpoint, Manifest]:
     return open_checkpoint(folder), manifest_of(folder)[0]
 
 
+def told(log: EventLog | None = None, ready: Readiness | None = None) -> EditionLog:
+    """Return the log of an edition: of a new pull's, or of this one's."""
+    log = log or EventLog(0.0)
+    return EditionLog(log, ready or log.begin_anew(), no_tensors, lambda error: None)
+
+
 async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:
     """Return a request that waits."""
     task = asyncio.create_task(files.get())
@@ -67,7 +75,7 @@ async def asked(files: SideFiles) -> asyncio.Task[dict[str, bytes]]:
 
 async def test_they_are_there_as_soon_as_the_folder_was_opened(tmp_path: Path) -> None:
     opened, manifest = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    files = SideFiles(PullOptions("m"), told())
     first, second = await asked(files), await asked(files)
     files.opened(opened)
     assert await first == await second == CONFIG
@@ -79,7 +87,7 @@ async def test_they_are_there_as_soon_as_the_folder_was_opened(tmp_path: Path) -
 
 async def test_with_a_pin_they_wait_for_the_weights(tmp_path: Path) -> None:
     opened, manifest = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions(f"m@{manifest.ref.pin.hex()}"), EventLog(0.0))
+    files = SideFiles(PullOptions(f"m@{manifest.ref.pin.hex()}"), told())
     files.opened(opened)
     request = await asked(files)
     files.loaded(manifest)
@@ -89,7 +97,7 @@ async def test_with_a_pin_they_wait_for_the_weights(tmp_path: Path) -> None:
 
 async def test_one_who_stops_waiting_takes_nothing_from_the_others(tmp_path: Path) -> None:
     opened, _ = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    files = SideFiles(PullOptions("m"), told())
     first, second = await asked(files), await asked(files)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -100,10 +108,9 @@ async def test_one_who_stops_waiting_takes_nothing_from_the_others(tmp_path: Pat
 
 
 async def test_each_that_waits_gets_the_error_of_the_pull() -> None:
-    log = EventLog(0.0)
-    files = SideFiles(PullOptions("m"), log)
+    files = SideFiles(PullOptions("m"), told())
     requests = [await asked(files), await asked(files)]
-    log.failed(PeerLostError("it died", peer="a:1"))
+    files.end(PeerLostError("it died", peer="a:1"))
     errors = await asyncio.gather(*requests, files.get(), return_exceptions=True)
     assert [str(error) for error in errors] == ["it died"] * 3
     assert len({id(error) for error in errors}) == 3
@@ -111,13 +118,13 @@ async def test_each_that_waits_gets_the_error_of_the_pull() -> None:
 
 
 async def test_closed_it_has_none(tmp_path: Path) -> None:
-    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    files = SideFiles(PullOptions("m"), told())
     request = await asked(files)
     await files.close()
     with pytest.raises(ClosedError):
         await request
     opened, _ = checkpoint(tmp_path / "m")
-    files = SideFiles(PullOptions("m"), EventLog(0.0))
+    files = SideFiles(PullOptions("m"), told())
     files.opened(opened)
     assert await files.get() == CONFIG
     await files.close()
@@ -127,27 +134,30 @@ async def test_closed_it_has_none(tmp_path: Path) -> None:
 
 
 async def test_who_has_the_files_gets_no_other_weights(tmp_path: Path) -> None:
-    log = EventLog(0.0)
+    log = told()
     files = SideFiles(PullOptions("m"), log)
     (_, manifest), (_, other) = checkpoint(tmp_path / "m"), checkpoint(tmp_path / "n", 5)
     log.planned(1, manifest)
     files.loaded(manifest)
     assert await files.get() == CONFIG
-    assert log.begin_again()
+    ready = log.pull.begin_again()
+    assert ready is not None
+    log = told(log.pull, ready)
     with pytest.raises(IntegrityError, match=other.ref.identity.hex()):
         log.planned(1, other)
     log.planned(1, manifest)
     await files.close()
 
 
-async def test_files_that_a_pull_takes_back_are_not_given(tmp_path: Path) -> None:
-    files = SideFiles(PullOptions("m"), EventLog(0.0))
-    opened, manifest = checkpoint(tmp_path / "m")
-    files.loaded(manifest)
-    files.unknown()
+async def test_files_of_an_edition_that_is_over_are_not_given(tmp_path: Path) -> None:
+    files = SideFiles(PullOptions("m"), told())
     request = await asked(files)
-    files.opened(opened)
-    assert await request == CONFIG
+    files.end(changed())
+    with pytest.raises(RevisionChangedError):
+        await request
+    files.opened(checkpoint(tmp_path / "m")[0])
+    with pytest.raises(RevisionChangedError):
+        await files.get()
     await files.close()
 
 

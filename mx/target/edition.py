@@ -1,0 +1,210 @@
+"""What a pull has of one revision: its memory, what is ready in it, its files, and the id by which
+others know it.
+
+A pull has one present edition. When another one follows (the model has changed, or what was begun
+is given up for another layout or a store), the old one ends as a whole: nothing of it can be had
+from then on, and what its threads still do stays in it. Tensors that the caller has keep their
+memory, and their bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from mx.core.pages import Pages
+from mx.core.selection import Subset
+from mx.core.types import Layer, Layout, Manifest
+from mx.errors import ClosedError, MxError, another
+from mx.memory.in_place import InPlace
+from mx.memory.live import LiveMemory, Memory
+from mx.swarm.node import Node
+from mx.target.events import EventLog, Raised, Readiness
+from mx.target.files import SideFiles
+from mx.target.options import PullOptions
+from mx.target.outcome import Outcome
+from mx.target.report import LayerEvent, TensorsOf, VerifiedBy
+from mx.views import View, contiguous
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EditionLog:
+    """What one edition's threads record of it, and what is known of it."""
+
+    def __init__(
+        self, pull: EventLog, ready: Readiness, tensors_of: TensorsOf, raised: Raised
+    ) -> None:
+        """
+        Args:
+            pull: The pull's log.
+            ready: The edition's, which the log has begun.
+            tensors_of: Returns a ready layer's tensors, and is passed on by events.
+            raised: Takes what a callback raises that another edition's thread has called.
+        """
+        self.pull = pull
+        self._ready = ready
+        self._tensors_of = tensors_of
+        self._raised = raised
+
+    def planned(self, n_layers: int, manifest: Manifest | None = None) -> None:
+        """Record how many layers there are, and what describes them.
+
+        Raises:
+            IntegrityError: The caller was told of other weights.
+        """
+        self.pull.planned(self._ready, n_layers, manifest)
+
+    def tell(self, manifest: Manifest) -> None:
+        """Record that the caller knows this manifest, or its files: from now on the edition is of
+        these weights."""
+        self._ready.told = manifest.ref.identity
+
+    @property
+    def told(self) -> bool:
+        """Return True if the caller knows which weights these are."""
+        return self._ready.told is not None
+
+    def event(self, layer: Layer, by: VerifiedBy, revision: str = "") -> LayerEvent:
+        """Return the event of a layer that is ready now."""
+        at_s = time.monotonic() - self.pull.started_s
+        return LayerEvent(
+            layer.index, layer.name, layer.nbytes, by.value, at_s, revision, self._tensors_of
+        )
+
+    def layer_ready(self, event: LayerEvent) -> bool:
+        """Record the event, and call the subscribers. Returns True if it is the last layer's.
+        Raises what a callback raises."""
+        return self.pull.layer_ready(self._ready, event, self._raised)
+
+    @property
+    def layers_ready(self) -> int:
+        return len(self._ready.events)
+
+    def is_ready(self, layer: int) -> bool:
+        return layer in self._ready.events
+
+    def first_layer_s(self) -> float:
+        """Return when layer 0 was ready, since the start; 0.0 if it is not."""
+        event = self._ready.events.get(0)
+        return 0.0 if event is None else event.at_s
+
+    def last_layer_s(self) -> float:
+        return max((event.at_s for event in self._ready.events.values()), default=0.0)
+
+
+class _Access:
+    """Gives the tensors of a layer's event. It does not keep the edition, nor its memory."""
+
+    def __init__(self, edition: Edition) -> None:
+        self.over: MxError | None = None  # why there are none any more
+        self._edition = weakref.ref(edition)
+
+    def __call__(self, layer: int) -> dict[str, torch.Tensor]:
+        edition = self._edition()
+        if edition is None:
+            raise another(self.over or ClosedError(f"the pull of layer {layer} is gone"))
+        return edition.tensors(layer)
+
+
+class Edition:
+    """One edition of a pull; made and ended on the loop. Its public attributes are None until they
+    are known, and may be read on any thread.
+
+    `lock` guards the view: none is made while the memory is sealed.
+    """
+
+    def __init__(
+        self, options: PullOptions, log: EventLog, ready: Readiness, reader_id: str = ""
+    ) -> None:
+        """
+        Args:
+            options: The pull's.
+            log: The pull's.
+            ready: This edition's part of the log.
+            reader_id: The source id by which others know it; "" if they can't read from it.
+        """
+        self.reader_id = reader_id
+        self.manifest: Manifest | None = None
+        self.pages: Pages | None = None
+        self.arena: Memory | None = None
+        self.subset: Subset | None = None  # of a pull of some tensors, with the manifest
+        self.early_layout: Layout | None = None  # of what is delivered before there is a manifest
+        self.node: Node | None = None  # its part in a swarm, while it has one
+        #: (bytes so far, bytes in total) that were read, shown while no layout is known.
+        self.counted = (0, 0)
+        self.lock = threading.Lock()
+        self.outcome = Outcome()
+        self._access = _Access(self)
+        self.log = EditionLog(log, ready, self._access, self.outcome.raised)
+        self.files = SideFiles(options, self.log)
+        self._into = options.into
+        self._view: View | None = None
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of `arena`; None until it is known."""
+        if self.subset is not None:
+            return self.subset.layout
+        return self.early_layout if self.manifest is None else self.manifest.layout
+
+    def count(self, done: int, total: int) -> None:
+        """Record how many bytes were read; from any thread."""
+        self.counted = (done, total)
+
+    def view(self) -> tuple[Layout, View]:
+        """Return the layout of the memory, and all of it.
+
+        Raises:
+            RevisionChangedError: Another edition follows this one.
+            ClosedError: There is no memory yet, or none any more.
+            MxError: The error that ended the pull.
+        """
+        with self.lock:
+            if self._access.over is not None:
+                raise another(self._access.over)
+            arena, layout = self.arena, self.layout
+            if arena is None or layout is None:
+                raise ClosedError("the pull has no tensors: it was closed, or has not begun")
+            if self._view is None:
+                self._view = arena.private_view()
+            return layout, self._view
+
+    def tensors(self, layer: int | None = None) -> dict[str, torch.Tensor]:
+        """Return the tensors of a layer, and those that are tied to them; None: all.
+
+        Raises:
+            ConfigError: torch is not installed.
+            MxError: As `view`.
+        """
+        layout, view = self.view()
+        names = {t.name for t in layout.tensors if layer is None or t.layer == layer}
+        names |= {alias.name for alias in layout.aliases if alias.target in names}
+        if isinstance(self._into, InPlace):
+            every = [t.name for t in layout.tensors] + [alias.name for alias in layout.aliases]
+            return self._into.tensors(name for name in every if name in names)
+        from mx.memory.tensors import state_dict
+
+        return state_dict(contiguous(view), layout, names)
+
+    @property
+    def given_back(self) -> bool:
+        """True once the tensors of `into` are the caller's alone again."""
+        return isinstance(self.arena, LiveMemory) and self.arena.released
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def end(self, why: MxError) -> None:
+        """Give nothing of it any more, but this error. On the loop; idempotent."""
+        with self.lock:
+            self._access.over = self._access.over or why
+            self._view = None
+        self.files.end(why)
+
+    def release(self) -> None:
+        """Free the memory, once nothing reads or writes it any more. Idempotent."""
+        if self.arena is not None:
+            self.arena.release()
