@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import load_file
 
 from mx import api
-from mx.errors import MxError
 
 SETTLE_S = 15.0
 
@@ -163,7 +162,7 @@ def interrupt(interrupts: Interrupts, call: Callable[[], Any], rounds: int, prep
                 made = within() if within is not None else call()
         except KeyboardInterrupt:
             out += 1
-        except MxError as error:
+        except Exception as error:  # noqa: BLE001 - what is left over counts, whatever comes
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         for each in (made, within):
             if each is not None:
