@@ -4,9 +4,10 @@ readers away while its owner writes to it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from mx.core.lending import TRANSITIONS, Lent, LentEvent
@@ -14,7 +15,6 @@ from mx.core.types import ModelKey, SourceRole
 from mx.core.variant import membership
 from mx.errors import (
     BindingError,
-    ClosedError,
     ConfigError,
     CoordinatorError,
     NotAllowedError,
@@ -23,18 +23,13 @@ from mx.errors import (
 from mx.log import event
 from mx.memory.live import LiveMemory, Memory
 from mx.runtime import in_thread, uncut
-from mx.source.model import HeldModel, hashed_again, wrong_tensors_of
+from mx.source.model import HeldModel, hashed_again
 from mx.source.registrar import Registrar
 
 log = logging.getLogger(__name__)
 
 #: How often the memory is looked at, as often as the coordinator gets a heartbeat.
 WATCH_S = 1.0
-#: After readers got wrong bytes the memory is hashed again, but for no more than this part of the
-#: time: a reader may lie.
-_HASHING_PART = 0.1
-
-
 #: How long to try to list changed memory while no coordinator answers, and how often.
 LIST_S, LIST_AGAIN_S = 10.0, 0.5
 
@@ -46,7 +41,9 @@ class Server(Protocol):
     def registrar(self) -> Registrar | None: ...
     async def offer(self, held: HeldModel) -> None: ...
     async def retire(self, source_id: str, grace_s: float) -> bool: ...
-    async def retire_memory(self, memory: Memory, grace_s: float) -> None: ...
+    async def retire_memory(
+        self, memory: Memory, grace_s: float, *, changed: bool = False
+    ) -> None: ...
 
 
 class Lending:
@@ -59,7 +56,6 @@ class Lending:
         self._listed = held.manifest.ref.identity  # under `held.key`
         self._server = server
         self._change: object = None  # that runs, or ran last
-        self._doubted = asyncio.Event()
         self._busy = asyncio.Lock()
 
     @property
@@ -88,49 +84,44 @@ class Lending:
         if self.state is not Lent.LENT:
             raise NotAllowedError(f"{self.held.key} is not lent at the moment")
 
-    def doubt(self) -> None:
-        """Have the memory hashed again: a reader got wrong bytes."""
-        self._doubted.set()
+    async def doubt(self, wrong_tensors: Callable[[], str]) -> bool:
+        """Hash some of the memory again, of which a reader got wrong bytes, and withdraw all of it
+        if that is not what was registered. The owner may write only when it is hashed: it may free
+        memory then.
+
+        Args:
+            wrong_tensors: Hashes it, on a thread; returns the names of the tensors that are wrong.
+
+        Returns:
+            True if it is right.
+        """
+        held = self.held
+        async with self._busy:
+            if not self._is_lent(held):
+                return False
+            wrong = await uncut(in_thread(wrong_tensors))
+        if wrong and self._is_lent(held):
+            await self._withdraw(f"{wrong}: written to outside of `changing`")
+        return not wrong
 
     async def watch(self) -> None:
         """Run forever: look whether the memory is what was registered."""
-        rested_until_s = 0.0
         while True:
             await asyncio.sleep(WATCH_S)
-            if self.state is not Lent.LENT:
-                continue
-            try:
-                await self.check()
-            except NotAllowedError:
-                continue
-            if self._doubted.is_set() and time.monotonic() >= rested_until_s:
-                self._doubted.clear()
-                began_s, held = time.monotonic(), self.held
-                wrong = await self._hash(held)
-                rested_until_s = time.monotonic() + (time.monotonic() - began_s) / _HASHING_PART
-                if wrong and self._is_lent(held):
-                    await self._withdraw(f"{wrong}: written to outside of `changing`")
+            if self.state is Lent.LENT:
+                with contextlib.suppress(NotAllowedError):
+                    await self.check()
 
     def _is_lent(self, held: HeldModel) -> bool:
         """Return True if this is what is lent: what was seen of it still counts."""
         return self.state is Lent.LENT and self.held is held
-
-    async def _hash(self, held: HeldModel) -> str:
-        """Return which tensors are wrong. Ends soon once the owner wants to write: it may free
-        memory then."""
-        async with self._busy:
-            try:
-                hashing = in_thread(wrong_tensors_of, held, lambda: not self._is_lent(held))
-                return await uncut(hashing)
-            except ClosedError:
-                return ""
 
     async def _withdraw(self, why: str) -> None:
         """Give the memory to no reader any more."""
         self._step(LentEvent.WITHDRAW)
         self._say_withdrawn(why)
         async with self._busy:
-            await uncut(self._server.retire_memory(self.held.arena, 0.0))
+            await uncut(self._server.retire_memory(self.held.arena, 0.0, changed=True))
 
     def _say_withdrawn(self, why: str) -> None:
         self.why = why
