@@ -101,7 +101,7 @@ class Lending:
                 return False
             wrong = await uncut(in_thread(wrong_tensors))
         if wrong and self._is_lent(held):
-            await self._withdraw(f"{wrong}: written to outside of `changing`")
+            await self._withdraw(f"{wrong}: written to outside of `changing`", written=True)
         return not wrong
 
     async def watch(self) -> None:
@@ -116,12 +116,12 @@ class Lending:
         """Return True if this is what is lent: what was seen of it still counts."""
         return self.state is Lent.LENT and self.held is held
 
-    async def _withdraw(self, why: str) -> None:
-        """Give the memory to no reader any more."""
+    async def _withdraw(self, why: str, *, written: bool = False) -> None:
+        """Give the memory to no reader any more. `written`: readers are told that it changed."""
         self._step(LentEvent.WITHDRAW)
         self._say_withdrawn(why)
         async with self._busy:
-            await uncut(self._server.retire_memory(self.held.arena, 0.0, changed=True))
+            await uncut(self._server.retire_memory(self.held.arena, 0.0, changed=written))
 
     def _say_withdrawn(self, why: str) -> None:
         self.why = why
