@@ -30,6 +30,21 @@ def own_host(context: Any, host: str) -> str:
     return host if may_name(host, address, certified(context)) else address
 
 
+def own_port(context: Any, endpoint: str, port: int) -> int:
+    """Return the port at which a source takes requests: 0 for none, also if the caller may not name
+    the host of its endpoint as its own.
+
+    Args:
+        context: The call's servicer context.
+        endpoint: The HOST:PORT that the source registers.
+        port: The port of that host that it names; 0: none.
+    """
+    if not port:
+        return 0
+    host = endpoint.rpartition(":")[0]
+    return port if may_name(host, host_of_peer(context.peer()), certified(context)) else 0
+
+
 def may_name(
     host: str, address: str, names: Collection[str], local: Collection[str] | None = None
 ) -> bool:
@@ -55,9 +70,7 @@ def may_name(
 def certified(context: Any) -> set[str]:
     """Return the names and addresses in the certificate of a call's client; none without one."""
     found = context.auth_context()
-    return {
-        value.decode(errors="replace") for name in _CERTIFIED for value in found.get(name, ())
-    }
+    return {value.decode(errors="replace") for name in _CERTIFIED for value in found.get(name, ())}
 
 
 def _plain(host: str) -> str:

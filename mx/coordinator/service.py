@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mx import codec
 from mx.coordinator.bounds import StreamBounds, address_of
+from mx.coordinator.callers import own_port
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, pages_of
 from mx.coordinator.progress import PullsServicer
@@ -76,18 +78,20 @@ class CoordinatorServicer(PullsServicer):
         with self._registering.admitted(context):
             try:
                 async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                    return await self._register(requests, address_of(context))
+                    return await self._register(requests, context)
             except TimeoutError:
                 raise PeerProtocolError(
                     f"the registration took more than {REGISTER_TIMEOUT_S:g} s"
                 ) from None
 
-    async def _register(self, requests: AsyncIterator[Any], address: str) -> pb.RegisterResponse:
+    async def _register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("part") != "source":
             raise PeerProtocolError("Register: the first message carries the source")
         source = first.source
         record = codec.source_from_wire(source)
+        port = own_port(context, record.endpoint, record.requests_port)
+        record = replace(record, requests_port=port)
         secret = codec.secret_from_wire(source.binding_secret)
         rows = RowsDecoder(record.table, source.table.rows)
         async with Upload(self._state, record) as upload:
@@ -109,7 +113,7 @@ class CoordinatorServicer(PullsServicer):
             keeps_layout=source.keeps_layout,
             disputes=codec.disputes_from_wire(source.disputes),
             row_count=source.table.rows,
-            address=address,
+            address=address_of(context),
         )
         listed = answer.record or record
         return pb.RegisterResponse(
@@ -133,13 +137,18 @@ class CoordinatorServicer(PullsServicer):
     ) -> AsyncIterator[pb.HeartbeatResponse]:
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
+                source_id = codec.source_id_from_wire(request.source_id)
+                port = codec.port_from_wire(request.requests_port)
+                if port:
+                    listed = await self._state.source(source_id)
+                    port = own_port(context, listed.record.endpoint, port)
                 record = await self._state.heartbeat(
-                    codec.source_id_from_wire(request.source_id),
+                    source_id,
                     codec.secret_from_wire(request.binding_secret),
                     codec.state_from_wire(request.state),
                     request.readers,
                     codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
-                    codec.port_from_wire(request.requests_port),
+                    port,
                 )
                 yield pb.HeartbeatResponse(
                     lease_s=self._state.lease_s,
