@@ -51,7 +51,7 @@ def may_name(
     """Return True if a caller may name this host as its own.
 
     It may name the address that it calls from, and the names and addresses in its certificate. A
-    caller on this machine may name this machine's other addresses, too: they are not anybody else's.
+    caller on this machine may name this machine's other addresses, too.
 
     Args:
         host: A name or an address.
@@ -74,7 +74,7 @@ def certified(context: Any) -> set[str]:
 
 
 def _plain(host: str) -> str:
-    """Return a host as hosts are compared: an address in its shortest form, a name in lower case."""
+    """Return a host as hosts are compared: the shortest form of an address, names in lower case."""
     try:
         return str(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
