@@ -149,8 +149,9 @@ async def _places(
     if any(isinstance(host, str) and host for host in hosts):
         listed = [status.record for status in await client.list_sources()]
     found = [_place(host, here, listed) for host in hosts]
-    for each in found if allow is not None else ():
-        if not each.here and not any(map(allow.allows, (each.host, *each.place.addresses))):
+    for each in found:
+        hosts_of = (each.host, *each.place.addresses)
+        if allow is not None and not each.here and not any(map(allow.allows, hosts_of)):
             raise ConfigError(
                 f"{each.host[:80]!r} is no host that `allow` of the router names",
                 hint="add it there, or leave it out here",

@@ -133,3 +133,21 @@ def test_a_source_whose_endpoint_is_elsewhere_takes_no_requests(
 
         until(lambda: "127.0.0.1:8001" in told(), "port of the honest source")
         assert told() == ["127.0.0.1:8001"]
+
+
+def test_a_router_uses_no_replica_that_its_allow_list_leaves_out(
+    coordinator: str, checkpoint: Path
+) -> None:
+    with api.serve(checkpoint, model="m", coordinator=coordinator) as source:
+        source.accept_requests(8000)
+        for allow, allowed in ((["10.0.0.0/8", "honest"], False), (["127.0.0.0/8"], True)):
+            with mx.Router(coordinator, allow=allow) as router, router.watch("m") as watch:
+                for event in watch:
+                    if event.kind is mx.EventKind.SYNCED:
+                        break
+                for (replica,) in (router.replicas("m"), watch.replicas):
+                    assert replica.allowed is allowed
+                    assert allowed or not replica.requests
+                estimate = router.estimate("m", attach=False)
+                assert (estimate.seconds_to_ready is not None) is allowed
+                assert bool(estimate.paths) is allowed
