@@ -29,7 +29,6 @@ from mx.errors import (
     PeerLostError,
     PeerProtocolError,
     PeerVersionError,
-    SourceChangedError,
     StaleGenerationError,
 )
 
@@ -136,8 +135,7 @@ class Connections:
         return key in self._excluded
 
     def changed(self, key: str) -> bool:
-        """Return True for a source that is excluded since its own process wrote to its memory: it
-        has not lied."""
+        """Return True for a source that is excluded since its memory has changed: it has not lied."""
         return key in self._changed
 
     def wants(self, key: str) -> bool:
@@ -262,7 +260,7 @@ class Connections:
 
     def _exclude(self, gone: Entry, error: MxError | None) -> None:
         """Exclude the entry, and its source's others; those in use follow when they are lost."""
-        if gone.key not in self._excluded and isinstance(error, SourceChangedError):
+        if gone.key not in self._excluded and isinstance(error, StaleGenerationError):
             self._changed.add(gone.key)
         self._excluded.add(gone.key)
         for entry in self._entries:

@@ -42,7 +42,7 @@ from mx.core.suspects import Suspects
 from mx.core.transfer_commands import Ask, Assign, Command, DropConnection, Fail
 from mx.core.verification import Verification
 from mx.core.wanted import Wanted
-from mx.errors import DigestError, MxError, PathSlowError, SourceChangedError
+from mx.errors import DigestError, MxError, PathSlowError, StaleGenerationError
 
 MAX_ATTEMPTS = 5
 
@@ -391,7 +391,8 @@ class TransferMachine:
             return False
         if not self._connections_of(gone.source):
             unanswered = self._suspects.answered(gone.source)
-            if unanswered is not None and not isinstance(error, SourceChangedError):
+            # A transport may notice before the lease says why.
+            if unanswered is not None and not isinstance(error, StaleGenerationError):
                 self._causes.append(unanswered)
         self._causes.append(error)
         return True

@@ -116,7 +116,7 @@ def test_an_excluded_source_never_comes_back(error: MxError, opens: bool) -> Non
         connections.failed(first, error, 0.0)
         connections.opened(second)
     assert connections.excluded(first.key) and connections.has_no_path(first.key)
-    assert connections.changed(first.key) is isinstance(error, SourceChangedError)
+    assert connections.changed(first.key) is isinstance(error, StaleGenerationError)
     connections.add([TCP0, UCX0])
     connections.join(first.key, [UCX0])
     assert connections.assign(0.0) == []
