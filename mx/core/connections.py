@@ -135,7 +135,7 @@ class Connections:
         return key in self._excluded
 
     def changed(self, key: str) -> bool:
-        """Return True for a source that is excluded since its memory has changed: it has not lied."""
+        """Return True for a source that is excluded since its memory changed: it has not lied."""
         return key in self._changed
 
     def wants(self, key: str) -> bool:
