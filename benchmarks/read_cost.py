@@ -7,7 +7,7 @@ to measure.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mx.core import manifest as manifests
 from mx.core.digest import block_digest, root_of
@@ -66,9 +66,13 @@ class _AtOnce:
 
 class _Lease:
     coordinated = False
+    answers = False
 
     def check(self) -> MxError | None:
         return None
+
+    def ask(self, chunk: int, right: Callable[[], None]) -> None:
+        raise NotImplementedError
 
     def end(self) -> None: ...
 

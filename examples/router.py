@@ -1,7 +1,7 @@
 """A small router: sends requests to replicas while they still load, and shows how they load.
 
     python examples/router.py                                    # a demonstration on this machine
-    python examples/router.py MODEL --coordinator HOST:PORT      # for replicas that you have
+    python examples/router.py MODEL --coordinator HOST:PORT --allow 10.0.0.0/8   # for your own
 
     GET  /            the timeline of each replica, as a page that follows along
     GET  /replicas    what is known of each replica, as JSON
@@ -121,7 +121,9 @@ class Service:
         )
 
 
-async def run(model: str, coordinator: str, listen: str, seconds: float, demo: bool) -> None:
+async def run(
+    model: str, coordinator: str, allow: list[str], listen: str, seconds: float, demo: bool
+) -> None:
     """Serve until cancelled, or for so many seconds."""
     task = asyncio.current_task()
     assert task is not None
@@ -131,7 +133,7 @@ async def run(model: str, coordinator: str, listen: str, seconds: float, demo: b
         if demo:
             demonstration = await stack.enter_async_context(Demo(model))
             coordinator = demonstration.coordinator
-        router = await stack.enter_async_context(mx.Router(coordinator))
+        router = await stack.enter_async_context(mx.Router(coordinator, allow=allow))
         service = Service(router, model)
         server = await stack.enter_async_context(http.serving(service.handle, listen))
         address = http.address_of(server)
@@ -154,12 +156,22 @@ def main() -> int:
     )
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--coordinator", help="HOST:PORT; without it a demonstration is started")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        metavar="HOST",
+        help="send requests only there: a network, an address or a name; again for more "
+        "(by default this machine)",
+    )
     parser.add_argument("--listen", default="127.0.0.1:0", help="where to serve HTTP")
     parser.add_argument("--seconds", type=float, default=0.0, help="end after so long")
     given = parser.parse_args()
     demo = given.coordinator is None
     try:
-        asyncio.run(run(given.model, given.coordinator or "", given.listen, given.seconds, demo))
+        allow = given.allow or ["127.0.0.0/8", "::1"]
+        asyncio.run(
+            run(given.model, given.coordinator or "", allow, given.listen, given.seconds, demo)
+        )
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 0
     except mx.MxError as error:

@@ -201,6 +201,10 @@ class StaleGenerationError(SourceError):
     """The source's memory has changed since the read was planned."""
 
 
+class SourceChangedError(StaleGenerationError):
+    """The source's own process has written to the memory that it gives, and gives it no more."""
+
+
 class StoreError(SourceError):
     """A hub or an object store does not answer, refuses, or breaks off. `peer` names it."""
 

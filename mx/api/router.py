@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from mx import config, runtime
@@ -11,6 +11,7 @@ from mx.api.closing import Closable, Step
 from mx.api.common import check_type, tls_of, variant_text
 from mx.api.router_estimates import estimates
 from mx.api.router_watch import Watch
+from mx.core.allowed import AllowedHosts
 from mx.core.estimates import Estimate, in_order_of_readiness
 from mx.core.fleet import Fleet
 from mx.core.reference import ModelReference, parse_reference
@@ -41,17 +42,30 @@ class Router(Closable):
     """
 
     def __init__(
-        self, coordinator: str | None = None, *, settings: config.Settings | None = None
+        self,
+        coordinator: str | None = None,
+        *,
+        allow: Collection[str] | None = None,
+        settings: config.Settings | None = None,
     ) -> None:
         """Connect on first use.
 
         Args:
             coordinator: HOST:PORT; None takes the address in the settings.
+            allow: The hosts of replicas to use: networks ("10.0.0.0/8"), addresses, names
+                ("replica-1.example", "*.example"). Replicas elsewhere are told with `allowed`
+                False and no `requests`, and no estimate uses them. None: all that the coordinator
+                lists.
             settings: Settings to use; None loads them from the environment and the files.
 
         Raises:
-            ConfigError: A setting is wrong.
+            ConfigError: A setting is wrong, or an entry of `allow`.
         """
+        if allow is not None:
+            check_type("allow", allow, Collection, "it is a list of hosts and networks")
+        if isinstance(allow, str):
+            raise ConfigError("`allow` is text", hint="it is a list of hosts and networks")
+        self._allow = None if allow is None else AllowedHosts(allow)
         self._settings = settings = settings or config.load()
         self.coordinator = coordinator or settings.coordinator
         self._watches: set[Watch] = set()
@@ -124,7 +138,7 @@ class Router(Closable):
             )
 
         async def make(loop: runtime.LoopThread) -> Watch:
-            watch = Watch(loop, client, wanted, self._forget)
+            watch = Watch(loop, client, wanted, self._allow, self._forget)
             self._watches.add(watch)
             return watch
 
@@ -157,7 +171,8 @@ class Router(Closable):
         Raises:
             UnknownModelError: The coordinator knows no such model.
             CoordinatorError: The coordinator does not answer.
-            ConfigError: An argument is wrong, or nothing is known of that host.
+            ConfigError: An argument is wrong, nothing is known of that host, or `allow` of the
+                router leaves it out.
             ClosedError: The router was closed.
         """
         return self._ask(self._estimates(_named(model, variant), [at], attach))[0]
@@ -240,15 +255,15 @@ class Router(Closable):
 
         return question
 
-    @staticmethod
     def _replicas(
+        self,
         wanted: ModelReference,
     ) -> Callable[[CoordinatorClient], Coroutine[Any, Any, list[Replica]]]:
         async def question(client: CoordinatorClient) -> list[Replica]:
             sources, pulls = await asyncio.gather(
                 client.list_sources(wanted.name), client.list_pulls(wanted.name)
             )
-            fleet = Fleet()
+            fleet = Fleet(allow=self._allow)
             for status in sources:
                 if wanted.fits(status.record.model, status.record.ref):
                     fleet.source(status.record)
@@ -265,7 +280,13 @@ class Router(Closable):
         if isinstance(hosts, str) or len(hosts) > MAX_PLACES:
             raise ConfigError("`hosts` is not usable", hint=f"give a list of 1 to {MAX_PLACES}")
         return lambda client: estimates(
-            client, self.coordinator, self._settings, wanted, hosts, attach=attach
+            client,
+            self.coordinator,
+            self._settings,
+            wanted,
+            hosts,
+            attach=attach,
+            allow=self._allow,
         )
 
     def _closing_steps(self) -> list[Step]:

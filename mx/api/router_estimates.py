@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mx import config, discovery
 from mx.api.common import check_type, tls_of, transports
+from mx.core.allowed import AllowedHosts
 from mx.core.estimates import Estimate, Load, Size, estimate
 from mx.core.locality import with_verified_place
 from mx.core.planner import plan
@@ -68,6 +69,7 @@ async def estimates(
     hosts: Sequence[str | Place],
     *,
     attach: bool,
+    allow: AllowedHosts | None,
 ) -> list[Estimate]:
     """Return an estimate for each of several places, in their order.
 
@@ -78,12 +80,13 @@ async def estimates(
         wanted: The model.
         hosts: The places; see `Router.estimate`.
         attach: Whether memory may be shared.
+        allow: The hosts that are allowed; None: all.
 
     Raises:
         MxError: As `Router.estimate`.
     """
-    facts = await _facts(client, coordinator, settings, wanted)
-    places = await _places(client, hosts, settings.nics)
+    facts = await _facts(client, coordinator, settings, wanted, allow)
+    places = await _places(client, hosts, settings.nics, allow)
     trusted = settings.trusted_fabric
     # A thousand places take a while: off the loop, which has leases to renew.
     return await in_thread(
@@ -92,7 +95,11 @@ async def estimates(
 
 
 async def _facts(
-    client: CoordinatorClient, coordinator: str, settings: config.Settings, wanted: ModelReference
+    client: CoordinatorClient,
+    coordinator: str,
+    settings: config.Settings,
+    wanted: ModelReference,
+    allow: AllowedHosts | None,
 ) -> _Facts:
     where = _Where(
         wanted.pinned_name,
@@ -108,7 +115,10 @@ async def _facts(
         located, manifest = await describe(locator)
     finally:
         await locator.close()
-    hosts = {record.endpoint.rpartition(":")[0] for record in located.sources}
+    sources = [
+        each for each in located.sources if allow is None or allow.allows_endpoint(each.endpoint)
+    ]
+    hosts = {record.endpoint.rpartition(":")[0] for record in sources}
     statuses, pulls, measured = await asyncio.gather(
         client.list_sources(wanted.name),
         client.list_pulls(wanted.name),
@@ -117,11 +127,11 @@ async def _facts(
     rates: dict[str, dict[str, float]] = {}
     for each in measured:
         rates.setdefault(each.host, {})[each.source_host] = each.gb_per_s
-    whole = tuple(source for source in located.sources if source.whole)
+    whole = tuple(source for source in sources if source.whole)
     return _Facts(
         located.key,
         _size(manifest.layout),
-        whole or tuple(located.sources),
+        whole or tuple(sources),
         tuple(statuses),
         tuple(pulls),
         rates,
@@ -129,13 +139,24 @@ async def _facts(
 
 
 async def _places(
-    client: CoordinatorClient, hosts: Sequence[str | Place], nics: Sequence[str]
+    client: CoordinatorClient,
+    hosts: Sequence[str | Place],
+    nics: Sequence[str],
+    allow: AllowedHosts | None,
 ) -> list[_At]:
     here = await in_thread(discovery.here, nics=nics)
     listed: list[SourceRecord] = []
     if any(isinstance(host, str) and host for host in hosts):
         listed = [status.record for status in await client.list_sources()]
-    return [_place(host, here, listed) for host in hosts]
+    found = [_place(host, here, listed) for host in hosts]
+    for each in found:
+        hosts_of = (each.host, *each.place.addresses)
+        if allow is not None and not each.here and not any(map(allow.allows, hosts_of)):
+            raise ConfigError(
+                f"{each.host[:80]!r} is no host that `allow` of the router names",
+                hint="add it there, or leave it out here",
+            )
+    return found
 
 
 def _estimate(facts: _Facts, at: _At, *, trusted: bool, attach: bool) -> Estimate:

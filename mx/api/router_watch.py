@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from mx import runtime
 from mx.api.closing import Closable, Step
+from mx.core.allowed import AllowedHosts
 from mx.core.fleet import RETURN_S, Fleet
 from mx.core.reference import ModelReference
 from mx.core.replicas import EventKind, FleetEvent, Replica
@@ -51,6 +52,7 @@ class Watch(Closable):
         loop: runtime.LoopThread,
         client: CoordinatorClient,
         wanted: ModelReference,
+        allow: AllowedHosts | None,
         on_close: Callable[[Watch], None],
     ) -> None:
         """Begin to watch; on the loop.
@@ -59,13 +61,14 @@ class Watch(Closable):
             loop: The loop, acquired for this object.
             client: The coordinator; its owner closes it.
             wanted: Whose events.
+            allow: The hosts of replicas that are allowed; None: all.
             on_close: Called when the watch is closed.
         """
         self._client = client
         self._wanted = wanted
         self._on_close = on_close
         # All of this is changed on the loop alone, but for what the consumer takes from `_unread`.
-        self._fleet = Fleet()
+        self._fleet = Fleet(allow=allow)
         self._unread: deque[FleetEvent] = deque()
         self._told = 0  # how many events told everything again
         self._changed = asyncio.Event()

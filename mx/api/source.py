@@ -320,9 +320,10 @@ class Source(Closable):
 
     @property
     def withdrawn(self) -> str:
-        """Why tensors that were lent are given to no reader any more; "" while they are."""
+        """Why the weights are given to no reader any more; "" while they are: this process has
+        written to them, or replaced tensors that were lent."""
         lending = self._server.lending
-        return "" if lending is None else lending.why
+        return self._server.withdrawn if lending is None else lending.why
 
     def close(self) -> None:
         """Deregister, cut the remaining readers and free the memory.

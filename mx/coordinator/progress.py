@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from mx.coordinator.bounds import StreamBounds, address_of
+from mx.coordinator.callers import own_host
 from mx.coordinator.paging import pages_of
 from mx.coordinator.watchers import INTERVAL_S
 from mx.core.progress import MAX_PULLS, ProgressBoard
 from mx.errors import ClosedError, NotAllowedError, PeerProtocolError
-from mx.wire.address import host_of_peer
 from mx.wire.progress import pull_from_wire, pull_to_wire
 from mx.wire.v1 import coordinator_pb2 as pb
 
@@ -65,8 +65,8 @@ class PullsServicer:
                         raise NotAllowedError(
                             f"pull {status.pull_id} is the source of another address"
                         )
-                    if status.requests_port and not status.requests_host:
-                        host = host_of_peer(context.peer())
+                    if status.requests_port:
+                        host = own_host(context, status.requests_host)
                         status = replace(status, requests_host=host)
                     self._board.report(self._now(), reporter, status)
                     self._pulls_have_changed()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mx import codec
 from mx.coordinator.bounds import StreamBounds, Turns, address_of
+from mx.coordinator.callers import own_port
 from mx.coordinator.decoding import Decoded
 from mx.coordinator.messages import SourceMessages
 from mx.coordinator.paging import ANSWER_BYTES, LIST_BYTES, pages_of
@@ -87,22 +89,25 @@ class CoordinatorServicer(PullsServicer):
         with self._registering.admitted(context):
             try:
                 async with asyncio.timeout(REGISTER_TIMEOUT_S):
-                    return await self._register(requests, address_of(context))
+                    return await self._register(requests, context)
             except TimeoutError:
                 raise PeerProtocolError(
                     f"the registration took more than {REGISTER_TIMEOUT_S:g} s"
                 ) from None
 
-    async def _register(self, requests: AsyncIterator[Any], address: str) -> pb.RegisterResponse:
+    async def _register(self, requests: AsyncIterator[Any], context: Any) -> pb.RegisterResponse:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("part") != "source":
             raise PeerProtocolError("Register: the first message carries the source")
         source = first.source
         record = codec.source_from_wire(source)
+        port = own_port(context, record.endpoint, record.requests_port)
+        record = replace(record, requests_port=port)
         secret = codec.secret_from_wire(source.source_secret)
         replaces = codec.replaces_from_wire(source.replaces)
         receipt = self._proofs.read(codec.receipt_from_wire(source.receipt))
         rows = RowsDecoder(record.table, source.table.rows)
+        address = address_of(context)
         async with Upload(self._state, record, address) as upload:
             async for request in requests:
                 match request.WhichOneof("part"):
@@ -150,13 +155,18 @@ class CoordinatorServicer(PullsServicer):
     ) -> AsyncIterator[pb.HeartbeatResponse]:
         with self._beating.admitted(context):
             async for request in self._until_stopped(requests):
+                source_id = codec.source_id_from_wire(request.source_id)
+                port = codec.port_from_wire(request.requests_port)
+                if port:
+                    listed = await self._state.source(source_id)
+                    port = own_port(context, listed.record.endpoint, port)
                 record = await self._state.heartbeat(
-                    codec.source_id_from_wire(request.source_id),
+                    source_id,
                     codec.secret_from_wire(request.source_secret),
                     codec.state_from_wire(request.state),
                     request.readers,
                     codec.rate_from_wire(request.gb_per_s, "gb_per_s"),
-                    codec.port_from_wire(request.requests_port),
+                    port,
                 )
                 yield pb.HeartbeatResponse(
                     lease_s=self._state.lease_s,

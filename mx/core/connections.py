@@ -6,7 +6,8 @@ Each path to a source is an entry in one of five states:
     opening     a connection is being made
     live        a connection is open
     resting     it is not used now; `rest` says why, and what brings it back
-    excluded    its source sent wrong bytes, or holds something else by now: never again
+    excluded    its source sent wrong bytes, or holds something else by now, or what its own process
+                has written: never again
 
 In free reading every source that holds everything is a candidate. In coordinated reading only
 neighbours are used: sources that were in use when it began, and those that the swarm joins.
@@ -111,6 +112,7 @@ class Connections:
         self._entries: list[Entry] = []  # best first, as they were found
         self._neighbours: set[str] = set()
         self._excluded: set[str] = set()
+        self._changed: set[str] = set()  # of these
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -131,6 +133,10 @@ class Connections:
     def excluded(self, key: str) -> bool:
         """Return True for a source that sent wrong bytes, or holds something else by now."""
         return key in self._excluded
+
+    def changed(self, key: str) -> bool:
+        """Return True for a source that is excluded since its memory changed: it has not lied."""
+        return key in self._changed
 
     def wants(self, key: str) -> bool:
         """Return True if paths to this source, which holds everything, are of use: it is new, or
@@ -222,7 +228,7 @@ class Connections:
     def failed(self, entry: Entry, error: MxError | None, now_s: float) -> None:
         """Record that the entry could not be opened; `error` is None if opening was cancelled."""
         if isinstance(error, DigestError | StaleGenerationError) or entry.key in self._excluded:
-            self._exclude(entry)
+            self._exclude(entry, error)
         elif isinstance(error, PeerBusyError):
             self._lay_to_rest(entry, Rest.BUSY, now_s + error.retry_after_s)
         else:
@@ -236,7 +242,7 @@ class Connections:
         key = entry.key
         wrong = isinstance(error, DigestError | StaleGenerationError)
         if wrong or key in self._excluded:
-            self._exclude(entry)
+            self._exclude(entry, error)
         elif isinstance(error, PathSlowError) and key not in self._neighbours:
             self._lay_to_rest(entry, Rest.SLOW)
         elif isinstance(error, PeerBusyError):
@@ -252,8 +258,10 @@ class Connections:
         entry.step(Event.REST)
         entry.rest, entry.retry_at_s = rest, retry_at_s
 
-    def _exclude(self, gone: Entry) -> None:
+    def _exclude(self, gone: Entry, error: MxError | None) -> None:
         """Exclude the entry, and its source's others; those in use follow when they are lost."""
+        if gone.key not in self._excluded and isinstance(error, StaleGenerationError):
+            self._changed.add(gone.key)
         self._excluded.add(gone.key)
         for entry in self._entries:
             if entry is gone or (entry.key == gone.key and not entry.in_use):

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mx.core.allowed import AllowedHosts
 from mx.core.pull_status import PullPhase, PullStatus
 from mx.core.replicas import TRANSITIONS, EventKind, FleetEvent, Replica, ReplicaState, bits
 from mx.core.types import SourceRecord, SourceRole, SourceState
@@ -40,8 +41,9 @@ class _Known:
 class Fleet:
     """The machine. Not thread-safe. Each method returns the events that follow, in order."""
 
-    def __init__(self, limit: int = MAX_REPLICAS) -> None:
+    def __init__(self, limit: int = MAX_REPLICAS, allow: AllowedHosts | None = None) -> None:
         self._limit = limit
+        self._allow = allow
         self._known: dict[str, _Known] = {}
         self._connection = 0
         self._returned_s = math.inf
@@ -147,13 +149,17 @@ class Fleet:
         reason: str = "",
     ) -> list[FleetEvent]:
         before, is_new = known.shown, known.source is None and known.pull is None
-        requests = _requests(known, source, pull)
+        requests, allowed = _requests(known, source, pull), True
+        if self._allow is not None:
+            endpoint = "" if source is None else source.endpoint
+            allowed = all(map(self._allow.allows_endpoint, (endpoint, requests)))
         known.source, known.pull = source, pull
         if source is None and pull is None:
             del self._known[replica_id]
             lost = replace(before, state=ReplicaState.LOST, endpoint="", requests="")
             return [FleetEvent(EventKind.LOST, lost, reason=reason)]
-        after = _merged(before, source, pull, requests)
+        after = _merged(before, source, pull, requests if allowed else "")
+        after = replace(after, allowed=allowed)
         first = replace(_bare(after), state=ReplicaState.RECEIVING)
         events = list(_steps(first if is_new else before, after, is_new=is_new))
         known.shown = events[-1].replica or after if events else after

@@ -36,7 +36,8 @@ class Path:
     `gb_per_s` is an estimate until it is measured. For a path between hosts it is what the
     transport itself can do, whatever the rails allow, and `rdma_gb_per_s` is what it can do over
     rails with RDMA (0: it does not use RDMA). A `trusting` path enforces no bounds: between hosts
-    it needs a network whose every user is trusted. mx sets `staged`: the path ends in host
+    it needs a network whose every user is trusted. Over a `plain` path data is in the clear, also
+    where there are files for TLS: it is `trusting`, too. mx sets `staged`: the path ends in host
     memory, from which mx copies to the target's GPU.
     """
 
@@ -47,6 +48,7 @@ class Path:
     medium: Medium = Medium.MEMORY
     rdma_gb_per_s: float = 0.0
     trusting: bool = False
+    plain: bool = False
     staged: bool = False
 
 

@@ -76,7 +76,8 @@ class Replica:
     the HOST:PORT at which it takes requests, as the replica itself says, "" if it takes none.
     `ready` is a bit set: bit i is layer i of `layers`, which is 0 until the model is known.
     `gb_per_s` is the recent rate at which it receives. `origin` is True if it had all layers before
-    it was known.
+    it was known. `allowed` is False for one at a host that the router's `allow` leaves out: then
+    `requests` is "", whatever it says.
     """
 
     replica_id: str
@@ -91,6 +92,7 @@ class Replica:
     done_bytes: int = 0
     gb_per_s: float = 0.0
     origin: bool = False
+    allowed: bool = True
 
     @property
     def layers_ready(self) -> int:

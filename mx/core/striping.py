@@ -53,6 +53,7 @@ class ConnectionLoad:
     depth: int
     pace: Pace
     peer: str = ""
+    answers: bool = False  # its source can be asked whether a chunk is right in its memory
     #: Part -> when its read was issued, the oldest first.
     in_flight: dict[Part, float] = field(default_factory=dict)
     nbytes: int = 0  # of those

@@ -12,9 +12,9 @@ A part that fails is missing again, and is read from another source if possible.
 connection is lost, but not before its read has ended: until then that transport may still write
 there, over bytes that another connection has brought and that are verified. A connection that is
 so late that the others could do its work twice is dropped (`tick`). A part with a wrong block is
-read again, its chunk not from the same source while another may give it; a source that sends wrong
-bytes `MAX_CORRUPT` times is dropped. A chunk is read only from a source that allows it
-(`mx.core.rights`).
+read again, its chunk not from the same source while another may give it; its source is asked for
+the reason, and dropped if it lies (`mx.core.suspects`). A chunk is read only from a source that
+allows it (`mx.core.rights`).
 
 A pull of some tensors has *wanted* blocks; the others count as right from the start. Of those whose
 bytes do not go to their place as they are, parts of their own are *read aside*, into a buffer, and
@@ -38,12 +38,12 @@ from mx.core.missing import Missing
 from mx.core.pace import Pace
 from mx.core.rights import ReadRights
 from mx.core.striping import ConnectionLoad, Part
-from mx.core.transfer_commands import Assign, Command, DropConnection, Fail
+from mx.core.suspects import Suspects
+from mx.core.transfer_commands import Ask, Assign, Command, DropConnection, Fail
 from mx.core.verification import Verification
 from mx.core.wanted import Wanted
-from mx.errors import DigestError, MxError, PathSlowError
+from mx.errors import DigestError, MxError, PathSlowError, StaleGenerationError
 
-MAX_CORRUPT = 2
 MAX_ATTEMPTS = 5
 
 
@@ -80,7 +80,7 @@ class TransferMachine:
         self._expected = Expected(shares)
         self._connections: dict[int, ConnectionLoad] = {}  # all that ever were
         self._open: dict[int, ConnectionLoad] = {}
-        self._corrupt: dict[str, int] = {}  # source -> how often
+        self._suspects = Suspects()
         self._attempts: dict[int, int] = {}
         self._causes: list[MxError] = []
         self._ended = False
@@ -133,6 +133,7 @@ class TransferMachine:
         source: str = "",
         peer: str = "",
         bytes_per_s: float = 0.0,
+        answers: bool = False,
     ) -> list[Command]:
         """Read through a new connection; `load` returns its state.
 
@@ -144,11 +145,13 @@ class TransferMachine:
                 a source of its own.
             peer: Names the source in errors.
             bytes_per_s: Its expected bandwidth; 0: not known.
+            answers: True if its source can be asked whether a chunk is right in its memory.
         """
         if connection in self._connections:
             raise ValueError(f"connection {connection} is there already")
         pace = Pace(bytes_per_s, BLOCK_BYTES)  # soon outweighed by what is seen
-        load = ConnectionLoad(source or f"connection {connection}", max(1, depth), pace, peer)
+        name = source or f"connection {connection}"
+        load = ConnectionLoad(name, max(1, depth), pace, peer, answers)
         self._connections[connection] = self._open[connection] = load
         return self._assign(now_s)
 
@@ -254,10 +257,12 @@ class TransferMachine:
             return sum(so_far.get(part, 0) for part in load.in_flight)
 
         commands: list[Command] = []
+        for source in self._suspects.overdue(now_s):
+            commands += self.answered(source, now_s)
         for number, load in list(self._open.items()):
             others = [
                 other
-                for other in self._open.values()
+                for other in self._usable().values()
                 if other is not load
                 and all(self._may_read(other, part.chunk) for part in load.in_flight)
             ]
@@ -341,13 +346,28 @@ class TransferMachine:
         self._missing.give_back(part)
         self.withdraw(source, chunk)
         self._rights.refuse(source, chunk)
-        self._corrupt[source] = self._corrupt.get(source, 0) + 1
-        error = self._digest_error(part, load)
-        connections = [number for number, each in self._open.items() if each.source == source]
-        if self._corrupt[source] < MAX_CORRUPT or not connections:
-            self._causes.append(error)
-            return self._assign(now_s)
-        return self._drop(connections, error, now_s)
+        ask = self._suspects.wrong(source, self._digest_error(part, load), now_s)
+        connections = self._connections_of(source)
+        if not load.answers or not connections:
+            return self.answered(source, now_s)
+        question: list[Command] = [Ask(connections[0], chunk)] if ask else []
+        return question + self._assign(now_s)
+
+    def answered(self, source: str, now_s: float) -> list[Command]:
+        """Count what the source has sent wrong, which is right in its memory as it says. (If it is
+        not, the source ends its lease.)"""
+        error = None if self._ended else self._suspects.answered(source)
+        if error is None:
+            return []
+        connections = self._connections_of(source)
+        if connections and self._suspects.lies(source):
+            return self._drop(connections, error, now_s)
+        self._causes.append(error)
+        return self._assign(now_s) + self._check_hopeless()
+
+    def _connections_of(self, source: str) -> list[int]:
+        """Return the open connections to a source."""
+        return [number for number, each in self._open.items() if each.source == source]
 
     def _digest_error(self, part: Part, load: ConnectionLoad) -> DigestError:
         place = self._grid.part(part.chunk, part.begin, part.end)
@@ -369,6 +389,11 @@ class TransferMachine:
         gone = self._open.pop(connection, None)
         if gone is None or self._ended:
             return False
+        if not self._connections_of(gone.source):
+            unanswered = self._suspects.answered(gone.source)
+            # A transport may notice before the lease says why.
+            if unanswered is not None and not isinstance(error, StaleGenerationError):
+                self._causes.append(unanswered)
         self._causes.append(error)
         return True
 
@@ -383,6 +408,12 @@ class TransferMachine:
             return True
         return self._verification.can_judge(self._grid.layer_of[chunk])
 
+    def _usable(self) -> dict[int, ConnectionLoad]:
+        """Return the open connections to sources that are not being asked."""
+        if not self._suspects:
+            return self._open
+        return {n: x for n, x in self._open.items() if not self._suspects.asked(x.source)}
+
     def _open_sources(self) -> set[str]:
         return {load.source for load in self._open.values()}
 
@@ -395,7 +426,7 @@ class TransferMachine:
         for load in self._open.values():
             if load.in_flight:
                 load.pace.doubt(load.nbytes, now_s)
-        able = {n: x for n, x in self._open.items() if striping.wants_more(x, chunk_nbytes)}
+        able = {n: x for n, x in self._usable().items() if striping.wants_more(x, chunk_nbytes)}
         while able and self._missing:
             number = next(iter(able))
             if len(able) > 1:
@@ -416,7 +447,7 @@ class TransferMachine:
 
     def _next(self, load: ConnectionLoad) -> Part | None:
         """Take the part that this connection should read next; None: nothing, for now."""
-        chunk_nbytes, rivals = self._grid.chunk_nbytes, list(self._open.values())
+        chunk_nbytes, rivals = self._grid.chunk_nbytes, list(self._usable().values())
         among: int | None = None  # the chunks that it may read; None: all
         if self._rights.coordinated:
             # Only those that may read some of the same chunks share the work.
@@ -467,6 +498,8 @@ class TransferMachine:
     def hopeless(self) -> bool:
         """True if nothing is in flight, and no open connection can read what is missing."""
         if self._ended or any(load.in_flight for load in self._connections.values()):
+            return False
+        if self._suspects:  # a source that is asked may be read from again
             return False
         # Nothing is in flight, so all that could be assigned has been. Chunks are left over.
         if self._missing:

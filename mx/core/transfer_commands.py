@@ -44,6 +44,15 @@ class LayerReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the source of this connection whether the chunk, of which it sent some wrong, is right in
+    its memory, and report its answer by `TransferMachine.answered`."""
+
+    connection: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
 class DropConnection:
     """Close this connection: its source sent wrong bytes too often, or it is far too slow."""
 
@@ -58,4 +67,4 @@ class Fail:
     causes: tuple[MxError, ...]
 
 
-Command = Assign | CopyOut | HandOut | LayerReady | DropConnection | Fail
+Command = Ask | Assign | CopyOut | HandOut | LayerReady | DropConnection | Fail

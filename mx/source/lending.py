@@ -4,6 +4,7 @@ readers away while its owner writes to it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -25,18 +26,13 @@ from mx.log import event
 from mx.memory.live import LiveMemory, Memory
 from mx.runtime import in_thread, uncut, unexpected
 from mx.source.changes import Change
-from mx.source.model import HeldModel, hashed_again, wrong_tensors_of
+from mx.source.model import HeldModel, hashed_again
 from mx.source.registrar import Registrar
 
 log = logging.getLogger(__name__)
 
 #: How often the memory is looked at, as often as the coordinator gets a heartbeat.
 WATCH_S = 1.0
-#: After readers got wrong bytes the memory is hashed again, but for no more than this part of the
-#: time: a reader may lie.
-_HASHING_PART = 0.1
-
-
 #: How long to try to list changed memory while no coordinator answers, and how often.
 LIST_S, LIST_AGAIN_S = 10.0, 0.5
 #: How long entering a change waits at most, besides the grace: leases end in a part of this, and a
@@ -55,7 +51,12 @@ class Server(Protocol):
     async def offer(self, held: HeldModel) -> None: ...
     async def retire(self, source_id: str, grace_s: float) -> bool: ...
     async def retire_memory(
-        self, memory: Memory, grace_s: float, hurry: Callable[[], bool] = ...
+        self,
+        memory: Memory,
+        grace_s: float,
+        hurry: Callable[[], bool] = ...,
+        *,
+        changed: bool = False,
     ) -> None: ...
 
 
@@ -74,7 +75,6 @@ class Lending:
         self._change: Change | None = None  # that runs, or ran last
         self._changing: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
-        self._doubted = asyncio.Event()
         self._busy = asyncio.Lock()
 
     @property
@@ -108,48 +108,43 @@ class Lending:
         if self._state.now is not Lent.LENT:
             raise NotAllowedError(f"{self.held.key} is not lent at the moment")
 
-    def doubt(self) -> None:
-        """Have the memory hashed again: a reader got wrong bytes."""
-        self._doubted.set()
+    async def doubt(self, wrong_tensors: Callable[[], str]) -> bool:
+        """Hash some of the memory again, of which a reader got wrong bytes, and withdraw all of it
+        if that is not what was registered. The owner may write only when it is hashed: it may free
+        memory then.
+
+        Args:
+            wrong_tensors: Hashes it, on a thread; returns the names of the tensors that are wrong.
+
+        Returns:
+            True if it is right.
+        """
+        held = self.held
+        async with self._busy:
+            if not self._is_lent(held):
+                return False
+            wrong = await uncut(in_thread(wrong_tensors))
+        if wrong and self._is_lent(held):
+            await self._withdraw(f"{wrong}: written to outside of `changing`", written=True)
+        return not wrong
 
     async def watch(self) -> None:
         """Run forever: look whether the memory is what was registered."""
-        rested_until_s = 0.0
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._state.now is not Lent.LENT:
-                continue
-            try:
-                await self.check()
-            except NotAllowedError:
-                continue
-            if self._doubted.is_set() and time.monotonic() >= rested_until_s:
-                self._doubted.clear()
-                began_s, held = time.monotonic(), self.held
-                wrong = await self._hash(held)
-                rested_until_s = time.monotonic() + (time.monotonic() - began_s) / _HASHING_PART
-                if wrong and self._is_lent(held):
-                    await self._withdraw(f"{wrong}: written to outside of `changing`")
+            if self._state.now is Lent.LENT:
+                with contextlib.suppress(NotAllowedError):
+                    await self.check()
 
     def _is_lent(self, held: HeldModel) -> bool:
         """Return True if this is what is lent: what was seen of it still counts."""
         return self._state.now is Lent.LENT and self.held is held
 
-    async def _hash(self, held: HeldModel) -> str:
-        """Return which tensors are wrong. Ends soon once the owner wants to write: it may free
-        memory then."""
-        async with self._busy:
-            try:
-                hashing = in_thread(wrong_tensors_of, held, lambda: not self._is_lent(held))
-                return await uncut(hashing)
-            except ClosedError:
-                return ""
-
-    async def _withdraw(self, why: str) -> None:
-        """Give the memory to no reader any more."""
+    async def _withdraw(self, why: str, *, written: bool = False) -> None:
+        """Give the memory to no reader any more. `written`: readers are told that it changed."""
         self._say_withdrawn(why)
         async with self._busy:
-            await uncut(self._server.retire_memory(self.held.arena, 0.0))
+            await uncut(self._server.retire_memory(self.held.arena, 0.0, changed=written))
 
     def _say_withdrawn(self, why: str) -> None:
         self._state.step(LentEvent.WITHDRAW, why)

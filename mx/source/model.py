@@ -36,7 +36,6 @@ from mx.storage.load import destination, load_checkpoint
 from mx.storage.osfile import read_error
 from mx.storage.reader import fill_from_tensors, hash_in_place
 from mx.storage.side_files import read_side_files
-from mx.text import listed
 from mx.transport import DeviceView, ExposedRegion, ScatteredView, Span, View
 
 
@@ -408,13 +407,3 @@ def hashed_again(
     found.role, found.borrowed = held.role, held.borrowed
     found.generation = held.generation + 1
     return found
-
-
-def wrong_tensors_of(held: HeldModel, cancelled: Callable[[], bool]) -> str:
-    """Hash live memory again. Returns the names of tensors that are not what was registered, or
-    "". Blocks. Raises ClosedError soon after `cancelled` returns True."""
-    own, memory = held.laid_out, held.arena
-    assert isinstance(memory, LiveMemory)
-    filled = hash_in_place(own.manifest.layout, memory.view, cancelled=cancelled)
-    tensors = zip(own.manifest.layout.tensors, own.manifest.roots, strict=True)
-    return listed([t.name for t, root in tensors if filled.roots[t.name] != root])

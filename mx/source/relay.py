@@ -77,7 +77,7 @@ class Relay:
 
     def record(self) -> SourceRecord | None:
         """See `mx.swarm.sharing.Host`."""
-        return self._server.record(self._held.source_id) if self._listens else None
+        return self._server.record(self._held) if self._listens else None
 
     async def keep_listed(
         self, holdings: Holdings, sources: Callable[[], Sequence[SourceRecord]]
@@ -128,6 +128,9 @@ class Relay:
 
         Returns:
             The server and the model, which the caller owns from now on.
+
+        Raises:
+            LocalError: It was withdrawn: this process has written to it.
         """
         await self._server.settle(self._held.source_id)
         with contextlib.suppress(MxError):  # the next renewal of the registration reports it too

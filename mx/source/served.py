@@ -43,6 +43,12 @@ class Participant(Protocol):
             stream: The stream.
         """
 
+    def gives(self, chunk: int) -> bool:
+        """Return True if readers may have the chunk from here."""
+
+    def withdrawn(self) -> None:
+        """Give nothing any more. A pull that has yet to receive goes on with that. Idempotent."""
+
     def end(self) -> None:
         """End all streams: the source is no longer served. Idempotent."""
 
@@ -53,8 +59,16 @@ class Watchman(Protocol):
     async def check(self) -> None:
         """Raise NotAllowedError unless the memory is what was registered, as far as can be seen."""
 
-    def doubt(self) -> None:
-        """Have the memory hashed again: a reader got wrong bytes."""
+    async def doubt(self, wrong_tensors: Callable[[], str]) -> bool:
+        """Hash some of the memory again, of which a reader got wrong bytes, and withdraw all of it
+        if that is not what was registered.
+
+        Args:
+            wrong_tensors: Hashes it, on a thread; returns the names of the tensors that are wrong.
+
+        Returns:
+            True if it is right.
+        """
 
 
 @dataclass
@@ -68,6 +82,8 @@ class Served:
     retired: list[Exposure] = field(default_factory=list)
     #: The generation that has replaced this one; 0: none has.
     newer: int = 0
+    #: True if nothing replaces it: this process has written to its memory.
+    changed: bool = False
     #: True when running reads have been cut off too.
     cut: bool = False
     #: True while its name stands for other weights at the coordinator.

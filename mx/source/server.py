@@ -13,11 +13,12 @@ from mx.core.leases import MARGIN_S
 from mx.core.limits import Bounds
 from mx.core.topology import Place
 from mx.core.types import ModelKey, SourceRecord, SourceState
-from mx.errors import ConfigError, MxError
+from mx.errors import ConfigError, LocalError, MxError
 from mx.log import event
 from mx.memory.live import Memory
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
+from mx.source.doubts import Doubts, wrong_tensors
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposures import expose, withdraw
 from mx.source.lending import Lending
@@ -86,9 +87,12 @@ class SourceServer:
         self.options = options
         self._transports = transports
         self._limits = SourceLimits(options.bounds, report_s=options.reader_lease_s / 4)
+        self._doubts = Doubts(self._is_right)
         self._servicer = PeerServicer(
-            self._record, lease_s=options.reader_lease_s, limits=self._limits
+            self._record, self._doubts, lease_s=options.reader_lease_s, limits=self._limits
         )
+        #: Why a source that lends nothing is given to no reader any more; "" while it is.
+        self.withdrawn = ""
         #: Looks after live memory, if this process lends any.
         self.lending: Lending | None = None
         self._listening: Listening | None = None
@@ -140,6 +144,7 @@ class SourceServer:
         self._tasks.append(
             asyncio.create_task(self._servicer.expire_leases(), name="mx-lease-expiry")
         )
+        self._tasks.append(asyncio.create_task(self._doubts.run(), name="mx-doubts"))
 
     async def _listen(self) -> None:
         self._listening = await listen(
@@ -243,7 +248,10 @@ class SourceServer:
         registrar = self.registrar
         for served in list(self._servicer.models.values()):
             served.held.key = await registrar.list(served.held, replaces=replaces)
-            registrar.keep_listed(served.held)
+            if served.newer:  # withdrawn meanwhile
+                await registrar.unlist(served.held)
+            else:
+                registrar.keep_listed(served.held)
         registrar.registered = True
 
     async def newest_revision(self, held: HeldModel, coordinator: str) -> str:
@@ -355,7 +363,12 @@ class SourceServer:
             held.release()
 
     async def retire(
-        self, source_id: str, grace_s: float, hurry: Callable[[], bool] = lambda: False
+        self,
+        source_id: str,
+        grace_s: float,
+        hurry: Callable[[], bool] = lambda: False,
+        *,
+        changed: bool = False,
     ) -> bool:
         """Stop serving a source, and release its memory once no reader can trust it any more.
 
@@ -365,6 +378,8 @@ class SourceServer:
             source_id: The source.
             grace_s: How long its readers have to finish.
             hurry: Polled; if it returns True, the grace ends at once.
+            changed: Nothing replaces it: this process has written to its memory. Readers are told
+                at once.
 
         Returns:
             False if readers were cut off.
@@ -373,6 +388,9 @@ class SourceServer:
         if served is None:
             return True
         self._servicer.supersede(source_id, served.held.generation + 1, grace_s)
+        if changed:
+            served.changed = True
+            self._servicer.cut(source_id)
         event(log, "source.retiring", model=str(served.held.key), source=source_id, grace_s=grace_s)
         if self.registrar is not None:
             # Live memory comes back under its name.
@@ -389,12 +407,44 @@ class SourceServer:
         return finished
 
     async def retire_memory(
-        self, memory: Memory, grace_s: float, hurry: Callable[[], bool] = lambda: False
+        self,
+        memory: Memory,
+        grace_s: float,
+        hurry: Callable[[], bool] = lambda: False,
+        *,
+        changed: bool = False,
     ) -> None:
         """Retire every source of this memory: it may be served in another layout, too."""
         models = self._servicer.models.items()
         ids = [source_id for source_id, served in models if served.held.arena is memory]
-        await asyncio.gather(*(self.retire(source_id, grace_s, hurry) for source_id in ids))
+        retiring = (self.retire(source_id, grace_s, hurry, changed=changed) for source_id in ids)
+        await asyncio.gather(*retiring)
+
+    async def _is_right(self, served: Served, chunk: int) -> bool:
+        """Hash a chunk again that a reader found wrong, and withdraw its source if it is wrong in
+        this process's memory. Returns True if it is right."""
+        held = served.held
+        if served.newer or self._servicer.models.get(held.source_id) is not served:
+            return False
+        if served.watchman is not None:
+            return await served.watchman.doubt(lambda: wrong_tensors(held, chunk))
+        try:
+            wrong = await uncut(in_thread(wrong_tensors, held, chunk))
+        except MxError as error:  # such as a GPU's
+            log.warning("%s could not be hashed again: %s", held.key, error)
+            return False
+        if wrong and not served.newer:
+            self.withdrawn = f"{wrong}: written to while others read"
+            event(
+                log,
+                "source.withdrawn",
+                level=logging.ERROR,
+                model=str(held.key),
+                source=held.source_id,
+                text=f"{self.withdrawn}; no reader gets anything of it here any more",
+            )
+            await uncut(self.retire_memory(held.arena, 0.0, changed=True))
+        return not wrong
 
     async def _free(self, served: Served) -> None:
         await self._withdraw(served)
@@ -408,7 +458,7 @@ class SourceServer:
             served.held.release()
 
     async def _withdraw(self, served: Served) -> None:
-        served.participant.end()
+        served.participant.withdrawn()
         timeout_s = 2 * self.options.stall_timeout_s
         await in_thread(withdraw, served.all_exposures(), timeout_s)
 
@@ -428,8 +478,16 @@ class SourceServer:
         """Expose a model again that is complete and sealed now, so that new readers may attach.
 
         Running reads go on over the earlier exposures.
+
+        Raises:
+            LocalError: It was withdrawn.
         """
-        served = self._servicer.models[source_id]
+        served = self._servicer.models.get(source_id)
+        if served is None or served.newer:
+            raise LocalError(
+                f"what was pulled can't be given to others: {self.withdrawn or 'it was withdrawn'}",
+                hint="serve it as it is now, under a name of its own",
+            )
         served.held.growing, served.held.layers = False, None
         served.watchman = self._look_after(served.held)
 
@@ -440,15 +498,15 @@ class SourceServer:
 
         await uncut(exposed())
 
-    def record(self, source_id: str) -> SourceRecord:
-        """Return the record of an offered model."""
-        return self._record(self._servicer.models[source_id])
+    def record(self, held: HeldModel) -> SourceRecord:
+        """Return the record of a model that was offered; once withdrawn it has no transports."""
+        served = self._servicer.models.get(held.source_id)
+        transports = () if served is None or served.newer else served.transports
+        record = held.record(self.endpoint, self._place, transports, self._servicer.state)
+        return replace(record, requests_port=self.requests_port)
 
     def _record(self, served: Served) -> SourceRecord:
-        record = served.held.record(
-            self.endpoint, self._place, served.transports, self._servicer.state
-        )
-        return replace(record, requests_port=self.requests_port)
+        return self.record(served.held)
 
     async def accept_requests(self, port: int) -> None:
         """List this process's sources with the port at which it takes requests; 0: at none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -17,6 +18,7 @@ from mx.errors import PeerProtocolError, PeerRefusedError
 from mx.log import event
 from mx.runtime import in_thread
 from mx.source.counts import ReadCounts
+from mx.source.doubts import Doubts
 from mx.source.limits import SourceLimits
 from mx.source.requests import answer, check_open, first_message, principal_of
 from mx.source.served import Served
@@ -29,6 +31,8 @@ from mx.wire.v1 import common_pb2, peer_pb2, peer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+#: The most chunks of which a renewal may complain.
+_MOST_WRONG = 16
 #: The most events that one reader may leave unread before its renewals have to wait.
 _MAX_EVENTS = 16
 #: How often leases are checked for those that have ended or are idle.
@@ -43,6 +47,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     def __init__(
         self,
         record_of: Callable[[Served], SourceRecord],
+        doubts: Doubts,
         *,
         lease_s: float,
         limits: SourceLimits | None = None,
@@ -50,6 +55,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         """
         Args:
             record_of: Returns the record of a served model.
+            doubts: Hashes again what readers found wrong.
             lease_s: How long a reader's lease lasts after each renewal.
             limits: The bounds of the process.
         """
@@ -60,11 +66,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         self.streams = 0  # the number of open swarm streams
         self.state = SourceState.SERVING
         self._record_of = record_of
+        self._doubts = doubts
         self._clock = time.monotonic
         self._queues: dict[str, asyncio.Queue[peer_pb2.OpenEvent]] = {}
         self._alone: dict[str, str] = {}  # grants of pulls that read freely -> source ids
-        #: The source ids of some replaced sources -> the generations that have replaced them.
-        self._gone: dict[str, int] = {}
+        #: The source ids of some sources that are gone -> what their readers are told.
+        self._gone: dict[str, peer_pb2.Stale] = {}
 
     # -- rpcs ---------------------------------------------------------------------------------
 
@@ -119,10 +126,9 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         if request is None:
             return
         reader = check_open(request)
-        newer = self._newer(request)
-        if newer:
-            stale = peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=newer))
-            await answer(context, stale)
+        stale = self._stale(request)
+        if stale is not None:
+            await answer(context, peer_pb2.OpenEvent(stale=stale))
             return
         served = self._find(request)
         held = served.held
@@ -199,8 +205,9 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
                         self.leases.close(grant_id)  # the reader has returned it
                         return
                     self.limits.reported(grant_id, renewal.read_bytes)
-                    if renewal.wrong_parts and served.watchman is not None:
-                        served.watchman.doubt()
+                    for chunk in renewal.wrong_chunks[:_MOST_WRONG]:
+                        right = functools.partial(self._checked, grant_id, chunk)
+                        self._doubts.add(principal.address, served, chunk, right)
                     if served.cut:
                         continue
                     if not self.leases.renew(grant_id, self._clock()):
@@ -294,11 +301,11 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         if served is None:  # removed meanwhile
             return
         served.cut = True
-        event = peer_pb2.OpenEvent(stale=peer_pb2.Stale(generation=served.newer))
+        event = peer_pb2.OpenEvent(stale=_stale_of(served))
         self._tell([lease.grant_id for lease in self.leases.of_source(source_id)], event)
         for exposure in served.all_exposures():
             exposure.set_generation(served.newer)
-        served.participant.end()
+        served.participant.withdrawn()
 
     def has_unexpired(self, source_id: str) -> bool:
         """Return True if a reader may still trust what it reads from this source."""
@@ -310,7 +317,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         served = self.models.pop(source_id, None)
         self.limits.forget(source_id)
         if served is not None and served.newer:
-            self._gone[source_id] = served.newer
+            self._gone[source_id] = _stale_of(served)
             while len(self._gone) > _MAX_GONE:
                 del self._gone[next(iter(self._gone))]
         return served
@@ -383,14 +390,18 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         while True:
             await context.write(await queue.get())
 
-    def _newer(self, request: peer_pb2.OpenRequest) -> int:
-        """Return the generation that has replaced the requested one, or 0 if none has."""
+    def _checked(self, grant_id: str, chunk: int) -> None:
+        checked = peer_pb2.Checked(chunk=chunk)
+        self._tell([grant_id], peer_pb2.OpenEvent(checked=checked))
+
+    def _stale(self, request: peer_pb2.OpenRequest) -> peer_pb2.Stale | None:
+        """Return what to tell a reader whose generation is not given any more; None: it is."""
         served = self.models.get(request.source_id)
         if served is None:
-            return self._gone.get(request.source_id, 0)
-        if request.generation != served.held.generation:
-            return served.newer or served.held.generation
-        return served.newer
+            return self._gone.get(request.source_id)
+        if request.generation != served.held.generation and not served.newer:
+            return peer_pb2.Stale(generation=served.held.generation)
+        return _stale_of(served) if served.newer else None
 
     def _find(self, request: peer_pb2.OpenRequest) -> Served:
         served = self.models.get(request.source_id)
@@ -399,3 +410,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         if self.state is SourceState.DRAINING:
             raise PeerRefusedError("draining: no new grants are given")
         return served
+
+
+def _stale_of(served: Served) -> peer_pb2.Stale:
+    return peer_pb2.Stale(generation=served.newer, changed=served.changed)

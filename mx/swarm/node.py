@@ -116,6 +116,8 @@ class Node:
         self._reaches = reaches
         self._changed = changed
         self._loop = asyncio.get_running_loop()
+        self._gives = True
+        self._silent: set[str] = set()  # sources that give nothing any more
         self.holdings = reads.holdings
         reads.subscribe(self)  # before the receiver looks at what is held
         self._receiver = Receiver(
@@ -199,8 +201,8 @@ class Node:
 
     @property
     def held(self) -> int:
-        """The chunks that are here, as a bit set."""
-        return self.holdings.bits
+        """The chunks that others may have from here, as a bit set."""
+        return self.holdings.bits if self._gives else 0
 
     @property
     def crowded(self) -> bool:
@@ -242,9 +244,26 @@ class Node:
         else:
             self.peers.leave(key)
 
+    def gives_no_more(self, key: str) -> None:
+        """Request nothing any more from a source that has withdrawn what it gave. It may go on
+        reading here."""
+        self._silent.add(key)
+        self._patience.lost(key)
+        number = self._numbers.get(key, -1)
+        if number not in self._peers:
+            return
+        peer = self._peers[number]
+        peer.readable = peer.seeds = peer.connected = False
+        self._reading = {chunk: n for chunk, n in self._reading.items() if n != number}
+        if self.reading_from.pop(key, None) is not None:
+            self._changed()
+        commands = self._receiver.gone(number, time.monotonic())
+        self._receiver.joined(number)
+        self._do(commands)
+
     def reaches(self, record: SourceRecord) -> bool:
-        """Return True if there is a path to the source."""
-        return self._reaches(record)
+        """Return True if chunks can be read from the source."""
+        return record.key not in self._silent and self._reaches(record)
 
     # -- streams ----------------------------------------------------------------------------------
 
@@ -258,7 +277,7 @@ class Node:
             PeerProtocolError: `have` names chunks that do not exist.
         """
         held = from_bytes(have, self._chunk_count)
-        readable = self._reaches(record)
+        readable = self.reaches(record)
         self._count += 1
         number = self._count
         self._peers[number] = _Peer(record, stream, seeds, readable)
@@ -330,7 +349,7 @@ class Node:
         """Act on a message about one chunk."""
         match kind:
             case "request":
-                self._uploads.request(number, chunk, available=self.holdings.has(chunk))
+                self._uploads.request(number, chunk, available=self.gives(chunk))
             case "allow":
                 requested = number in self._receiver.requested(chunk)
                 if requested and self._allow(peer.record.key, chunk):
@@ -403,7 +422,7 @@ class Node:
 
     def _announce(self) -> None:
         self._announcing = None
-        for number, chunks in self._receiver.announcements():
+        for number, chunks in self._receiver.announcements() if self._gives else ():
             self._peers[number].stream.send(SwarmMessage(have=to_bytes(chunks)))
 
     # -- readers, for the server ------------------------------------------------------------------
@@ -428,6 +447,14 @@ class Node:
     def closed(self, reader_id: str) -> None:
         """End the count of one lease of the reader."""
         self._uploads.closed(reader_id)
+
+    def gives(self, chunk: int) -> bool:
+        """Return True if readers may have the chunk from here."""
+        return self._gives and self.holdings.has(chunk)
+
+    def withdrawn(self) -> None:
+        """Give nothing any more, and go on receiving. Idempotent."""
+        self._gives = False
 
     # -- time -------------------------------------------------------------------------------------
 

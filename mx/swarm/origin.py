@@ -211,6 +211,14 @@ class Origin:
             self._uploads.tick(now_s)
             self._suggest(self._seeder.tick(now_s))
 
+    def gives(self, chunk: int) -> bool:
+        """Return True: an origin holds everything."""
+        return True
+
+    def withdrawn(self) -> None:
+        """Close every stream."""
+        self.end()
+
     def end(self) -> None:
         """Close every stream."""
         for peer in self._peers.values():

@@ -31,7 +31,7 @@ class Host(Protocol):
 
     @property
     def held(self) -> int:
-        """The chunks that are here, as a bit set."""
+        """The chunks that others may have from here, as a bit set."""
 
     @property
     def crowded(self) -> bool:

@@ -73,9 +73,13 @@ class _NoLease:
     """A store's content is checked by its digests alone."""
 
     coordinated = False
+    answers = False
 
     def check(self) -> MxError | None:
         return None
+
+    def ask(self, chunk: int, right: Callable[[], None]) -> None:
+        raise NotImplementedError
 
     def end(self) -> None:
         """Do nothing."""

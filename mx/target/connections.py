@@ -47,6 +47,9 @@ class Swarm(Protocol):
     def lost(self, key: str, *, for_good: bool) -> None:
         """Leave this peer: no path to it is left; `for_good`: nor will there be one."""
 
+    def gives_no_more(self, key: str) -> None:
+        """Request nothing from this peer any more, which may go on reading here."""
+
     def reading_began(self) -> None:
         """Called when a connection is open."""
 
@@ -287,5 +290,7 @@ class ConnectionPool:
     def _report_lost(self, key: str) -> None:
         # Neighbours go on reading here after the pull: its end is no reason to leave them.
         if not self._closed and self._connections.has_no_path(key):
-            excluded = self._connections.excluded(key)
-            self._swarm.lost(key, for_good=excluded)
+            if self._connections.changed(key):
+                self._swarm.gives_no_more(key)
+            else:
+                self._swarm.lost(key, for_good=self._connections.excluded(key))

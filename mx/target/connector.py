@@ -134,7 +134,6 @@ class Connector:
             path.source,
             self._on_change,
             lambda: sum(each.verified_nbytes for each in connections),
-            lambda: sum(each.wrong_parts for each in connections),
             self._reader_id,
             self._options.tls,
         )

@@ -17,6 +17,7 @@ from mx.errors import (
     LocalError,
     MxError,
     NoSourceError,
+    SourceChangedError,
     StaleGenerationError,
 )
 from mx.memory.in_place import InPlace
@@ -196,6 +197,8 @@ class Job:
     def _may_follow(self, error: MxError) -> bool:
         """Return True if the last attempt's source was updated, or sources have brought bytes of
         which none were wrong: what is not there yet may come from another one."""
+        if any(isinstance(cause, SourceChangedError) for cause in self._history.causes):
+            return False
         if any(isinstance(cause, StaleGenerationError) for cause in self._history.causes):
             return True
         if isinstance(error, DigestError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,19 @@ class ReadLease(Protocol):
     @property
     def coordinated(self) -> bool:
         """True once the source has said that other pulls read there too."""
+
+    @property
+    def answers(self) -> bool:
+        """True if the source can be asked whether a chunk is right in its memory."""
+
+    def ask(self, chunk: int, right: Callable[[], None]) -> None:
+        """Ask that; does not block, and works on any thread.
+
+        Args:
+            chunk: The chunk.
+            right: Called if the source says that it is. If it is not, `check` returns a
+                `SourceChangedError` soon.
+        """
 
     def end(self) -> None:
         """Give the lease back; does not block. Idempotent."""

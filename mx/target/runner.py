@@ -4,6 +4,7 @@ without an event loop."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import (
+    Ask,
     Assign,
     Command,
     CopyOut,
@@ -119,6 +121,7 @@ class MachineRunner:
                 source=connection.path.source.key,
                 peer=connection.peer,
                 bytes_per_s=connection.path.gb_per_s * 1e9,
+                answers=connection.lease.answers,
             )
             connection.load = self._machine.load(number)
         self.run(commands)
@@ -201,6 +204,10 @@ class MachineRunner:
             match command:
                 case Assign(connection, parts):
                     self._assign(connection, parts)
+                case Ask(connection, chunk):
+                    asked = self._connections[connection]
+                    answered = functools.partial(self._answered, asked.path.source.key)
+                    asked.lease.ask(chunk, answered)
                 case CopyOut():
                     assert sink is not None  # it is judged when it lands
                     self._copy_out(sink)
@@ -214,6 +221,9 @@ class MachineRunner:
                     self.connection_lost(connection, reason)
                 case Fail(causes):
                     self._listener.failed(causes)
+
+    def _answered(self, source: str) -> None:
+        self.react(lambda machine: machine.answered(source, time.monotonic()))
 
     def _assign(self, connection: int, parts: Sequence[Part]) -> None:
         sinks, reads = zip(*(self._read(connection, part) for part in parts), strict=True)

@@ -170,8 +170,10 @@ class Bench:
         content: bytes = b"",
         block_digests: bytes | None = None,
         places: Places | None = None,
+        tls: TlsFiles | None = None,
     ) -> Source:
-        """Expose memory of these sizes, one region each; scattered ones in `places`."""
+        """Expose memory of these sizes, one region each; scattered ones in `places`. `tls`: with
+        these files in place of the harness's."""
         self._seed += 10
         kind, device = kind or self.harness.kind, self.harness.there.device
         memories = [
@@ -180,7 +182,7 @@ class Bench:
         ]
         options = ExposeOptions(
             hosts=hosts,
-            tls=self.harness.tls,
+            tls=tls or self.harness.tls,
             stall_timeout_s=self.harness.stall_timeout_s,
             limiter=limiter,
             trusted_fabric=trusted_fabric,

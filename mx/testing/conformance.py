@@ -28,6 +28,7 @@ from mx.testing import (
     rules_life,
     rules_paths,
     rules_places,
+    rules_secrecy,
 )
 from mx.testing.bench import Bench, RuleBroken
 from mx.testing.harness import Harness, RemoteSource
@@ -75,6 +76,7 @@ RULES: dict[str, Callable[[Bench], None]] = {
         rules_paths.uses_rails,
         rules_paths.asks_for_trust,
         rules_paths.keeps_to_limits,
+        rules_secrecy.encrypts,
     )
 }
 

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hmac
 import json
+import pathlib
 import secrets
 import threading
 import time
@@ -42,6 +43,7 @@ from mx.transport import (
     Read,
     Session,
     Span,
+    TlsFiles,
     Transport,
     Unavailable,
     Viable,
@@ -65,6 +67,7 @@ class FakeExposure:
     ) -> None:
         self.transport = transport
         self.hosts = options.hosts
+        self.tls = options.tls
         self.limiter = options.limiter
         self.content = options.content
         self.block_digests = bytes(options.block_digests or b"")
@@ -265,6 +268,7 @@ class FakeSession:
         for region, offset, part in self.steps(read):
             self.move(read, region, offset, part)
             landed += len(part)
+            self.exposure.transport.send(part, self.exposure.tls)
             self.check()
             read.sink.landed(landed)
         self.check()
@@ -322,6 +326,7 @@ class FakeTransport:
     def __init__(self) -> None:
         self.exposures: dict[int, FakeExposure] = {}
         self.rails: list[Rail] = []
+        self.wire: bytearray | None = None  # what goes over the network, while it is looked at
 
     def probe(self) -> Viable | Unavailable:
         return Viable("in this process")
@@ -350,6 +355,7 @@ class FakeTransport:
         expected = exposure.secrets.get(grant_id, "")
         if not self.admits(expected, secret):
             raise PeerRefusedError(f"{grant.peer}: wrong secret", peer=grant.peer)
+        self.check_certificate(exposure, grant)
         self.check_trust(exposure.hosts, grant.trusted_fabric)
         if grant.rail is not None and grant.rail.remote_address not in exposure.hosts:
             raise PeerProtocolError(f"{grant.peer} does not listen there", peer=grant.peer)
@@ -359,6 +365,20 @@ class FakeTransport:
             message = f"{grant.peer} offers other weights than those that were asked for"
             raise PeerProtocolError(message, peer=grant.peer)
         return self.session_type(grant, exposure, grant_id, expected)
+
+    def check_certificate(self, exposure: FakeExposure, grant: Grant) -> None:
+        """Raise PeerRefusedError unless both sides have the files of one authority, or none."""
+        ours, theirs = (
+            None if files is None else pathlib.Path(files.authority).read_bytes()
+            for files in (exposure.tls, grant.tls)
+        )
+        if ours != theirs:
+            raise PeerRefusedError(f"{grant.peer}: the certificates do not fit", peer=grant.peer)
+
+    def send(self, data: memoryview, tls: TlsFiles | None) -> None:
+        """Have bytes go over the network, with TLS files as if they were encrypted."""
+        if self.wire is not None:
+            self.wire += data if tls is None else bytes(len(data))
 
     def check_trust(self, hosts: Sequence[str], trusted: bool) -> None:
         """Raise NotAllowedError for a host beyond loopback that is not trusted."""
@@ -415,6 +435,15 @@ class FakeHarness(Harness):
     def transport(self) -> Transport:
         self._made = self._make()
         return self._made
+
+    @contextlib.contextmanager
+    def tapped(self, ticket: bytes) -> Iterator[tuple[bytes, bytearray]]:
+        assert self._made is not None
+        self._made.wire = kept = bytearray()
+        try:
+            yield ticket, kept
+        finally:
+            self._made.wire = None
 
     def uses(self, rail: Rail, session: Session) -> bool:
         return self._made is not None and rail in self._made.rails

@@ -44,6 +44,8 @@ class Direction:
         self._noises: dict[int, bool] = {}
         #: Bytes passed on so far, over all connections.
         self.passed_nbytes = 0
+        #: What comes is added here; None: it is not kept.
+        self.kept: bytearray | None = None
 
     def stall(self) -> None:
         """Pass nothing on, but keep connections open."""
@@ -89,6 +91,8 @@ class Direction:
             while self._stalled and not self._ended:
                 self._change.wait()
             rate, ended = self._bytes_per_s, self._ended
+            if self.kept is not None:
+                self.kept += data
             flips = _take_due(self._flips, at, end)
             noises = _take_due(self._noises, at, end)
             cuts = _take_due(self._cuts, at, end)

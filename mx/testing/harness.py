@@ -5,6 +5,7 @@ A third party subclasses `Harness` where the defaults do not fit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from mx.core.topology import Place
 from mx.testing.child import ChildSource, load_transport
+from mx.testing.faultproxy import FaultProxy
 from mx.testing.holdings import Holdings
 from mx.testing.memory import Kind
 from mx.transport import Rail, Session, TlsFiles, Transport
@@ -83,6 +85,22 @@ class Harness:
             except OSError:
                 return ""
             return str(probe.getsockname()[0])
+
+    @contextlib.contextmanager
+    def tapped(self, ticket: bytes) -> Iterator[tuple[bytes, bytearray]]:
+        """Look at what goes over the network. Override where tickets are not JSON with `addresses`,
+        pairs of host and port, or data goes by another way than to these by TCP.
+
+        Yields:
+            The same ticket with the address of a relay, and the bytes that go over that towards the
+            reader, as they come.
+        """
+        document = json.loads(ticket)
+        host, port = document["addresses"][0]
+        with FaultProxy((host or "127.0.0.1", port)) as relay:
+            relay.down.kept = kept = bytearray()
+            document["addresses"] = [list(relay.address)]
+            yield json.dumps(document).encode(), kept
 
     def tamper(self, ticket: bytes) -> bytes:
         """Return the same ticket with another secret. Override where tickets are not JSON."""

@@ -20,14 +20,15 @@ RAIL = Rail("lo", "127.0.0.2", "lo", "127.0.0.3", 1.0, False)
 NO_RAIL = Rail("lo", "127.0.0.2", "lo", "127.0.0.4", 1.0, False)
 
 
-def _network_path(bench: Bench) -> Path | None:
+def network_path(bench: Bench) -> Path | None:
+    """Return the transport's path between two hosts over a network; None: it has none."""
     path = bench.transport.reach(NEAR, FAR)
     return path if path is not None and path.medium is Medium.NETWORK else None
 
 
 def uses_rails(bench: Bench) -> None:
     """Over the network, data goes between a rail's two addresses, or the session is refused."""
-    if _network_path(bench) is None:
+    if network_path(bench) is None:
         return
     source = bench.source(MIB, hosts=("127.0.0.1", RAIL.remote_address))
     session = bench.open(source, rail=RAIL)
@@ -45,7 +46,7 @@ def uses_rails(bench: Bench) -> None:
 
 def asks_for_trust(bench: Bench) -> None:
     """Where paths are `trusting`, neither side goes beyond loopback without `trusted_fabric`."""
-    path = _network_path(bench)
+    path = network_path(bench)
     if path is None or not path.trusting:
         return
     try:

@@ -29,6 +29,7 @@ from mx.errors import (
     PeerProtocolError,
     PeerRefusedError,
     PeerTimeoutError,
+    SourceChangedError,
     StaleGenerationError,
 )
 from mx.transport import TlsFiles
@@ -66,7 +67,6 @@ class Lease:
         source: SourceRecord,
         on_change: Callable[[], None],
         read_nbytes: Callable[[], int] = lambda: 0,
-        wrong_parts: Callable[[], int] = lambda: 0,
         reader_id: str = "",
         tls: TlsFiles | None = None,
     ) -> None:
@@ -76,7 +76,6 @@ class Lease:
             source: The source.
             on_change: Called on the loop when the lease is lost, or reading becomes coordinated.
             read_nbytes: Returns the bytes read on the lease so far; renewals report them.
-            wrong_parts: Returns how many parts that were read had wrong digests, also reported.
             reader_id: Names the pull; "" if it can't be part of a swarm.
             tls: The channel's files.
         """
@@ -86,7 +85,10 @@ class Lease:
         service = peer_pb2.DESCRIPTOR.services_by_name["Peer"]
         self._stub: Stub | None = Stub(channel, service, self._remote)
         self._on_change = on_change
-        self._wrong_parts = wrong_parts
+        self._wrong: list[int] = []  # chunks that the source has yet to be asked about
+        self._asked: dict[int, Callable[[], None]] = {}
+        self._hurry = asyncio.Event()  # to renew at once
+        self._loop = asyncio.get_running_loop()
         self._call: Any = None
         self._renewer: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -132,9 +134,9 @@ class Lease:
         try:
             event = await self._first_event(request, timeout_s)
             if event.WhichOneof("event") == "stale":
-                raise StaleGenerationError(
+                raise self._stale(
+                    event.stale,
                     f"{self.peer} was updated: it holds generation {event.stale.generation} by now",
-                    peer=self.peer,
                     hint="start the pull again, for the new weights",
                 )
             if event.WhichOneof("event") == "busy":
@@ -222,12 +224,15 @@ class Lease:
                         self._on_change()
                     case "busy":  # nothing was read for long: another reader has its place now
                         self._lose(self._busy(event.busy.retry_after_s))
+                    case "checked":
+                        if (right := self._asked.pop(event.checked.chunk, None)) is not None:
+                            right()
                     case "stale":  # go on listening: the source waits for the half-close
                         self._lose(
-                            StaleGenerationError(
+                            self._stale(
+                                event.stale,
                                 f"{self.peer} was updated: its weights of generation "
                                 f"{self._source.generation} are no longer to be read",
-                                peer=self.peer,
                             )
                         )
                     case _:
@@ -245,7 +250,9 @@ class Lease:
         process has stopped."""
         try:
             while self._error is None:
-                await asyncio.sleep(self._lease_s / 4)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._lease_s / 4):
+                        await self._hurry.wait()
                 request = self._renewal()
                 sent_at_s = time.monotonic()
                 self._renewed = asyncio.get_running_loop().create_future()
@@ -257,11 +264,46 @@ class Lease:
             self._lose(error)
 
     def _renewal(self) -> peer_pb2.OpenRequest:
+        wrong, self._wrong = self._wrong, []
+        self._hurry.clear()
         return peer_pb2.OpenRequest(
             source_id=self._source.source_id,
             read_bytes=self._read_nbytes(),
-            wrong_parts=self._wrong_parts(),
+            wrong_chunks=wrong,
         )
+
+    @property
+    def answers(self) -> bool:
+        """True: the source can be asked whether a chunk is right in its memory."""
+        return True
+
+    def ask(self, chunk: int, right: Callable[[], None]) -> None:
+        """Ask the source whether a chunk is right in its memory; from any thread.
+
+        Args:
+            chunk: The chunk.
+            right: Called on the loop if the source says that it is.
+        """
+
+        def ask() -> None:
+            self._wrong.append(chunk)
+            self._asked[chunk] = right
+            self._hurry.set()
+
+        self._loop.call_soon_threadsafe(ask)
+
+    def _stale(
+        self, event: peer_pb2.Stale, updated: str, *, hint: str = ""
+    ) -> StaleGenerationError:
+        """Return the error for a source that gives these weights no more."""
+        if event.changed:
+            return SourceChangedError(
+                f"the process at {self.peer} has changed these weights in its memory, and gives "
+                "them no more",
+                peer=self.peer,
+                hint="start another source of them",
+            )
+        return StaleGenerationError(updated, peer=self.peer, hint=hint)
 
     def _busy(self, retry_after_s: float) -> PeerBusyError:
         if not 0 <= retry_after_s < math.inf:  # NaN is not either
@@ -319,7 +361,7 @@ class Lease:
         self._call = self._listener = self._renewer = None  # the call keeps its connection alive
 
     async def _last_words(self) -> None:
-        if self._read_nbytes() or self._wrong_parts():
+        if self._read_nbytes() or self._wrong:
             await self._call.write(self._renewal())  # so that the source counts all bytes read
         await self._call.done_writing()
 

@@ -329,7 +329,7 @@ def test_a_source_that_is_read_adopts_other_chunks_beside_its_readers(
     """Else a stranger's chunk size would divide it from all readers to come."""
     held, address = held_model("m"), restarting.address
     with serving(held, address) as server:
-        was = server.record(held.source_id)
+        was = server.record(held)
 
         async def read() -> tuple[Any, Lease]:
             channel = dial(server.endpoint)

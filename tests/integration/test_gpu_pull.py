@@ -24,6 +24,7 @@ from mx.cuda.errors import CudaUnavailableError
 from mx.cuda.ring import PinnedRing, Slot
 from mx.errors import CapacityError, ConfigError, DigestError
 from mx.memory import tensors as tensor_views
+from mx.source.doubts import wrong_tensors
 from mx.source.model import hold_checkpoint, hold_tensors
 from mx.transport import DeviceView
 from mx.units import MIB
@@ -269,3 +270,21 @@ def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_into_is_host_memory(fake: FakeDriver) -> None:
     with pytest.raises(ConfigError, match="host memory"):
         api.pull("m", device="cuda:0", into=memoryview(bytearray(10)))
+
+
+def test_what_was_written_to_a_gpus_memory_is_found_by_hashing_the_chunk_again(
+    fake: FakeDriver, checkpoint: Path
+) -> None:
+    key = ModelKey("m", "main", "checkpoint")
+    held = hold_checkpoint(checkpoint, key, device="cuda:0", chunk_nbytes=MIB, threads=2)
+    try:
+        chunks = range(len(held.manifest.grid))
+        assert not any(wrong_tensors(held, chunk) for chunk in chunks)
+        layer = held.manifest.layout.layers[1]
+        tensor = held.manifest.layout.tensors[layer.first_tensor]
+        view = held.arena.view
+        assert isinstance(view, DeviceView)
+        ctypes.memset(view.address + layer.arena_offset + layer.extents[0][0], 0x55, 64)
+        assert {wrong_tensors(held, chunk) for chunk in chunks} == {"", tensor.name}
+    finally:
+        held.release()

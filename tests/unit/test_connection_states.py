@@ -19,6 +19,7 @@ from mx.errors import (
     PeerLostError,
     PeerTimeoutError,
     PeerVersionError,
+    SourceChangedError,
     StaleGenerationError,
 )
 from tests.unit.test_connections import LATER, OTHER, TCP0, TCP1, UCX0, path
@@ -101,7 +102,10 @@ def test_patience_with_busy_sources_ends_and_begins_anew_with_a_connection() -> 
 
 
 @pytest.mark.parametrize("opens", [True, False])
-@pytest.mark.parametrize("error", [DigestError("wrong"), StaleGenerationError("changed")])
+@pytest.mark.parametrize(
+    "error",
+    [DigestError("wrong"), StaleGenerationError("updated"), SourceChangedError("written to")],
+)
 def test_an_excluded_source_never_comes_back(error: MxError, opens: bool) -> None:
     connections = Connections()
     connections.add([TCP0, TCP1, UCX0])
@@ -112,6 +116,7 @@ def test_an_excluded_source_never_comes_back(error: MxError, opens: bool) -> Non
         connections.failed(first, error, 0.0)
         connections.opened(second)
     assert connections.excluded(first.key) and connections.has_no_path(first.key)
+    assert connections.changed(first.key) is isinstance(error, StaleGenerationError)
     connections.add([TCP0, UCX0])
     connections.join(first.key, [UCX0])
     assert connections.assign(0.0) == []

@@ -61,6 +61,7 @@ class FakeSwarm:
         self.reading_from: dict[str, tuple[object, SourceRecord]] = {}
         self.expects = False
         self.lost_ids: list[str] = []
+        self.silent_ids: list[str] = []
         self.none_left: Callable[[], None] = lambda: None
 
     def shared(self, medium: Medium) -> None:
@@ -74,6 +75,9 @@ class FakeSwarm:
 
     def lost(self, key: str, *, for_good: bool) -> None:
         self.lost_ids.append(key)
+
+    def gives_no_more(self, key: str) -> None:
+        self.silent_ids.append(key)
 
     def reading_began(self) -> None: ...
 

@@ -149,6 +149,50 @@ def test_a_neighbour_without_a_path_gets_answers_but_no_requests() -> None:
         assert sorted(near.messages) == ["reject 0", "request 0"]
 
 
+def test_a_neighbour_that_gives_no_more_is_asked_for_nothing_and_may_read_on() -> None:
+    async def run() -> list[str]:
+        reads, peer = Reads(["peer"]), FakeNeighbour("peer")
+        reads.holdings.add(0)
+        node = node_of(reads, _never)
+        node.coordinate()
+        number = node.joined(peer.record, peer.stream, ALL, seeds=False)
+        listening = asyncio.create_task(peer.stream.listen(lambda message: None))
+        await asyncio.sleep(0.01)
+        asked = list(peer.messages)
+        node.gives_no_more(peer.record.key)
+        assert not node.reading_from
+        node.heard(number, peer_pb2.SwarmMessage(have=ALL))
+        node.heard(number, peer_pb2.SwarmMessage(request=0))
+        await asyncio.sleep(0.01)
+        peer.stream.close()
+        await listening
+        await node.close()
+        assert any(message.startswith("request") for message in asked)
+        return peer.messages[len(asked) :]
+
+    assert asyncio.run(run()) == ["allow 0"]
+
+
+def test_a_pull_that_was_withdrawn_gives_nothing() -> None:
+    async def run() -> list[str]:
+        reads, peer = Reads(["peer"]), FakeNeighbour("peer")
+        reads.holdings.add(0)
+        node = node_of(reads, _never)
+        number = node.joined(peer.record, peer.stream, to_bytes(0), seeds=False)
+        listening = asyncio.create_task(peer.stream.listen(lambda message: None))
+        assert node.gives(0) and not node.gives(1) and node.held == 1
+        node.withdrawn()
+        assert not node.gives(0) and node.held == 0
+        node.heard(number, peer_pb2.SwarmMessage(request=0))
+        await asyncio.sleep(0.01)
+        peer.stream.close()
+        await listening
+        await node.close()
+        return peer.messages
+
+    assert asyncio.run(run()) == ["reject 0"]
+
+
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("medium", Medium)
 def test_readers_of_one_source_coordinate_where_they_share_a_link(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -77,9 +77,13 @@ class HeldSession:
 class Lease:
     error: MxError | None = None
     coordinated = False
+    answers = False
 
     def check(self) -> MxError | None:
         return self.error
+
+    def ask(self, chunk: int, right: Callable[[], None]) -> None:
+        raise NotImplementedError
 
     def end(self) -> None: ...
 

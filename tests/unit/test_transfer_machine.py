@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from mx.core.grid import ChunkGrid
 from mx.core.striping import Part
+from mx.core.suspects import ANSWER_S
 from mx.core.transfer import TransferMachine
 from mx.core.transfer_commands import (
+    Ask,
     Assign,
     Command,
     DropConnection,
@@ -27,6 +29,7 @@ from mx.errors import (
     PathSlowError,
     PeerLostError,
     PeerProtocolError,
+    SourceChangedError,
 )
 from mx.units import MIB, align_up
 
@@ -233,6 +236,57 @@ def test_a_wrong_chunk_is_read_from_another_source() -> None:
     assert machine.add_connection(2, 1, 0.0, source="b") == []
     assert land(machine, 0, whole(0), right=False) == [Assign(2, (whole(0),))]
     assert machine.retries == 1
+
+
+def asking() -> TransferMachine:
+    """A machine of one chunk, whose only source can be asked."""
+    machine = machine_of(grid_of([1]))
+    machine.start()
+    assert machine.add_connection(0, 1, 0.0, source="a", answers=True)
+    return machine
+
+
+def test_a_source_that_is_asked_is_not_read_from_until_it_answers() -> None:
+    machine = asking()
+    assert land(machine, 0, whole(0), right=False) == [Ask(0, 0)]
+    machine.no_more_connections()
+    assert not machine.ended and not machine.hopeless
+    assert machine.answered("a", 1.0) == [Assign(0, (whole(0),))]
+    assert [type(cause) for cause in machine.causes] == [DigestError]
+    assert machine.answered("a", 1.0) == []  # nothing was asked
+
+
+def test_a_source_is_a_liar_after_two_wrong_parts_that_are_right_there_as_it_says() -> None:
+    machine = asking()
+    assert land(machine, 0, whole(0), right=False) == [Ask(0, 0)]
+    assert machine.answered("a", 0.0) == [Assign(0, (whole(0),))]
+    assert land(machine, 0, whole(0), right=False) == [Ask(0, 0)]
+    (drop,) = machine.answered("a", 0.0)
+    assert isinstance(drop, DropConnection) and isinstance(drop.reason, DigestError)
+
+
+def test_a_source_that_does_not_answer_in_time_has_lied() -> None:
+    machine = asking()
+    assert land(machine, 0, whole(0), right=False) == [Ask(0, 0)]
+    assert machine.tick(ANSWER_S - 0.1) == []
+    assert machine.tick(ANSWER_S) == [Assign(0, (whole(0),))]
+    assert land(machine, 0, whole(0), right=False) == [Ask(0, 0)]
+    machine.no_more_connections()
+    drop, failed = machine.tick(2 * ANSWER_S)
+    assert isinstance(drop, DropConnection) and isinstance(failed, Fail)
+    assert isinstance(failed.causes[-1], DigestError)
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_source_that_withdraws_what_it_gave_has_not_lied(changed: bool) -> None:
+    machine = asking()
+    land(machine, 0, whole(0), right=False)
+    machine.no_more_connections()
+    error = SourceChangedError("changed") if changed else PeerLostError("gone")
+    (failed,) = machine.connection_lost(0, error, 0.0)
+    assert isinstance(failed, Fail) and failed.causes[-1] is error
+    lies = [cause for cause in failed.causes if isinstance(cause, DigestError)]
+    assert bool(lies) is not changed
 
 
 def test_the_only_source_is_read_from_again_and_dropped_after_two_wrong_chunks() -> None:

@@ -20,7 +20,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, sources: _Optional[_Iterable[_Union[_coordinator_pb2.Source, _Mapping]]] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id", "read_bytes", "wrong_parts")
+    __slots__ = ("source_id", "identity", "generation", "transports", "place", "reader_id", "read_bytes", "wrong_chunks")
     SOURCE_ID_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -28,7 +28,7 @@ class OpenRequest(_message.Message):
     PLACE_FIELD_NUMBER: _ClassVar[int]
     READER_ID_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WRONG_PARTS_FIELD_NUMBER: _ClassVar[int]
+    WRONG_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     source_id: str
     identity: bytes
     generation: int
@@ -36,24 +36,26 @@ class OpenRequest(_message.Message):
     place: str
     reader_id: str
     read_bytes: int
-    wrong_parts: int
-    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ..., wrong_parts: _Optional[int] = ...) -> None: ...
+    wrong_chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, source_id: _Optional[str] = ..., identity: _Optional[bytes] = ..., generation: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., place: _Optional[str] = ..., reader_id: _Optional[str] = ..., read_bytes: _Optional[int] = ..., wrong_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenEvent(_message.Message):
-    __slots__ = ("granted", "renewed", "draining", "stale", "busy", "coordinated")
+    __slots__ = ("granted", "renewed", "draining", "stale", "busy", "coordinated", "checked")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     RENEWED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STALE_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     COORDINATED_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     granted: Granted
     renewed: Renewed
     draining: Draining
     stale: Stale
     busy: Busy
     coordinated: Coordinated
-    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., coordinated: _Optional[_Union[Coordinated, _Mapping]] = ...) -> None: ...
+    checked: Checked
+    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., renewed: _Optional[_Union[Renewed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stale: _Optional[_Union[Stale, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., coordinated: _Optional[_Union[Coordinated, _Mapping]] = ..., checked: _Optional[_Union[Checked, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("grant_id", "lease_s", "generation", "tickets", "region_nbytes", "coordinated", "max_bytes_per_s")
@@ -108,10 +110,18 @@ class Draining(_message.Message):
     def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
 
 class Stale(_message.Message):
-    __slots__ = ("generation",)
+    __slots__ = ("generation", "changed")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
     generation: int
-    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+    changed: bool
+    def __init__(self, generation: _Optional[int] = ..., changed: bool = ...) -> None: ...
+
+class Checked(_message.Message):
+    __slots__ = ("chunk",)
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    def __init__(self, chunk: _Optional[int] = ...) -> None: ...
 
 class PagesRequest(_message.Message):
     __slots__ = ("identity", "layout", "layers")

@@ -73,6 +73,7 @@ class UcxTransport:
             medium=Medium.NETWORK,
             rdma_gb_per_s=RDMA_GB_PER_S,
             trusting=True,
+            plain=True,
         )
 
     def expose(self, regions: Sequence[ExposedRegion], options: ExposeOptions) -> Exposure:
