@@ -23,7 +23,7 @@ from mx.core.types import (
     SourceRole,
     SourceState,
 )
-from mx.core.variant import members_of, membership, why_not_a_variant
+from mx.core.variant import FIELDS, members_of, membership, note_document, why_not_a_variant
 from mx.errors import ConfigError, ManifestError, PeerProtocolError
 from mx.units import MIB
 from mx.wire.address import split_address
@@ -361,6 +361,7 @@ def source_to_wire(
         disputes=disputes,
         pin_only=record.pin_only,
         requests_port=record.requests_port,
+        variant_fields=record.variant_fields,
     )
 
 
@@ -441,4 +442,19 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         state=state_from_wire(message.state),
         pin_only=message.pin_only,
         requests_port=port_from_wire(message.requests_port),
+        variant_fields=_variant_fields_from_wire(message),
     )
+
+
+def _variant_fields_from_wire(message: cpb.Source) -> str:
+    """Return the document of a shortened processing key: only of the one that it is registered as."""
+    document = message.variant_fields
+    if not document:
+        return ""
+    try:
+        digest = note_document(document)
+    except ConfigError as error:
+        raise _refuse(f"variant_fields: {error.message}") from None
+    if f"{FIELDS}={digest}" not in message.model.variant.split(","):
+        raise _refuse("variant_fields: of another processing key")
+    return document

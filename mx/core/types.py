@@ -351,6 +351,7 @@ class SourceRecord:
     expose it. `source_id` is a UUID that the registrant chose. `pin_only` is the coordinator's: the
     name stands for other weights, and readers find this source by its pin. `requests_port` is the
     port of the endpoint's host at which the process takes an engine's requests; 0: at none.
+    `variant_fields` is the document of a processing key that is shortened (`mx.core.variant`).
     """
 
     source_id: str
@@ -365,6 +366,7 @@ class SourceRecord:
     state: SourceState = SourceState.SERVING
     pin_only: bool = False
     requests_port: int = 0
+    variant_fields: str = ""
 
     @property
     def key(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import mx
 from mx.core.reference import parse_reference
-from mx.core.variant import ProcessingKey, differences, nearest
+from mx.core.variant import FIELDS, ProcessingKey, differences, nearest
 from mx.errors import ConfigError, UnknownModelError
 from mx.wire.listing import BundleStatus
 
@@ -80,6 +80,9 @@ def look(
         bundles = mx.list_bundles(name, coordinator=coordinator, settings=settings)
     except UnknownModelError:
         bundles = []
+    if any(f",{FIELDS}=" in each.variant for each in bundles):
+        # What a shortened key has is known once its sources are: see `variant.differences`.
+        mx.list_sources(name, coordinator=coordinator, settings=settings)
     listed = mx.list_models(coordinator=coordinator, settings=settings)
     identities = {
         each.model.revision: each.ref.identity.hex()

@@ -26,7 +26,7 @@ SOURCE_ROLE_ORIGIN: SourceRole
 SOURCE_ROLE_RELAY: SourceRole
 
 class Source(_message.Message):
-    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin", "disputes", "keeps_layout", "pin_only", "requests_port")
+    __slots__ = ("model", "manifest", "endpoint", "place", "generation", "role", "state", "table", "transports", "source_id", "binding_secret", "replaces_revision", "keeps_pin", "disputes", "keeps_layout", "pin_only", "requests_port", "variant_fields")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Source(_message.Message):
     KEEPS_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_PORT_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELDS_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     endpoint: str
@@ -61,7 +62,8 @@ class Source(_message.Message):
     keeps_layout: bool
     pin_only: bool
     requests_port: int
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ...) -> None: ...
+    variant_fields: str
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., endpoint: _Optional[str] = ..., place: _Optional[str] = ..., generation: _Optional[int] = ..., role: _Optional[_Union[SourceRole, str]] = ..., state: _Optional[_Union[SourceState, str]] = ..., table: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., source_id: _Optional[str] = ..., binding_secret: _Optional[bytes] = ..., replaces_revision: bool = ..., keeps_pin: bool = ..., disputes: _Optional[_Iterable[bytes]] = ..., keeps_layout: bool = ..., pin_only: bool = ..., requests_port: _Optional[int] = ..., variant_fields: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("source", "page", "rows")
