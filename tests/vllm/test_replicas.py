@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,18 @@ import mx
 from mx import config
 from tests.support.daemon import ended, python
 from tests.vllm.conftest import bare, write_checkpoint
-from tests.vllm.hosts import EngineError, Host, host
+from tests.vllm.hosts import (
+    SLOW_SOURCE,
+    EngineError,
+    Host,
+    host,
+    lending,
+    same,
+    start,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
-
-SLOW_SOURCE = """
-import sys, mx
-source = mx.serve(sys.argv[1], model=sys.argv[2], coordinator=sys.argv[3], max_bandwidth="1MB/s")
-source.wait()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -37,31 +39,6 @@ def reference(hosts: tuple[Host, Host], checkpoint: Path) -> dict[str, Any]:
     found: dict[str, Any] = hosts[0].do("start", str(checkpoint), load_format="auto")
     assert len(found["before"]) > 30 and len(found["generated"]) == 64
     return found
-
-
-def start(where: Host, model: Path | str, name: str, **options: Any) -> dict[str, Any]:
-    """Start an engine that loads by mx."""
-    extra = {"model": name, **options.pop("extra", {})}
-    found: dict[str, Any] = where.do(
-        "start", str(model), model_loader_extra_config=extra, **options
-    )
-    return found
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if two engines had the same tensors before processing, and generate the same."""
-    return bool(one["before"] == other["before"] and one["generated"] == other["generated"])
-
-
-def lending(where: Host) -> dict[str, Any]:
-    """Wait until an engine lends, and return its status."""
-    until_s = time.monotonic() + 60
-    while time.monotonic() < until_s:
-        status = where.status()
-        if status["lending"] != "starting":
-            return status
-        time.sleep(0.1)
-    raise AssertionError(f"it does not lend: {status}")
 
 
 def settings_for(coordinator: str) -> config.Settings:
@@ -138,13 +115,6 @@ def test_source_killed_in_mid_load(
             else:
                 with pytest.raises(EngineError, match="IncompleteError"):
                     b.end()
-
-
-def wait_for(true: Any) -> None:
-    until_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
 
 
 def test_weights_of_another_shape(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,12 @@ from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice as choices
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.lender import Lender
+from mx.engines.replica.logs import logger_of
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.tensors import Slot, cannot_move, check, copy_into
 from mx.errors import ConfigError, MxError
 from mx.log import event
-
-log = logging.getLogger(__name__)
 
 #: A model's tensors after the engine has processed them, and before.
 PROCESSED, LOADED = "processed", "loaded"
@@ -70,7 +70,7 @@ class Run:
         self.error: Exception | None = None
         #: The state that this rank is going to lend, or "".
         self.lends = next(iter(keys), "") if options.lend else ""
-        self._engine, self._files = engine, files
+        self._engine, self._files, self._log = engine, files, logger_of(engine)
         self._began_s = time.monotonic()
         self._pull: mx.Pull | None = None
         self.choice = Choice.decode(ranks.from_first(self._choose().encode()))
@@ -79,7 +79,7 @@ class Run:
             self._take_over(self.choice.why)
         elif self.choice.refused:
             text = f"{self.choice.why}; its {self.choice.state} state is loaded"
-            event(log, "engine.refused", level=logging.WARNING, model=self.name, text=text)
+            event(self._log, "engine.refused", level=logging.WARNING, model=self.name, text=text)
 
     def _choose(self) -> Choice:
         if not self.ranks.first:
@@ -154,9 +154,11 @@ class Run:
             return True
         self.end()
         error, state = self.error, self.choice.state
-        self.choice = Choice()
-        if error is not None and not self.options.fallback:
-            raise error
+        self.choice, self.error = Choice(), None
+        if error is not None:
+            if not self.options.fallback:
+                raise error
+            _let_go(error)
         self._take_over(f"{state}: {error or 'another rank could not load it'}")
         return False
 
@@ -168,7 +170,7 @@ class Run:
             )
         self.loading.loads["ordinary"] += 1
         event(
-            log,
+            self._log,
             "engine.fallback",
             level=logging.WARNING,
             model=self.name,
@@ -185,11 +187,14 @@ class Run:
         if self.lends != LOADED:
             return
         if bad := cannot_move(slots):
-            log.warning("%s is not lent: %s has no values before it is processed", self.name, bad)
+            text = "%s is not lent: %s has no values before it is processed"
+            self._log.warning(text, self.name, bad)
             return
         if self._pull is not None and self.choice.state == LOADED:
-            self.loading.lender = Lender.of_pull(self._pull, self._lent_as(), self.options)
-            self._pull = None  # the lender's, from now on
+            pull, self._pull = self._pull, None  # the lender's, from now on
+            self.loading.lender = Lender.of_pull(
+                pull, self._lent_as(), self.options, engine=self._engine
+            )
         else:
             self.lend(slots, before_processing=True)
 
@@ -205,6 +210,7 @@ class Run:
             self.name,
             self._lent_as(),
             self.options,
+            engine=self._engine,
             revision=self.revision,
             files=self._files if self._files.is_dir() else None,
             before_processing=before_processing,
@@ -216,7 +222,7 @@ class Run:
     def loaded(self) -> None:
         """Say how the model was loaded."""
         event(
-            log,
+            self._log,
             "engine.loaded",
             model=self.name,
             rank=str(self.ranks),
@@ -229,3 +235,11 @@ class Run:
         if self._pull is not None:
             self._pull.close()
             self._pull = None
+
+
+def _let_go(error: BaseException) -> None:
+    """Have an error refer to no model any more: its memory is needed."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found.__traceback__, found = None, found.__cause__ or found.__context__

@@ -33,6 +33,11 @@ class _Watched:
         if self.loading.lender is not None:
             self.loading.lender.restore(reason, failed=failed)
 
+    def written(self, what: str) -> None:
+        """Give the weights to no reader until an update writes them again."""
+        if self.loading.lender is not None:
+            self.loading.lender.written(what)
+
 
 _watched: list[_Watched] = []
 
@@ -58,6 +63,8 @@ def status(worker: Any) -> dict[str, object]:
         return {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
     loading = watched.loading
     lender = loading.lender
+    if lender is not None:
+        lender.look(devices=True)  # on the worker's thread, which may use the device
     source = None if lender is None else lender.source
     return {
         "model": loading.name,
@@ -75,7 +82,8 @@ def status(worker: Any) -> dict[str, object]:
 def changing(worker: Any) -> Iterator[None]:
     """Write to a worker's weights inside the block, for worker extensions that do so themselves.
 
-    vLLM's own updates need none.
+    vLLM's own updates need none. What an extension writes outside is noticed: it is withdrawn, and
+    lent again after the next update, such as an empty block.
 
     Args:
         worker: vLLM's worker, `self` in an extension.
@@ -157,6 +165,11 @@ def _begin_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
         raise
 
 
+def _reset(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    watched.written("the worker's `reset_weights` was called")
+    return call()
+
+
 def _go_on(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     try:
         return call()
@@ -197,7 +210,10 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "wake_up": _wake_up,
     "discard": _discard,
     "reload_weights": _reload,
+    "reset_weights": _reset,
     "start_weight_update": _begin_update,
+    # A draft model may share weights with the model that it drafts for.
+    "start_draft_weight_update": _begin_update,
     "update_weights": _go_on,
     "finish_weight_update": _end_update,
     "shutdown": _shut_down,
