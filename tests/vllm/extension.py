@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 
 class Writes:
-    """Methods that vLLM's workers get: `LLM(worker_extension_cls="tests.vllm.extension.Writes")`."""
+    """Methods that workers get, as `worker_extension_cls`."""
 
     model_runner: Any
 
