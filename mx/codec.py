@@ -447,7 +447,7 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
 
 
 def _variant_fields_from_wire(message: cpb.Source) -> str:
-    """Return the document of a shortened processing key: only of the one that it is registered as."""
+    """Return the document of the shortened processing key that a source is registered as."""
     document = message.variant_fields
     if not document:
         return ""

@@ -247,6 +247,18 @@ def default_file(environ: Mapping[str, str]) -> Path:
     return home / "mx" / "config.toml"
 
 
+def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder for what mx remembers of this user's. It need not exist.
+
+    Args:
+        environ: The environment, by default this process's.
+    """
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_STATE_HOME", "")
+    home = Path(base) if base.startswith("/") else Path(environ.get("HOME", "/"), ".local", "state")
+    return home / "mx"
+
+
 def inherited(*prefixes: str) -> dict[str, str]:
     """Return the environment variables whose names begin with one of the prefixes.
 

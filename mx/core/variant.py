@@ -9,8 +9,8 @@ ranks. Each is an axis of its own: the *bundle* of a key has as many ranks as th
 sizes. `tp=*/2` stands for all ranks of the axis; a key in which every axis has `*` names a bundle.
 
 A key of more fields than a variant has room for (`shortened`) names the first of them, and has a
-digest of all in the field `fields`. Its *document* is the JSON of all fields: a source sends it with
-its registration, so that a reader can say which field differs. The digest proves the document.
+digest of all in the field `fields`. Its *document* is the JSON of all fields: a source sends it
+with its registration, so that a reader can say which field differs. The digest proves it.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def note_document(document: str) -> str:
 
 
 def document_of(variant: str) -> str:
-    """Return the document of a shortened key, "" for one that is not shortened or not known here."""
+    """Return the document of a shortened key; "" if none is known here."""
     found = _documents.get(_fields_of_text(variant).get(FIELDS, "")) if "=" in variant else None
     return "" if found is None else found[0]
 

@@ -31,6 +31,7 @@ from mx.memory.collector import paused
 from mx.memory.describe import Described
 from mx.memory.device import DeviceArena
 from mx.memory.live import LiveMemory, Memory, Tensors
+from mx.storage.disk_file import Stamp
 from mx.storage.landing import Filled
 from mx.storage.load import destination, load_checkpoint
 from mx.storage.osfile import read_error
@@ -67,6 +68,9 @@ class HeldModel:
     growing: bool = False
     extents: ExtentMap | None = None
     own: HeldModel | None = None
+    #: The stamps of the files that the weights were read from (`mx.storage.disk_file`); () if they
+    #: were not read from files, or those may have changed meanwhile.
+    stamps: tuple[Stamp, ...] = ()
     #: The view of `extents`, once it was needed.
     _scattered: ScatteredView | None = field(default=None, repr=False)
 
@@ -235,7 +239,14 @@ def hold_checkpoint(
     except BaseException:
         loaded.arena.release()
         raise
-    return HeldModel(key, loaded.manifest, loaded.arena, loaded.pages, loaded.shortcuts)
+    return HeldModel(
+        key,
+        loaded.manifest,
+        loaded.arena,
+        loaded.pages,
+        loaded.shortcuts,
+        stamps=loaded.stamps,
+    )
 
 
 def hold_tensors(

@@ -30,6 +30,7 @@ from mx.transport import ExposeOptions, Exposure, TlsFiles, Transport
 from mx.wire.address import join_address, split_address
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import DocumentsServicer
+from mx.wire.same_files import FilesListing, Listed
 from mx.wire.server import Listening, Service, listen
 from mx.wire.v1 import common_pb2, peer_pb2
 
@@ -88,6 +89,7 @@ class SourceServer:
         #: Looks after live memory, if this process lends any.
         self.lending: Lending | None = None
         self._listening: Listening | None = None
+        self._files = FilesListing(self._files_read)
         self.registrar: Registrar | None = None
         #: The port at which this process takes an engine's requests; 0: at none.
         self.requests_port = 0
@@ -169,6 +171,24 @@ class SourceServer:
                 lambda name, change: self._limits.trades(Principal("", "", name), change),
             )
         self._servicer.models[held.source_id] = served
+        if held.stamps:
+            try:
+                await self._files.start()
+            except (MxError, OSError) as error:
+                log.debug("which files were read is not listed on this host: %s", error)
+
+    def _files_read(self) -> list[Listed]:
+        """Return the models that were read from files of this host."""
+        return [
+            Listed(
+                held.key.name,
+                held.key.revision,
+                held.manifest.ref.identity.hex(),
+                frozenset(held.stamps),
+            )
+            for held in (served.held for served in self._servicer.models.values())
+            if held.stamps
+        ]
 
     def _look_after(self, held: HeldModel) -> Lending | None:
         """Return what looks after live memory that is lent; it outlives the changes of that."""
@@ -440,6 +460,7 @@ class SourceServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
+        await self._files.close()
         if self.registrar is not None:
             registrar, self.registrar = self.registrar, None
             await registrar.close()

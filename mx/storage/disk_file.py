@@ -4,32 +4,55 @@ from __future__ import annotations
 
 import errno
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mx.errors import CheckpointError
 from mx.storage.header import MAX_HEADER_BYTES, FileTensor, fail, parse_header
 from mx.storage.hints import LFS_MAGIC, lfs_pointer
+from mx.storage.mounts import is_local
 from mx.storage.osfile import open_regular, read_error
 from mx.units import align_up
 
 #: Alignment of offsets, lengths and addresses for O_DIRECT; enough for every disk.
 DIRECT_ALIGNMENT_BYTES = 4096
+#: File systems date a change by a clock that stands still for up to 10 ms: of two changes within
+#: that time the second one leaves no trace.
+_CLOCK_STEP_NS = 20_000_000
+
+#: (device, inode, size, mtime_ns, ctime_ns) of a file.
+Stamp = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """Properties of a file that differ after it was changed."""
+    """Properties of a file that differ after it was changed.
+
+    Stamps are compared without `ctime_ns`, which a new link or another mode changes, too.
+    """
 
     device: int
     inode: int
     nbytes: int
     mtime_ns: int
+    ctime_ns: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStamp:
         """Return the stamp of the file with this status."""
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return cls(
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+        )
+
+    @property
+    def exact(self) -> Stamp:
+        """All of its fields. On a disk of this machine no change of the file leaves them alone."""
+        return (self.device, self.inode, self.nbytes, self.mtime_ns, self.ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +84,7 @@ def read_tensor_file(location: Path, path: str) -> DiskFile:
     """
     try:
         with open(open_regular(location), "rb") as file:
-            status = os.fstat(file.fileno())
+            status = settled(file.fileno())
             prefix = file.read(8)
             nbytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8:
@@ -78,6 +101,19 @@ def read_tensor_file(location: Path, path: str) -> DiskFile:
         fail(location, f"it ends at byte {8 + len(header)}, inside its header of {nbytes} bytes")
     metadata, tensors = parse_header(header, location, status.st_size)
     return DiskFile(path, location, FileStamp.of(status), metadata, tensors)
+
+
+def settled(fd: int) -> os.stat_result:
+    """Return the status of an open file, once any later change will change the status, too.
+
+    Waits 20 ms at most, where the file was changed a moment ago.
+    """
+    status = os.fstat(fd)
+    age_ns = time.time_ns() - status.st_ctime_ns
+    if 0 <= age_ns < _CLOCK_STEP_NS:
+        time.sleep((_CLOCK_STEP_NS - age_ns) / 1e9)
+        status = os.fstat(fd)
+    return status
 
 
 class DiskBytes:
@@ -143,11 +179,22 @@ class DiskBytes:
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
-        if FileStamp.of(os.fstat(self._fd)) != self._file.stamp:
-            raise CheckpointError(
-                f"{self._file.location} changed while it was read",
-                hint="wait until it is completely written, then try again",
-            )
+        for fd in self._descriptors():
+            if FileStamp.of(os.fstat(fd)) != self._file.stamp:
+                raise CheckpointError(
+                    f"{self._file.location} changed while it was read",
+                    hint="wait until it is completely written, then try again",
+                )
+
+    def stamp(self) -> Stamp | None:
+        """Return the stamp of the file that was read, from its header on; None if it may have been
+        changed since, or is on a file system whose stamps prove nothing."""
+        exact = self._file.stamp.exact
+        same = all(FileStamp.of(os.fstat(fd)).exact == exact for fd in self._descriptors())
+        return exact if same and is_local(self._fd) else None
+
+    def _descriptors(self) -> list[int]:
+        return [fd for fd in (self._fd, self._direct_fd) if fd >= 0]
 
     def close(self) -> None:
         """Close the file. Idempotent."""

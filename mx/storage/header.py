@@ -58,6 +58,10 @@ class StoredBytes(Protocol):
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file changed since its header was read."""
 
+    def stamp(self) -> tuple[int, int, int, int, int] | None:
+        """Return (device, inode, size, mtime_ns, ctime_ns) of the file of this machine that was
+        read; None if it may have been changed since, or is no such file."""
+
     def close(self) -> None:
         """Close the file, when no read is running. Idempotent."""
 

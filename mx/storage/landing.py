@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from mx.core.digest import (
@@ -24,12 +24,14 @@ class Filled:
 
     `roots` has the root of each tensor. `pages` has the digests of each layer's blocks, 32 bytes
     each, in layer order. `shortcuts` has the shortcut digests of the same blocks, 16 bytes each,
-    layer after layer; b"" if they were not asked for.
+    layer after layer; b"" if they were not asked for. `stamps` are those of the files that were
+    read; () if one of them has none.
     """
 
     roots: dict[str, bytes]
     pages: list[bytes]
     shortcuts: bytes
+    stamps: tuple[tuple[int, int, int, int, int], ...] = field(default=(), compare=False)
 
 
 class Landing:

@@ -13,6 +13,7 @@ from mx.core.pages import Pages
 from mx.core.types import Layout, Manifest
 from mx.memory.device import DeviceArena
 from mx.memory.subset import SubsetMemory
+from mx.storage.disk_file import Stamp
 from mx.storage.reader import fill
 from mx.storage.safetensors import Checkpoint, open_checkpoint
 from mx.views import DeviceView, HostView, View
@@ -49,13 +50,14 @@ class Destination:
 class Loaded(Generic[A]):
     """A checkpoint in memory: its manifest, the digests of all blocks, and the arena.
 
-    `shortcuts` are as in `mx.storage.reader.Filled`.
+    `shortcuts` and `stamps` are as in `mx.storage.landing.Filled`.
     """
 
     manifest: Manifest
     pages: Pages
     shortcuts: bytes
     arena: A
+    stamps: tuple[Stamp, ...] = ()
 
 
 @contextlib.contextmanager
@@ -173,4 +175,5 @@ def load_opened(
     except BaseException:
         arena.release()
         raise
-    return Loaded(manifest, Pages.whole(manifest, filled.pages), filled.shortcuts, arena)
+    pages = Pages.whole(manifest, filled.pages)
+    return Loaded(manifest, pages, filled.shortcuts, arena, filled.stamps)

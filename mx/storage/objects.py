@@ -278,6 +278,9 @@ class ObjectBytes:
     def check_unchanged(self) -> None:
         """Do nothing: every read has checked it."""
 
+    def stamp(self) -> None:
+        """Return None: it is no file of this machine."""
+
     def close(self) -> None:
         """Do nothing: nothing is open."""
 

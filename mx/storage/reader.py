@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from mx.core.grid import BLOCK_BYTES
 from mx.core.types import Layout
@@ -103,10 +104,12 @@ def fill(
             job.run(work, threads)
             for reader in readers:
                 reader.check_unchanged()
+            found_stamps = [reader.stamp() for reader in readers]
         finally:
             for reader in readers:
                 reader.close()
-        return job.filled()
+        stamps = tuple(each for each in found_stamps if each is not None)
+        return replace(job.filled(), stamps=stamps if len(stamps) == len(readers) else ())
 
 
 def fill_from_tensors(

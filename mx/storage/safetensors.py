@@ -13,7 +13,7 @@ from mx.core.naming import natural_key
 from mx.core.packaging import TENSOR_SUFFIX
 from mx.core.types import Alias, PackagedFile, Packaging
 from mx.errors import ConfigError
-from mx.storage.disk_file import read_tensor_file
+from mx.storage.disk_file import DiskFile, read_tensor_file
 from mx.storage.header import MAX_HEADER_BYTES, StoredFile
 from mx.storage.hints import no_checkpoint_file, no_checkpoint_folder
 from mx.storage.osfile import open_regular, read_error
@@ -65,6 +65,29 @@ def open_checkpoint(path: Path) -> Checkpoint:
             the file and the place.
         LocalError: The disk fails.
     """
+    files, index_path = tensor_files(path)
+    root = path if path.is_dir() else path.parent
+    shards = [file.path for file in files]
+    shard_of = None if index_path is None else _read_index(root / index_path)
+    side: SideFiles = ((), {}, {})
+    if path.is_dir():
+        try:
+            side = read_side_files(root, index_path, shards)
+        except OSError as error:
+            raise read_error(error, root) from error
+    return assembled(root, files, index_path, shard_of, side)
+
+
+def tensor_files(path: Path) -> tuple[tuple[DiskFile, ...], str | None]:
+    """Return the safetensors files at `path`, whose headers were read, and the name of the index
+    that names them, if any.
+
+    Args:
+        path: As for `open_checkpoint`, which says how files are chosen.
+
+    Raises:
+        ConfigError, CheckpointError, LocalError: As `open_checkpoint`.
+    """
     if path.is_dir():
         try:
             shards, index_path = _find_shards(path)
@@ -84,15 +107,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise ConfigError(f"{path} is not there", hint="name the folder or file of a checkpoint")
     root = path if path.is_dir() else path.parent
     check_paths(shards, str(root))
-    files = tuple(read_tensor_file(root / shard, shard) for shard in shards)
-    shard_of = None if index_path is None else _read_index(root / index_path)
-    side: SideFiles = ((), {}, {})
-    if path.is_dir():
-        try:
-            side = read_side_files(root, index_path, shards)
-        except OSError as error:
-            raise read_error(error, root) from error
-    return assembled(root, files, index_path, shard_of, side)
+    return tuple(read_tensor_file(root / shard, shard) for shard in shards), index_path
 
 
 def assembled(

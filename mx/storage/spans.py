@@ -180,6 +180,10 @@ class SpanReader:
         """Raise CheckpointError if the file changed since its header was read."""
         self._bytes.check_unchanged()
 
+    def stamp(self) -> tuple[int, int, int, int, int] | None:
+        """Return the file's stamp, as `StoredBytes.stamp`."""
+        return self._bytes.stamp()
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._bytes.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mx.core.variant import ProcessingKey
-from mx.engines.replica.choice import Choice, choose, name_and_revision, with_checkpoint
+from mx.engines.replica.choice import Choice, choose, with_checkpoint
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.options import LoaderOptions
 from mx.errors import ConfigError
@@ -109,12 +109,6 @@ def test_other_engines_are_not_mentioned() -> None:
 @given(st.builds(Choice, st.text(), st.text(), st.text(), st.text(), st.booleans()))
 def test_choices_travel_as_text(found: Choice) -> None:
     assert Choice.decode(found.encode()) == found
-
-
-def test_names() -> None:
-    assert name_and_revision("a/b:r@" + "ab" * 32) == ("a/b", "r", "ab" * 32)
-    with pytest.raises(ConfigError, match="names a variant"):
-        name_and_revision("m[tp=0/2]")
 
 
 def test_configurations_are_compared_where_shapes_depend_on_them() -> None:

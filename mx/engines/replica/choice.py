@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import mx
-from mx.core.reference import parse_reference
 from mx.core.variant import FIELDS, ProcessingKey, differences, nearest
-from mx.errors import ConfigError, UnknownModelError
+from mx.errors import UnknownModelError
 from mx.wire.listing import BundleStatus
 
 CHECKPOINT = "checkpoint"
@@ -23,7 +22,8 @@ class Choice:
 
     `state` is "checkpoint", a state of the engine's, or "" for none of them. `checkpoint` begins
     the identity of the checkpoint that the weights are made of, if it is known. `why` says why
-    something better was not taken; with `refused` because it is another's.
+    something better was not taken; with `refused` because it is another's. `name` is the model's.
+    With `identity`, in hexadecimal, the checkpoint has it.
     """
 
     state: str = ""
@@ -31,6 +31,8 @@ class Choice:
     checkpoint: str = ""
     why: str = ""
     refused: bool = False
+    name: str = ""
+    identity: str = ""
 
     def encode(self) -> str:
         """Return it as text, for the other ranks."""
@@ -206,17 +208,3 @@ def _made_of(bundle: BundleStatus) -> str:
 
 def _text(refused: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(refused))
-
-
-def name_and_revision(model: str) -> tuple[str, str, str]:
-    """Return the parts of NAME, NAME:REVISION and NAME@PIN: name, revision and pin.
-
-    Raises:
-        ConfigError: The text is malformed, or names a variant.
-    """
-    found = parse_reference(model)
-    if found.variant:
-        raise ConfigError(
-            f"{model!r} names a variant", hint="the loader chooses it: write NAME or NAME:REVISION"
-        )
-    return found.name, found.revision, found.pin

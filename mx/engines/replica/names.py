@@ -1,20 +1,130 @@
-"""The name under which mx knows an engine's model."""
+"""Which model an engine means: whether a peer's weights are allowed in place of its folder's.
+
+A name is no folder. Where the engine's folder has weights of its own, a peer's are taken only if
+they are known to be the same: a source of this user on this host has read the same files, or this
+user's index has them, or the user says so himself, with a pin or a name in the loader's options.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from mx import config
+from mx.core.reference import ModelReference, parse_reference
+from mx.errors import ConfigError, MxError
+from mx.storage.disk_file import Stamp
+from mx.storage.folder_index import FolderIndex
 from mx.storage.names import model_name_of
+from mx.storage.own_weights import OwnWeights, has_weights
+from mx.wire.same_files import sources_of
 
 
-def name_of(model: str) -> str:
-    """Return a model's name where the option `model` gives none.
+@dataclass(frozen=True)
+class Meant:
+    """What an engine may take from peers.
+
+    `names` are the models to look for, one after the other: of `revision` ("" for the newest), or
+    of `pin`, if the user gave one. With `identity`, in hexadecimal, only weights of it, and what
+    was made of them, will do. `how` says how it is known. If `refused` says why, no peer's weights
+    are allowed. `folder` has weights of its own, in files of these `stamps` if `identity` is known.
+    """
+
+    names: tuple[str, ...] = ()
+    revision: str = ""
+    pin: str = ""
+    identity: str = ""
+    how: str = ""
+    refused: str = ""
+    folder: Path | None = None
+    stamps: tuple[Stamp, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The first of the names."""
+        return self.names[0]
+
+
+def meant_by(called: str, *, given: str = "", revision: str | None = None) -> Meant:
+    """Decide which of the peers' weights an engine may take.
 
     Args:
-        model: What the engine's user calls it.
+        called: What the engine's user calls the model: a folder, a hub id, or a name.
+        given: The model that the loader's options name, "" for none.
+        revision: The revision that the engine's user gave; None and "main" are the newest.
 
-    Returns:
-        The name of its folder, or what it is called if that is no folder.
+    Raises:
+        ConfigError: A name is malformed, or two revisions are given.
     """
-    path = Path(model)
-    return model_name_of(path) if path.exists() else model
+    wanted = newest_if_main(revision)
+    path = Path(called)
+    folder = path if path.exists() and has_weights(path) else None
+    if given:
+        reference = _named(given, wanted)
+        how = "its pin was given" if reference.pin else "it was named in the loader's options"
+        return _of(reference, how, folder)
+    if folder is None:
+        name = model_name_of(path) if path.exists() else called
+        return _of(_named(name, wanted), "the name says so", None)
+    name = model_name_of(folder)
+    try:
+        own = OwnWeights(folder)
+    except MxError as error:
+        return _refused(folder, name, f"they can't be compared ({error.message})")
+    try:
+        return _same(own, folder, name)
+    finally:
+        own.close()
+
+
+def newest_if_main(revision: str | None) -> str:
+    """Return the revision to ask for: "" for "main", which is a hub's word for the newest."""
+    return "" if revision in (None, "main") else str(revision)
+
+
+def _named(text: str, revision: str) -> ModelReference:
+    found = parse_reference(text, revision=revision)
+    if found.variant:
+        raise ConfigError(
+            f"{text!r} names a variant", hint="the loader chooses it: write NAME or NAME:REVISION"
+        )
+    return found
+
+
+def _of(reference: ModelReference, how: str, folder: Path | None) -> Meant:
+    return Meant((reference.name,), reference.revision, reference.pin, how=how, folder=folder)
+
+
+def _same(own: OwnWeights, folder: Path, name: str) -> Meant:
+    """Return which model has the weights of a folder."""
+    stamps = own.stamps
+    if not stamps:
+        return _refused(folder, name, "its file system is not one whose changes this host sees")
+    listed = sources_of(stamps)
+    identities = {each.identity for each in listed}
+    if len(identities) > 1:
+        return _refused(folder, name, "this host's sources say different things of the same files")
+    names = tuple(dict.fromkeys(each.name for each in listed))
+    how = "a source of this host has read the same files"
+    if not names:
+        identities = {FolderIndex(config.state_folder()).identity_of(stamps)} - {""}
+        names, how = (name,), "its files were hashed before"
+    if not identities:
+        return _refused(
+            folder,
+            name,
+            "no source of this user on this host has read the same files, "
+            "and they were not hashed before",
+        )
+    if not own.unchanged():
+        return _refused(folder, name, "its files are being changed")
+    return Meant(names, identity=identities.pop(), how=how, folder=folder, stamps=stamps)
+
+
+def _refused(folder: Path, name: str, why: str) -> Meant:
+    return Meant(
+        (name,),
+        refused=f"{folder} has weights of its own, and nothing says that a peer's are the same: "
+        f'{why}. To take a peer\'s, give the loader "model": "{name}@PIN", or "{name}"',
+        folder=folder,
+    )

@@ -23,10 +23,14 @@ class LoaderOptions:
     state: str = "auto"
     #: Whether to lend what was loaded to other replicas.
     lend: bool = True
-    #: Whether the engine's ordinary loader takes over where mx can't load.
-    fallback: bool = True
+    #: Whether the engine's ordinary loader takes over where mx can't load; None: unless the model
+    #: is named by its pin.
+    fallback: bool | None = None
     #: The first digits of the checkpoint's identity, where replicas of several are listed.
     checkpoint: str = ""
+    #: The digest of the packaging document that the engine's files came from, in hexadecimal, if
+    #: mx got them from a peer: weights that come with others are not taken.
+    files: str = ""
     #: The name of the only transport to use; "" for any.
     transport: str = ""
     settings: config.Settings = field(default_factory=config.Settings)
@@ -46,7 +50,9 @@ class LoaderOptions:
         settings: dict[str, object] = {}
         for name, value in given.items():
             if name in known:
-                options[name] = _checked(name, value, type(known[name].default))
+                options[name] = _checked(
+                    name, value, str if type(known[name].default) is str else bool
+                )
             elif name in config.setting_names():
                 settings[name] = value
             else:

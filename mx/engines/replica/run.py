@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 import mx
+from mx import config
+from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice as choices
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.lender import Lender
 from mx.engines.replica.logs import logger_of
+from mx.engines.replica.names import Meant
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.sampling import Sampler
 from mx.engines.replica.tensors import Slot, cannot_move, check, copy_into
 from mx.errors import ConfigError, MxError
 from mx.log import event
+from mx.storage.folder_hash import remember_in_background
+from mx.storage.folder_index import FolderIndex
+from mx.storage.own_weights import OwnWeights
 
 #: A model's tensors after the engine has processed them, and before.
 PROCESSED, LOADED = "processed", "loaded"
@@ -36,6 +48,25 @@ class Loading:
         self.refused = 0
         #: How often it loaded from which state, or by the engine's ordinary loader.
         self.loads: Counter[str] = Counter()
+        #: The identity of what was taken from peers, in hexadecimal; "" if nothing was.
+        self.identity = ""
+        #: Waits for the process that hashes the folder, if there is one.
+        self.hashing: threading.Thread | None = None
+
+    def status(self) -> dict[str, object]:
+        """Return what `mx.engines.vllm.status` says that it returns."""
+        lender = self.lender
+        source = None if lender is None else lender.source
+        return {
+            "model": self.name,
+            "variant": "" if lender is None else str(lender.key),
+            "loads": dict(self.loads),
+            "refused": self.refused,
+            "lending": "off" if lender is None else lender.state,
+            "revision": "" if source is None else source.model.revision,
+            "identity": "" if source is None else source.identity_hex,
+            "why": "" if lender is None else lender.why,
+        }
 
 
 class Run:
@@ -44,7 +75,7 @@ class Run:
     def __init__(
         self,
         engine: str,
-        name: str,
+        meant: Meant,
         options: LoaderOptions,
         keys: Mapping[str, ProcessingKey],
         ranks: Ranks,
@@ -53,18 +84,21 @@ class Run:
         """Choose what to load, together with the other ranks.
 
         Args:
-            engine: What messages call the engine.
-            name: The model: NAME, NAME:REVISION or NAME@PIN.
+            engine: What messages call the engine. In lower case it names the engine's own logger,
+                which says what is taken, and why something is not.
+            meant: What may be taken.
             options: Of the loader.
             keys: The states that this rank can take, best first, each with its key.
             ranks: All ranks of the engine.
             files: The folder with the engine's configuration of the model, to travel along.
 
         Raises:
-            ConfigError: There is nothing to pull, and the option `fallback` is off.
+            ConfigError: There is nothing to pull, and the ordinary loader is not to take over.
         """
-        self.options, self.keys, self.ranks = options, keys, ranks
-        self.name, self.revision, self.pin = choices.name_and_revision(name)
+        self.options, self.keys, self.ranks, self.meant = options, keys, ranks, meant
+        self.name, self.revision, self.pin = meant.name, meant.revision, meant.pin
+        #: Whether the ordinary loader takes over where nothing can be pulled.
+        self.falls_back = not meant.pin if options.fallback is None else options.fallback
         self.loading = Loading(self.name)
         #: Why this rank could not load what was chosen.
         self.error: Exception | None = None
@@ -73,7 +107,14 @@ class Run:
         self._engine, self._files, self._log = engine, files, logger_of(engine)
         self._began_s = time.monotonic()
         self._pull: mx.Pull | None = None
+        self._taken: Manifest | None = None
+        self._own: OwnWeights | None = None
         self.choice = Choice.decode(ranks.from_first(self._choose().encode()))
+        if not ranks.all_true(self._may_take(self.choice)):
+            why = meant.refused or "the folders of the ranks have different weights"
+            self.choice = Choice(why=why)
+        self.name = self.choice.name or self.name
+        self.loading.name = self.name
         self.loading.refused += self.choice.refused
         if not self.choice.state:
             self._take_over(self.choice.why)
@@ -81,26 +122,54 @@ class Run:
             text = f"{self.choice.why}; its {self.choice.state} state is loaded"
             event(self._log, "engine.refused", level=logging.WARNING, model=self.name, text=text)
 
+    def _may_take(self, chosen: Choice) -> bool:
+        """Return True if this rank may take what the first one has chosen: each has a folder."""
+        if not chosen.state:
+            return True
+        return not self.meant.refused and chosen.identity == self.meant.identity
+
     def _choose(self) -> Choice:
         if not self.ranks.first:
             return Choice()
-        if self.pin:  # it proves the checkpoint's weights, and no others
-            return Choice(CHECKPOINT, self.revision, self.pin[: choices.CHECKPOINT_DIGITS])
+        meant = self.meant
+        if meant.refused:
+            return Choice(why=meant.refused)
+        if meant.pin:  # it proves the checkpoint's weights, and no others
+            return Choice(CHECKPOINT, self.revision, name=self.name)
         until_s = time.monotonic() + self.options.settings.wait_s
         while True:
-            try:
-                found = choices.look(
-                    self.name,
-                    self.keys,
-                    revision=self.revision,
-                    checkpoint=self.options.checkpoint,
-                    settings=self.options.settings,
-                )
-            except MxError as error:
-                found = Choice(why=str(error))
-            if found.state or time.monotonic() >= until_s:
+            found = Choice()
+            for name in meant.names:
+                try:
+                    found = self._look(name)
+                except MxError as error:
+                    found = Choice(why=str(error))
+                if found.state:
+                    return replace(found, name=name, identity=meant.identity)
+            if time.monotonic() >= until_s:
                 return found
             time.sleep(_ASK_AGAIN_S)
+
+    def _look(self, name: str) -> Choice:
+        settings, identity = self.options.settings, self.meant.identity
+        found = choices.look(
+            name,
+            self.keys,
+            revision=self.revision,
+            checkpoint=identity or self.options.checkpoint,
+            settings=settings,
+        )
+        if found.state or not identity:
+            return found
+        # It may be listed under another revision than the newest.
+        for each in mx.list_models(settings=settings):
+            known = each.ref.identity.hex() == identity and each.model.name == name
+            if known and each.sources and each.model.variant == CHECKPOINT:
+                digits = identity[: choices.CHECKPOINT_DIGITS]
+                return replace(
+                    found, state=CHECKPOINT, revision=each.model.revision, checkpoint=digits
+                )
+        return replace(found, why=found.why or f"no source has {identity[:16]}")
 
     def pull(self, *, hold: bool) -> mx.Pull:
         """Begin to pull what was chosen.
@@ -109,9 +178,9 @@ class Run:
             hold: Whether its memory is to be lent afterwards.
         """
         chosen = self.choice
-        model, variant = self.name, CHECKPOINT
+        model, variant, pin = self.name, CHECKPOINT, self.pin or chosen.identity
         if chosen.state == CHECKPOINT:
-            model += f"@{self.pin}" if self.pin else ""
+            model += f"@{pin}" if pin else ""
         else:
             variant = str(choices.with_checkpoint(self.keys[chosen.state], chosen.checkpoint))
         self._pull = mx.pull(
@@ -122,7 +191,46 @@ class Run:
             transport=self.options.transport or None,
             settings=self.options.settings,
         )
+        self._taken = self._pull.wait_manifest()
+        self._check_files(self._taken)
         return self._pull
+
+    def _check_files(self, taken: Manifest) -> None:
+        """Raise ConfigError unless the files that mx got for the engine came with these weights."""
+        files, ref = self.options.files, taken.ref
+        if not files or ref.packaging.hex() == files:
+            return
+        # A replica of the checkpoint whose files they are has no files of the checkpoint's own.
+        made_of = self.options.checkpoint
+        digits = made_of[: choices.CHECKPOINT_DIGITS]
+        if self.choice.state != CHECKPOINT and digits and self.choice.checkpoint == digits:
+            return
+        raise ConfigError(
+            f"the configuration of {self.name} came from another source than its weights",
+            hint="serve both together, or give the engine a folder with the files",
+        )
+
+    def compared(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what is pulled, each tensor after a few bytes of it were compared with those in the
+        engine's folder, where that has weights.
+
+        Args:
+            tensors: By name.
+
+        Raises:
+            IntegrityError: One differs.
+        """
+        folder, state = self.meant.folder, self.choice.state
+        if self._own is None and folder is not None and _can_be_read(folder):
+            self._own = OwnWeights(folder)
+        if self._own is None:
+            yield from tensors
+            return
+        yield from Sampler(self._own).passing(
+            tensors, checkpoint=state == CHECKPOINT, processed=state == PROCESSED
+        )
 
     def fill(self, slots: Mapping[str, Slot]) -> None:
         """Fill a model with the state before processing, layer by layer as it arrives.
@@ -137,7 +245,7 @@ class Run:
         pull = self.pull(hold=self.lends == LOADED)
         check(pull.wait_manifest(), slots)
         for layer in pull.layers():
-            copy_into(slots, layer.tensors().items())
+            copy_into(slots, self.compared(layer.tensors().items()))
         pull.wait()
 
     def agreed(self, loaded: bool) -> bool:
@@ -147,27 +255,48 @@ class Run:
             loaded: Whether this rank has; `error` says why not.
 
         Raises:
-            MxError: They have not, and the option `fallback` is off.
+            MxError: They have not, and the ordinary loader is not to take over.
         """
         if self.ranks.all_true(loaded):
             self.loading.loads[self.choice.state] += 1
+            self._tell_taken()
             return True
         self.end()
         error, state = self.error, self.choice.state
-        self.choice, self.error = Choice(), None
+        self.choice, self.error = Choice(name=self.name), None
         if error is not None:
-            if not self.options.fallback:
+            if not self.falls_back:
                 raise error
             _let_go(error)
         self._take_over(f"{state}: {error or 'another rank could not load it'}")
         return False
 
+    def _tell_taken(self) -> None:
+        """Say in the engine's log which weights were taken."""
+        assert self._taken is not None
+        identity = self.loading.identity = self._taken.ref.identity.hex()
+        if self.choice.state == CHECKPOINT:
+            digits = identity[: choices.CHECKPOINT_DIGITS]
+            self.choice = replace(self.choice, checkpoint=digits)
+        event(
+            self._log,
+            "engine.taken",
+            model=self.name,
+            revision=self.choice.revision,
+            state=self.choice.state,
+            identity=identity,
+            rank=str(self.ranks),
+            why=self.meant.how,
+        )
+
     def _take_over(self, why: str) -> None:
-        if not self.options.fallback:
-            raise ConfigError(
-                f"{self.name} can't be loaded from a peer: {why}",
-                hint="`fallback` is off; with it the ordinary loader takes over",
-            )
+        if not self.falls_back:
+            if self.options.fallback is None:
+                hint = 'a pin allows no other weights; "fallback": true has the ordinary loader'
+                hint += " take over"
+            else:
+                hint = "`fallback` is off; with it the ordinary loader takes over"
+            raise ConfigError(f"{self.name} can't be loaded from a peer: {why}", hint=hint)
         self.loading.loads["ordinary"] += 1
         event(
             self._log,
@@ -179,16 +308,21 @@ class Run:
         )
 
     def lend_loaded(self, slots: Mapping[str, Slot]) -> None:
-        """Lend the state before processing, if that is what this rank lends.
+        """Lend the state before processing, if that is what this rank lends. Never raises.
 
         Args:
             slots: The model's, before the engine processes its tensors.
         """
         if self.lends != LOADED:
             return
+        with self._harmless():
+            self._lend_loaded(slots)
+
+    def _lend_loaded(self, slots: Mapping[str, Slot]) -> None:
         if bad := cannot_move(slots):
-            text = "%s is not lent: %s has no values before it is processed"
-            self._log.warning(text, self.name, bad)
+            self._log.warning(
+                "%s is not lent: %s has no values before it is processed", self.name, bad
+            )
             return
         if self._pull is not None and self.choice.state == LOADED:
             pull, self._pull = self._pull, None  # the lender's, from now on
@@ -199,28 +333,57 @@ class Run:
             self.lend(slots, before_processing=True)
 
     def lend(self, slots: Mapping[str, Slot], *, before_processing: bool) -> None:
-        """Begin to lend what is in memory.
+        """Begin to lend what is in memory. Never raises.
 
         Args:
             slots: The model's.
             before_processing: As for `Lender`.
         """
-        self.loading.lender = Lender(
-            slots,
-            self.name,
-            self._lent_as(),
-            self.options,
-            engine=self._engine,
-            revision=self.revision,
-            files=self._files if self._files.is_dir() else None,
-            before_processing=before_processing,
-        )
+        with self._harmless():
+            self.loading.lender = Lender(
+                slots,
+                self.name,
+                self._lent_as(),
+                self.options,
+                engine=self._engine,
+                revision=self.revision,
+                files=self._files if self._files.is_dir() else None,
+                before_processing=before_processing,
+            )
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Log what fails inside the block: lending never stops its engine."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            why = f"{error or type(error).__name__}; the engine goes on"
+            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
 
     def _lent_as(self) -> ProcessingKey:
-        return choices.with_checkpoint(self.keys[self.lends], self.choice.checkpoint)
+        digits = self.choice.checkpoint
+        if not self.choice.state and self.meant.identity and self._still_the_same():
+            digits = self.meant.identity[: choices.CHECKPOINT_DIGITS]
+        return choices.with_checkpoint(self.keys[self.lends], digits)
+
+    def _still_the_same(self) -> bool:
+        """Return True if the folder that the ordinary loader has read is what it was before."""
+        assert self.meant.folder is not None
+        try:
+            own = OwnWeights(self.meant.folder)
+        except MxError:
+            return False
+        try:
+            return own.stamps == self.meant.stamps
+        finally:
+            own.close()
 
     def loaded(self) -> None:
-        """Say how the model was loaded."""
+        """Say how the model was loaded.
+
+        What the ordinary loader has read from a folder is hashed in the background, so that the
+        next engine knows what it is.
+        """
         event(
             self._log,
             "engine.loaded",
@@ -229,9 +392,26 @@ class Run:
             state=self.choice.state or "ordinary",
             seconds=round(time.monotonic() - self._began_s, 3),
         )
+        folder = self.meant.folder
+        if folder is None or self.choice.state or not self.ranks.first:
+            return
+        state = config.state_folder()
+        try:
+            own = OwnWeights(folder)
+        except MxError:
+            return
+        try:
+            unknown = bool(own.stamps) and not FolderIndex(state).identity_of(own.stamps)
+        finally:
+            own.close()
+        if unknown:
+            self.loading.hashing = remember_in_background(folder, state)
 
     def end(self) -> None:
         """Close the pull, if it is not lent. Tensors keep its memory."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
         if self._pull is not None:
             self._pull.close()
             self._pull = None
@@ -243,3 +423,8 @@ def _let_go(error: BaseException) -> None:
     while found is not None:
         traceback.clear_frames(found.__traceback__)
         found.__traceback__, found = None, found.__cause__ or found.__context__
+
+
+def _can_be_read(folder: Path) -> bool:
+    """Return True if a folder's weights are of the kind that can be compared."""
+    return any(each.suffix == ".safetensors" for each in [folder, *folder.glob("*.safetensors")])

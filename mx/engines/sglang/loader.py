@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
-from mx.core.variant import ProcessingKey
+from mx.core.variant import shortened
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.keys import fields_of
-from mx.engines.replica.names import name_of
+from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.registries import undone_unless_kept
 from mx.engines.replica.run import LOADED, Loading, Run
 from mx.engines.replica.tensors import slots_of
 from mx.errors import ConfigError
@@ -68,18 +69,22 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             device_config: Where the engine computes.
 
         Raises:
-            MxError: Nothing can be pulled, and the option `fallback` is off.
+            MxError: Nothing can be pulled, and the ordinary loader is not to take over.
         """
         run = self._run = self._begin(model_config)
         self._configuration = model_config.hf_config.to_dict()
         given = {"model_config": model_config, "device_config": device_config}
         try:
             model = None
-            with contextlib.suppress(_GivenUpError):
-                model = super().load_model(**given)
+            if run.choice.state:
+                with contextlib.suppress(_GivenUpError), undone_unless_kept("sglang") as keep:
+                    model = super().load_model(**given)
+                    keep()
             if model is None:
                 model = super().load_model(**given)
             run.loaded()
+            if run.loading.lender is not None:
+                run.loading.lender.watch(model)
         finally:
             self._run = None
             run.end()
@@ -93,17 +98,22 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if ".".join(version.split(".")[:2]) not in KNOWN:
             log.warning("mx was not tried with SGLang %s", version)
         ranks = Ranks(parallel_state.get_tp_group(), parallel_state.get_pp_group(), (0, 1))
-        states = [] if self.options.state == "checkpoint" else [LOADED]
+        keys = {}
+        for state in [] if self.options.state == "checkpoint" else [LOADED]:
+            try:
+                fields = fields_of("sglang", version, model_config, ranks.places, state)
+                keys[state] = shortened(fields)
+            except Exception as error:  # noqa: BLE001 - of a version that is not known
+                log.warning("the %s state is neither taken nor lent: %s", state, error)
         run = Run(
             "SGLang",
-            self.options.model or name_of(str(model_config.model_path)),
+            meant_by(
+                str(model_config.model_path),
+                given=self.options.model,
+                revision=model_config.revision,
+            ),
             self.options,
-            {
-                state: ProcessingKey(
-                    **fields_of("sglang", version, model_config, ranks.places, state)  # type: ignore[arg-type]
-                )
-                for state in states
-            },
+            keys,
             ranks,
             Path(model_config.model_path),
         )
@@ -144,8 +154,13 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if (theirs := pull.files().get("config.json")) is not None:
             check_configuration(self._configuration, theirs)
         arriving = (item for layer in pull.layers() for item in layer.tensors().items())
-        DefaultModelLoader.load_weights_only(model, arriving, target_device)
+        DefaultModelLoader.load_weights_only(model, run.compared(arriving), target_device)
         pull.wait()
+
+
+def status() -> list[dict[str, object]]:
+    """Return what this process loaded and lends, each model as `mx.engines.vllm.status` does."""
+    return [loading.status() for loading in _loadings]
 
 
 def withdraw(reason: str) -> None:

@@ -8,31 +8,47 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mx
-from mx.engines.replica.choice import CHECKPOINT, name_and_revision
+from mx.core.reference import ModelReference, parse_reference
+from mx.core.types import ManifestRef
+from mx.engines.replica.choice import CHECKPOINT
+from mx.engines.replica.names import newest_if_main
 from mx.engines.replica.options import LoaderOptions
-from mx.errors import MxError, UnknownModelError
+from mx.engines.side_files import check_code, check_covered
+from mx.errors import MxError, OutputError, UnknownModelError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.mx_peer")
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Where a model's files came from: the manifest of the weights that they belong to."""
+
+    variant: str
+    ref: ManifestRef
 
 
 def fetch_files(
     model: str,
     out: str | Path,
     *,
+    revision: str = "",
     coordinator: str | None = None,
     settings: mx.config.Settings | None = None,
 ) -> Path:
     """Pull a model's configuration and tokenizer into a folder, and no weights.
 
-    Any source will do: one that holds the checkpoint, or else a replica that lends what it loaded.
+    They are those of one source: of the checkpoint, if one is listed with files, or else of a
+    replica that lends what it loaded. With a pin they are what the pin says.
 
     Args:
-        model: NAME or NAME:REVISION.
+        model: NAME, NAME:REVISION or NAME@PIN.
         out: The folder, which must not exist or be empty.
+        revision: The revision, where `model` names none.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them from the environment and the files.
 
@@ -41,15 +57,71 @@ def fetch_files(
 
     Raises:
         UnknownModelError: No source has files of this model.
+        ConfigError: The pin is one of the weights alone, or the files name code to run.
         MxError: As `mx.pull`.
     """
-    name, revision, _ = name_and_revision(model)
-    listed = mx.list_models(coordinator=coordinator, settings=settings)
+    fetch(model, Path(out), revision=revision, coordinator=coordinator, settings=settings)
+    return Path(out)
+
+
+def fetch(
+    model: str,
+    out: Path,
+    *,
+    revision: str = "",
+    coordinator: str | None = None,
+    settings: mx.config.Settings | None = None,
+) -> Fetched:
+    """As `fetch_files`; return where the files came from."""
+    reference = parse_reference(model, revision=newest_if_main(revision))
+    if reference.pin:
+        revision, variant = reference.revision, CHECKPOINT
+    else:
+        revision, variant = _with_files(model, reference, coordinator, settings)
+    with mx.pull(
+        reference.pinned_name,
+        revision=revision,
+        variant=variant,
+        files_only=True,
+        coordinator=coordinator,
+        settings=settings,
+    ) as pull:
+        files, ref = pull.files(), pull.wait_manifest().ref
+        check_covered(
+            model,
+            reference.pin,
+            ref,
+            "give vLLM a folder of yours with config.json as the model, and "
+            f'{{"model": "{model}"}} in --model-loader-extra-config',
+        )
+        check_code(reference.name, files)
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise OutputError(f"{out} is not empty", hint="name a new folder")
+        for path, data in files.items():
+            there = out / path
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.write_bytes(data)
+    return Fetched(variant, ref)
+
+
+def _with_files(
+    model: str,
+    reference: ModelReference,
+    coordinator: str | None,
+    settings: mx.config.Settings | None,
+) -> tuple[str, str]:
+    """Return the revision and variant whose files to take."""
+    current = [
+        each.revision
+        for each in mx.list_bundles(reference.name, coordinator=coordinator, settings=settings)
+        if (each.revision == reference.revision if reference.revision else each.named)
+    ]
     found = [
         each
-        for each in listed
-        if each.sources and each.ref.packaging
-        if each.model.name == name and revision in ("", each.model.revision)
+        for each in mx.list_models(coordinator=coordinator, settings=settings)
+        if each.sources and each.ref.packaging and not each.pin_only
+        if each.model.name == reference.name and each.model.revision in current
     ]
     found.sort(key=lambda each: each.model.variant != CHECKPOINT)
     if not found:
@@ -57,17 +129,7 @@ def fetch_files(
             f"no source has the configuration of {model}",
             hint="serve its checkpoint, or start a replica from a folder with its files",
         )
-    with mx.pull(
-        name,
-        revision=found[0].model.revision,
-        variant=found[0].model.variant,
-        files_only=True,
-        out=out,
-        coordinator=coordinator,
-        settings=settings,
-    ) as pull:
-        pull.wait()
-    return Path(out)
+    return found[0].model.revision, found[0].model.variant
 
 
 def fetch_before_configuration() -> None:
@@ -103,14 +165,23 @@ def _point_at_files(arguments: Any) -> None:
     if Path(named).exists() or not isinstance(extra, Mapping):
         return
     options = LoaderOptions.read(extra)
+    revision = newest_if_main(arguments.revision)
+    wanted = parse_reference(options.model or named, revision=revision)
     folder = Path(tempfile.mkdtemp(prefix="mx-files-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        fetch_files(options.model or named, folder / "files", settings=options.settings)
+        found = fetch(
+            options.model or named, folder / "files", revision=revision, settings=options.settings
+        )
     except MxError as error:
+        if wanted.pin and not options.fallback:
+            raise
         log.warning("%s; vLLM looks for the configuration of %s itself", error, named)
         return
-    arguments.model_loader_extra_config = {"model": named, **extra}
+    more = {"files": found.ref.packaging.hex()}
+    if found.variant == CHECKPOINT and not options.checkpoint:
+        more["checkpoint"] = found.ref.identity.hex()
+    arguments.model_loader_extra_config = {"model": named, **extra, **more}
     arguments.served_model_name = arguments.served_model_name or named
     if arguments.tokenizer in (None, named):
         arguments.tokenizer = None

@@ -16,7 +16,7 @@ import mx
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.logs import logger_of
-from mx.engines.replica.names import name_of
+from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
 from mx.engines.replica.run import LOADED, PROCESSED, Run
@@ -66,7 +66,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             prefix: Of the modules' names.
 
         Raises:
-            MxError: Nothing can be pulled, and the option `fallback` is off.
+            MxError: Nothing can be pulled, and the ordinary loader is not to take over.
         """
         if model_config is not vllm_config.model_config or prefix:
             return super().load_model(vllm_config, model_config, prefix)
@@ -80,10 +80,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             if model is None:
                 model = self._load_and_process(run, vllm_config, plain)
             if run.lends == PROCESSED:
-                if why := processed.cannot_lend(model):
-                    log.warning("%s is not lent: %s", run.name, why)
-                else:
-                    run.lend(slots_of(model, non_persistent=True), before_processing=False)
+                self._lend_processed(run, model)
             run.loaded()
             if run.loading.lender is not None:
                 run.loading.lender.watch(model)
@@ -91,6 +88,16 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             self._run = None
             run.end()
         return model
+
+    def _lend_processed(self, run: Run, model: Any) -> None:
+        try:
+            why = processed.cannot_lend(model)
+        except Exception as error:  # noqa: BLE001 - of a version that is not known
+            why = str(error)
+        if why:
+            log.warning("%s is not lent: %s", run.name, why)
+        else:
+            run.lend(slots_of(model, non_persistent=True), before_processing=False)
 
     def _begin(self, vllm_config: Any) -> Run:
         version = engine_version()
@@ -114,7 +121,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 log.warning("the %s state is neither taken nor lent: %s", state, error)
         run = Run(
             "vLLM",
-            self.options.model or name_of(str(model.model)),
+            meant_by(str(model.model), given=self.options.model, revision=model.revision),
             self.options,
             keys,
             ranks,
@@ -145,8 +152,10 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             try:
                 with run.pull(hold=False) as pull:
                     model = processed.build(vllm_config, pull, self._target(vllm_config), plain)
+                    for _ in run.compared(pull.state_dict().items()):
+                        pass
             except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
-                run.error = error
+                run.error, model = error, None
             if not run.agreed(model is not None):
                 return None
             keep()
@@ -206,8 +215,8 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             model_config: The model's configuration.
             model: The model.
         """
-        if self._feed is None:
+        if self._feed is None or self._run is None:
             yield from super().get_all_weights(model_config, model)
             return
         for layer in self._feed.layers():
-            yield from layer.tensors().items()
+            yield from self._run.compared(layer.tensors().items())

@@ -61,21 +61,9 @@ def status(worker: Any) -> dict[str, object]:
     watched = _watched_of(worker)
     if watched is None:
         return {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
-    loading = watched.loading
-    lender = loading.lender
-    if lender is not None:
-        lender.look(devices=True)  # on the worker's thread, which may use the device
-    source = None if lender is None else lender.source
-    return {
-        "model": loading.name,
-        "variant": "" if lender is None else str(lender.key),
-        "loads": dict(loading.loads),
-        "refused": loading.refused,
-        "lending": "off" if lender is None else lender.state,
-        "revision": "" if source is None else source.model.revision,
-        "identity": "" if source is None else source.identity_hex,
-        "why": "" if lender is None else lender.why,
-    }
+    if watched.loading.lender is not None:
+        watched.loading.lender.look(devices=True)  # on the worker's thread, which may use devices
+    return watched.loading.status()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,173 @@
+"""What this user's folders of weights were found to hold, by the stamps of their files.
+
+A file of the user's alone, in his state folder. An entry says that files of these stamps had this
+identity. It is written only for files whose last change was two seconds old when hashing began, on
+file systems of this machine: a change in place gives a file another stamp then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import stat
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from mx.core.json_bounds import check_json
+from mx.errors import NotAllowedError
+from mx.storage.disk_file import Stamp
+
+NAME = "folders.json"
+#: How long ago files must have been changed when hashing begins, in nanoseconds.
+SETTLED_NS = 2_000_000_000
+MAX_ENTRIES = 1000
+MAX_BYTES = 4 << 20
+
+#: Stamps in order, identity in hexadecimal, when hashing began.
+_Entry = tuple[tuple[Stamp, ...], str, int]
+
+
+class FolderIndex:
+    """The index in one folder. Several processes may use it at once."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Args:
+            folder: The user's state folder of mx. It need not exist.
+        """
+        self._folder = folder
+
+    def identity_of(self, files: Collection[Stamp]) -> str:
+        """Return the identity of the weights in these files, in hexadecimal; "" if it is not known,
+        or nothing can be read.
+
+        Args:
+            files: The stamps of the files, which were taken when they were open.
+        """
+        wanted = tuple(sorted(files))
+        with contextlib.suppress(OSError, NotAllowedError):
+            fd = self._opened_folder(make=False)
+            try:
+                for stamps, identity, began_ns in reversed(_read(fd)):
+                    if stamps == wanted and _settled(stamps, began_ns):
+                        return identity
+            finally:
+                os.close(fd)
+        return ""
+
+    def record(self, files: Collection[Stamp], identity: str, began_ns: int) -> bool:
+        """Remember what these files hold. Return False where it does not count.
+
+        Args:
+            files: Their stamps, the same before and after they were hashed.
+            identity: What was found, in hexadecimal.
+            began_ns: When hashing began, in Unix time.
+
+        Raises:
+            NotAllowedError: Others may use the index or its folder.
+            OSError: It can't be written.
+        """
+        stamps = tuple(sorted(files))
+        if not _settled(stamps, began_ns):
+            return False
+        fd = self._opened_folder(make=True)
+        try:
+            lock = os.open(f".{NAME}.lock", os.O_RDWR | os.O_CREAT | _SAFE, 0o600, dir_fd=fd)
+            try:
+                _check_private(lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                entries = [each for each in _read(fd) if each[0] != stamps]
+                _write(fd, [*entries, (stamps, identity, began_ns)])
+            finally:
+                os.close(lock)
+        finally:
+            os.close(fd)
+        return True
+
+    def _opened_folder(self, *, make: bool) -> int:
+        if make:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise NotAllowedError(
+                    f"others may write to {self._folder}",
+                    hint="make it yours alone (chmod 700), or name another XDG_STATE_HOME",
+                )
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def _settled(stamps: tuple[Stamp, ...], began_ns: int) -> bool:
+    """Return True if each file's last change was old enough when hashing began."""
+    return bool(stamps) and all(each[4] + SETTLED_NS <= began_ns for each in stamps)
+
+
+def _check_private(fd: int) -> None:
+    status = os.fstat(fd)
+    if (
+        not stat.S_ISREG(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+        or status.st_nlink > 1
+    ):
+        raise NotAllowedError(f"others may use {NAME}", hint="remove it")
+
+
+def _read(folder: int) -> list[_Entry]:
+    """Return the entries, oldest first; none if the index is not there, or is no index."""
+    try:
+        fd = os.open(NAME, os.O_RDONLY | _SAFE, dir_fd=folder)
+    except FileNotFoundError:
+        return []
+    with open(fd, "rb") as file:
+        _check_private(fd)
+        data = file.read(MAX_BYTES + 1)
+    try:
+        if len(data) > MAX_BYTES:
+            return []
+        check_json(data)
+        return [_entry(each) for each in json.loads(data)["folders"]][-MAX_ENTRIES:]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []  # written anew with the next entry
+
+
+def _entry(found: object) -> _Entry:
+    stamps, identity, began_ns = found  # type: ignore[misc]
+    numbers = [number for stamp in stamps for number in stamp]
+    if any(type(each) is not int for each in (*numbers, began_ns)) or len(identity) != 64:
+        raise ValueError("this is no entry")
+    bytes.fromhex(identity)
+    return tuple(sorted((a, b, c, d, e) for a, b, c, d, e in stamps)), identity, began_ns
+
+
+def _write(folder: int, entries: list[_Entry]) -> None:
+    entries = entries[-MAX_ENTRIES:]
+    while len(data := json.dumps({"folders": entries}).encode()) > MAX_BYTES:
+        entries = entries[len(entries) // 2 or 1 :]
+    name = f".{NAME}.{secrets.token_hex(8)}"
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600, dir_fd=folder)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.rename(name, NAME, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        raise
+
+
+def settles_in_s(files: Collection[Stamp]) -> float:
+    """Return after how many seconds files are old enough to be hashed for the index."""
+    newest = max((each[4] for each in files), default=0)
+    return max(0.0, (newest + SETTLED_NS - time.time_ns()) / 1e9)

@@ -1,0 +1,200 @@
+"""What the sources of this user on this host say of the files that they have read: a unix socket
+for each process, in the folder that only the user may use.
+
+Whoever connects gets one JSON object, and the connection ends. Both sides have the kernel say who
+the other is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mx import forks
+from mx.core.json_bounds import check_json
+from mx.errors import MxError
+from mx.wire.private import check_folder, default_folder, make_folder
+
+#: (device, inode, size, mtime_ns, ctime_ns) of a file.
+Stamp = tuple[int, int, int, int, int]
+
+_PREFIX, _SUFFIX = "files-", ".sock"
+_MAX_ANSWER_BYTES = 4 << 20
+_MAX_SOURCES = 256
+#: How long one source may take to answer, and all of them.
+_ANSWER_S, _ALL_S = 1.0, 5.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A model whose weights a source has read from files: `identity` in hexadecimal."""
+
+    name: str
+    revision: str
+    identity: str
+    files: frozenset[Stamp]
+
+
+class FilesListing:
+    """Lists the files that this process's sources have read; on the loop. `close` it."""
+
+    def __init__(self, models: Callable[[], Sequence[Listed]], folder: Path | None = None) -> None:
+        """
+        Args:
+            models: Returns what is served at the moment.
+            folder: Where the socket is to be; None for the user's folder.
+        """
+        self._models = models
+        self._folder = folder
+        self._server: asyncio.Server | None = None
+        self._path: Path | None = None
+
+    async def start(self) -> None:
+        """Listen. Idempotent.
+
+        Raises:
+            NotAllowedError: Others may use the folder, or it can't be made.
+            OSError: There is no socket.
+        """
+        if self._server is not None:
+            return
+        name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = (self._folder or default_folder()) / f"{_PREFIX}{name}{_SUFFIX}"
+        make_folder(path)
+        unfinished = path.with_name(f".{name}")
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind(str(unfinished))
+            sock.listen(64)
+            # Under this name it answers: who finds a socket that does not may remove it.
+            unfinished.rename(path)
+            self._server = await asyncio.start_unix_server(self._answer, sock=sock)
+        except BaseException:
+            sock.close()
+            unfinished.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise
+        self._path = path
+        forks.own(sock)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            if _is_own_user(writer.get_extra_info("socket")):
+                models = [
+                    [each.name, each.revision, each.identity, sorted(each.files)]
+                    for each in self._models()
+                ]
+                writer.write(json.dumps({"version": 1, "models": models}).encode())
+                await asyncio.wait_for(writer.drain(), _ANSWER_S)
+        writer.close()
+
+    async def close(self) -> None:
+        """Listen no more. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            await server.wait_closed()
+        path, self._path = self._path, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def sources_of(files: Collection[Stamp], folder: Path | None = None) -> list[Listed]:
+    """Return the models that sources of this user on this host have read from just these files.
+
+    Args:
+        files: The stamps of all files.
+        folder: Where the sources' sockets are; None for the user's folder.
+    """
+    folder = folder or default_folder()
+    wanted = frozenset(files)
+    found: list[Listed] = []
+    until_s = time.monotonic() + _ALL_S
+    for path in _sockets(folder):
+        if time.monotonic() >= until_s:
+            break
+        found += [each for each in _asked(path) if each.files == wanted and wanted]
+    return found
+
+
+def _sockets(folder: Path) -> Iterator[Path]:
+    try:
+        check_folder(folder / f"{_PREFIX}{_SUFFIX}")
+        with os.scandir(folder) as entries:
+            names = [each.name for each in entries if each.name.startswith(_PREFIX)]
+    except (MxError, OSError):
+        return
+    for name in sorted(names)[:_MAX_SOURCES]:
+        yield folder / name
+
+
+def _asked(path: Path) -> list[Listed]:
+    """Return what the process at a socket lists; nothing if it is not this user's."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(_ANSWER_S)
+        try:
+            sock.connect(str(path))
+        except ConnectionRefusedError:  # its process has ended
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return []
+        except OSError:
+            return []
+        if not _is_own_user(sock):
+            return []
+        try:
+            return _read(_received(sock))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return []
+
+
+def _received(sock: socket.socket) -> bytes:
+    data = bytearray()
+    until_s = time.monotonic() + _ANSWER_S
+    while part := sock.recv(1 << 16):
+        data += part
+        if len(data) > _MAX_ANSWER_BYTES or time.monotonic() > until_s:
+            raise ValueError("the list is too long")
+    return bytes(data)
+
+
+def _read(data: bytes) -> list[Listed]:
+    check_json(data)
+    found = json.loads(data)
+    if not isinstance(found, dict) or found.get("version") != 1:
+        return []
+    listed = []
+    for name, revision, identity, files in found["models"]:
+        stamps = frozenset(stamp_of(each) for each in files)
+        if all(isinstance(each, str) for each in (name, revision, identity)):
+            bytes.fromhex(identity)
+            listed.append(Listed(name, revision, identity, stamps))
+    return listed
+
+
+def stamp_of(numbers: object) -> Stamp:
+    """Return the stamp that JSON has as a list of five integers. Raises ValueError."""
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) != 5
+        or any(type(each) is not int for each in numbers)
+    ):
+        raise ValueError("a stamp is five integers")
+    device, inode, nbytes, mtime_ns, ctime_ns = numbers
+    return device, inode, nbytes, mtime_ns, ctime_ns
+
+
+def _is_own_user(sock: socket.socket) -> bool:
+    """Return True if the process at the other end is this user's: the kernel says so."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())

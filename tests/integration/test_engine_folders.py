@@ -1,0 +1,373 @@
+"""Engines whose folder has weights: a peer's are allowed only where they are known to be the same.
+
+A small engine stands for vLLM and SGLang; what it decides with is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mx
+from mx import config
+from mx.engines.replica.names import Meant, meant_by
+from mx.engines.replica.options import LoaderOptions
+from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.run import Run
+from mx.engines.replica.tensors import copy_into, slots_of
+from mx.errors import ConfigError, IntegrityError, MxError
+from mx.storage.folder_hash import identity_of, remember
+from mx.storage.folder_index import FolderIndex
+from mx.wire.same_files import sources_of
+from tests.support.daemon import daemon
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+class Plain(torch.nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(96, 96), torch.nn.Linear(96, 8)
+
+
+class _Group:
+    rank_in_group, world_size = 0, 1
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[str]:
+    with daemon(lease_s=2.0) as (_, address):
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's state folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "mx"
+
+
+def saved(folder: Path, seed: int = 0, shards: int = 1) -> Path:
+    """Save a checkpoint, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    tensors = Plain().state_dict()
+    names = sorted(tensors)
+    for number in range(shards):
+        name = "model.safetensors" if shards == 1 else f"part-{number}.safetensors"
+        part = {each: tensors[each] for each in names[number::shards]}
+        save_file(part, str(folder / name))
+    return folder
+
+
+def started(
+    called: Path | str, coordinator: str, revision: str | None = None, **options: Any
+) -> tuple[Plain, Run]:
+    """Load a model as an engine does: from peers if that is allowed, else from its folder."""
+    read = LoaderOptions.read({"coordinator": coordinator, "lend": False, **options})
+    group: Any = _Group()
+    meant = meant_by(str(called), given=read.model, revision=revision)
+    run = Run("Engine", meant, read, {}, Ranks(group, group, (0, 1)), Path(called))
+    model = Plain()
+    slots = slots_of(model, non_persistent=False)
+    try:
+        if run.choice.state:
+            loaded = False
+            try:
+                pull = run.pull(hold=False)
+                for layer in pull.layers():
+                    copy_into(slots, run.compared(layer.tensors().items()))
+                loaded = True
+            except MxError as error:
+                run.error = error
+            run.agreed(loaded)
+        if not run.choice.state:
+            for file in Path(called).glob("*.safetensors"):
+                model.load_state_dict(load_file(file), strict=False)
+        run.loaded()
+    finally:
+        run.end()
+    if run.loading.hashing is not None:
+        run.loading.hashing.join()
+    return model, run
+
+
+def loads(folder: Path) -> dict[str, torch.Tensor]:
+    """Return what is in a folder's files."""
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def equal(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> bool:
+    state = model.state_dict()
+    return all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
+
+
+def change(file: Path, at: int) -> None:
+    """Change one byte; size and time of change stay."""
+    before = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_two_folders_of_one_name(
+    coordinator: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    served, own = saved(tmp_path / "x" / "final", 1), saved(tmp_path / "y" / "final", 2)
+    with mx.serve(served, coordinator=coordinator):
+        model, run = started(own, coordinator)
+    assert equal(model, loads(own)) and not equal(model, loads(served))
+    assert run.loading.loads == {"ordinary": 1}
+    (line,) = [each.getMessage() for each in caplog.records if each.name == "engine.mx_peer"
+               if each.levelno == logging.WARNING]  # fmt: skip
+    assert str(own) in line and "final@PIN" in line and "ordinary loader takes over" in line
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_files_that_a_source_has_read(
+    coordinator: str, tmp_path: Path, shards: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under any name, and by any path: the files are the same."""
+    caplog.set_level(logging.INFO, "engine.mx_peer")
+    folder = saved(tmp_path / "folder", 3, shards)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    hard = tmp_path / "hard"
+    hard.mkdir()
+    for file in folder.iterdir():
+        os.link(file, hard / file.name)
+    with mx.serve(folder, model="any/name", coordinator=coordinator) as source:
+        for called in (folder, link, hard):
+            model, run = started(called, coordinator)
+            assert equal(model, loads(folder))
+            assert run.loading.loads == {"checkpoint": 1}, caplog.text
+            assert run.loading.identity == source.identity_hex
+        assert caplog.text.count(source.identity_hex) == 3
+        (tmp_path / "copied").mkdir()
+        for file in folder.iterdir():
+            shutil.copy2(file, tmp_path / "copied")
+        _, run = started(tmp_path / "copied", coordinator)
+        assert run.loading.loads == {"ordinary": 1}
+
+
+def test_one_changed_element_anywhere(coordinator: str, tmp_path: Path) -> None:
+    """Size and time of change are as before, and so is the inode."""
+    draw = random.Random(4)
+    folder = saved(tmp_path / "folder", 4)
+    file = folder / "model.safetensors"
+    nbytes = file.stat().st_size
+    with mx.serve(folder, coordinator=coordinator) as source:
+        _, run = started(folder, coordinator)
+        assert run.loading.loads == {"checkpoint": 1}
+        for _ in range(8):
+            change(file, nbytes - 1 - draw.randrange(4 * 96 * 96))
+            model, run = started(folder, coordinator)
+            assert run.loading.loads == {"ordinary": 1}
+            assert equal(model, loads(folder))
+    del source
+
+
+def test_a_folder_that_was_replaced(coordinator: str, tmp_path: Path) -> None:
+    folder, other = saved(tmp_path / "folder", 5), saved(tmp_path / "other", 6)
+    with mx.serve(folder, coordinator=coordinator):
+        folder.rename(tmp_path / "before")
+        other.rename(folder)
+        model, run = started(folder, coordinator)
+        assert run.loading.loads == {"ordinary": 1} and equal(model, loads(folder))
+        model, run = started(tmp_path / "before", coordinator)
+        assert run.loading.loads == {"checkpoint": 1}
+
+
+def test_a_folder_that_was_hashed_before(coordinator: str, tmp_path: Path, state: Path) -> None:
+    """The first start reads the folder, and has it hashed; the next one may take a peer's."""
+    folder = saved(tmp_path / "x" / "model", 7)
+    copied = tmp_path / "y" / "model"
+    shutil.copytree(folder, copied)
+    with mx.serve(folder, coordinator=coordinator) as source:
+        _, run = started(copied, coordinator)
+        assert run.loading.loads == {"ordinary": 1} and run.loading.hashing is not None
+        model, run = started(copied, coordinator)
+        assert run.loading.loads == {"checkpoint": 1}
+        assert run.loading.identity == source.identity_hex
+        assert equal(model, loads(folder))
+        change(
+            copied / "model.safetensors", copied.joinpath("model.safetensors").stat().st_size - 9
+        )
+        model, run = started(copied, coordinator)
+        assert run.loading.loads == {"ordinary": 1} and equal(model, loads(copied))
+
+
+def test_the_identity_of_a_folder_is_that_of_its_source(coordinator: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", 8, shards=2)
+    with mx.serve(folder, coordinator=coordinator) as source:
+        identity, stamps = identity_of(folder)
+        assert identity == source.identity_hex
+        (listed,) = sources_of(stamps)
+        assert (listed.identity, listed.name) == (identity, "model")
+        assert sources_of(stamps[:1]) == []
+    assert sources_of(stamps) == []
+
+
+def test_a_stale_entry_is_refused_by_the_sample(
+    coordinator: str, tmp_path: Path, state: Path
+) -> None:
+    """Whatever says that the weights are the same: the folder's own bytes are compared, too."""
+    folder, other = saved(tmp_path / "x" / "model", 9), saved(tmp_path / "y" / "model", 10)
+    with mx.serve(folder, coordinator=coordinator) as source:
+        assert remember(other, state)
+        _, stamps = identity_of(other)
+        assert FolderIndex(state).record(
+            stamps, source.identity_hex, max(s[4] for s in stamps) + 10**10
+        )
+        model, run = started(other, coordinator)
+        assert run.loading.loads == {"ordinary": 1}
+        assert isinstance(run.error, IntegrityError)
+        assert equal(model, loads(other))
+
+
+def test_what_the_user_says_is_believed_as_far_as_a_sample_goes(
+    coordinator: str, tmp_path: Path
+) -> None:
+    folder, other = saved(tmp_path / "x" / "model", 11), saved(tmp_path / "y" / "model", 12)
+    copied = tmp_path / "z" / "model"
+    shutil.copytree(folder, copied)
+    with mx.serve(folder, model="m", coordinator=coordinator) as source:
+        for name in ("m", source.pinned, f"m@{source.identity_hex}"):
+            _, run = started(copied, coordinator, model=name)
+            assert run.loading.loads == {"checkpoint": 1}
+        model, run = started(other, coordinator, model="m")
+        assert run.loading.loads == {"ordinary": 1} and equal(model, loads(other))
+        with pytest.raises(IntegrityError, match="is not what"):
+            started(other, coordinator, model=source.pinned)
+        model, run = started(other, coordinator, model=source.pinned, fallback=True)
+        assert run.loading.loads == {"ordinary": 1} and equal(model, loads(other))
+
+
+def test_a_pin_fails_closed(coordinator: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", 13)
+    pinned = "m@" + "ab" * 32
+    with pytest.raises(MxError):
+        started(folder, coordinator, model=pinned)
+    _, run = started(folder, coordinator, model=pinned, fallback=True)
+    assert run.loading.loads == {"ordinary": 1}
+
+
+def test_a_revision_is_honoured(coordinator: str, tmp_path: Path) -> None:
+    """A hub id with its revision means what is served under that revision."""
+    one, two = saved(tmp_path / "one", 14), saved(tmp_path / "two", 15)
+    with (
+        mx.serve(one, model="org/m", coordinator=coordinator),
+        mx.serve(two, model="org/m", revision="abc", coordinator=coordinator),
+    ):
+        for revision, folder in ((None, one), ("main", one), ("abc", two)):
+            model, run = started("org/m", coordinator, revision=revision, fallback=False)
+            assert run.loading.loads == {"checkpoint": 1} and equal(model, loads(folder))
+        model, _ = started(one, coordinator, revision="abc", model="org/m:abc", fallback=True)
+        assert equal(model, loads(one))  # the folder's own
+        with pytest.raises(ConfigError):
+            started("org/m", coordinator, revision="other", fallback=False)
+        with pytest.raises(ConfigError, match="revision"):
+            meant_by("org/m", given="org/m:abc", revision="other")
+
+
+_OTHER_USER = """
+import json, os, socket, sys
+sock = socket.socket(fileno=int(sys.argv[1]))
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+sock.listen(1)
+print("ready", flush=True)
+while True:
+    found, _ = sock.accept()
+    found.sendall(sys.argv[2].encode())
+    found.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("user", ["other", "own"])
+def test_another_users_source_is_not_asked(tmp_path: Path, user: str) -> None:
+    """The kernel says whose it is, even where its socket is in this user's folder."""
+    import json
+    import subprocess
+    import sys
+
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    stamp = (1, 2, 3, 4, 5)
+    said = json.dumps({"version": 1, "models": [["m", "main", "ab" * 32, [stamp]]]})
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(folder / "files-1.sock"))
+        code = _OTHER_USER if user == "other" else _OTHER_USER.replace("65534", "0")
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(sock.fileno()), said],
+            stdout=subprocess.PIPE,
+            pass_fds=[sock.fileno()],
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            found = sources_of([stamp], folder)
+            process.kill()
+    assert bool(found) == (user == "own")
+
+
+def test_what_is_no_list_is_ignored(tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "files-dead.sock"))
+    assert sources_of([(1, 2, 3, 4, 5)], folder) == []
+    assert not (folder / "files-dead.sock").exists()
+    folder.chmod(0o777)
+    assert sources_of([(1, 2, 3, 4, 5)], folder) == []
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777 and struct.calcsize("3i") == 12
+
+
+def test_a_folder_without_weights_is_its_name(coordinator: str, tmp_path: Path) -> None:
+    served = saved(tmp_path / "x" / "model", 16)
+    bare = tmp_path / "y" / "model"
+    bare.mkdir(parents=True)
+    (bare / "config.json").write_text("{}")
+    assert meant_by(str(bare)) == Meant(("model",), how="the name says so")
+    with mx.serve(served, coordinator=coordinator):
+        model, run = started(bare, coordinator)
+    assert run.loading.loads == {"checkpoint": 1} and equal(model, loads(served))
+
+
+def test_weights_of_another_format_are_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    found = meant_by(str(folder))
+    assert "can't be compared" in found.refused and found.folder == folder
+    assert not meant_by(str(folder), given="m").refused
+
+
+def test_settings_come_from_the_options(coordinator: str) -> None:
+    assert LoaderOptions.read({}).fallback is None
+    assert LoaderOptions.read({"fallback": False}).fallback is False
+    with pytest.raises(ConfigError, match="true or false"):
+        LoaderOptions.read({"fallback": "no"})
+    assert config.state_folder({"XDG_STATE_HOME": "relative", "HOME": "/h"}) == Path(
+        "/h/.local/state/mx"
+    )
