@@ -108,6 +108,7 @@ class Lender:
         self._watched: Mapping[str, Slot] = {}
         self._prints: Prints | None = None
         self._closing = threading.Event()
+        self._over = threading.Event()  # nothing is lent any more, nor will be
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._watchman: threading.Thread | None = None
@@ -144,6 +145,7 @@ class Lender:
                     raise
                 source = self._serve(None)  # another source brought other files
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must go on
+            self._over.set()
             if not self._closing.is_set():
                 self._not_lent(error)
             return
@@ -296,7 +298,7 @@ class Lender:
 
     def _look(self) -> None:
         wait_s = _WATCH_S
-        while not self._closing.wait(wait_s):
+        while not self._over.wait(wait_s):
             began_s = time.monotonic()
             self.look(devices=False)
             wait_s = max(_WATCH_S, (time.monotonic() - began_s) / _WATCH_PART)
@@ -370,6 +372,7 @@ class Lender:
 
     def _end(self, source: mx.Source) -> None:
         self._source = None
+        self._over.set()
         try:
             source.close()
         except Exception as error:  # noqa: BLE001 - the engine must go on
@@ -385,6 +388,7 @@ class Lender:
     def close(self) -> None:
         """End lending. Idempotent."""
         self._closing.set()
+        self._over.set()
         with self._lock:
             source = self._settled()
             if source is not None:
