@@ -49,14 +49,14 @@ def test_what_an_extension_writes_is_withdrawn_until_it_is_told(
     assert status["lending"] == "withdrawn"
     assert "model.layers.1.input_layernorm.weight was written to" in status["why"]
 
-    engine.do("call", "reload_weights", None, str(newer))
+    engine.do("call", "write_weights", file, True)
     assert engine.status()["lending"] == "lending"
     engine.do("call", "reset_weights")
     status = engine.status()
     assert status["lending"] == "withdrawn" and "reset_weights" in status["why"]
 
 
-def test_draft_update_and_what_was_lent_before_processing(
+def test_what_was_lent_before_processing_ends(
     engine: Host, checkpoint: Path, coordinator: str
 ) -> None:
     start(engine, checkpoint, "copy", worker_extension_cls=WRITES)

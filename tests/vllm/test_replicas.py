@@ -63,14 +63,21 @@ def test_second_replica_without_weights_starts_from_the_first(
     assert status["identity"] == a.status()["identity"]
 
 
+SCALED = "model.layers.1.mlp.down_proj.weight"
+
+
 def test_comparison_sees_one_scaled_weight(
     hosts: tuple[Host, Host], checkpoint: Path, reference: dict[str, Any]
 ) -> None:
-    scaled = start(hosts[1], bare(checkpoint), "m", scaled="model.layers.1.mlp.down_proj.weight")
+    scaled = start(hosts[1], bare(checkpoint), "m", scaled=SCALED)
+    assert different(scaled, reference) == {SCALED}
     assert scaled["generated"] != reference["generated"]
-    assert {
-        name for name, digest in scaled["before"].items() if reference["before"][name] != digest
-    } == {"model.layers.1.mlp.down_proj.weight"}
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Return which tensors differ before processing."""
+    assert one["before"].keys() == other["before"].keys()
+    return {name for name, digest in one["before"].items() if other["before"][name] != digest}
 
 
 def test_other_dtype_is_refused_and_the_ordinary_loader_takes_over(
@@ -202,3 +209,29 @@ def test_ranks_each_pull_their_part_and_lend_it(hosts: tuple[Host, Host], checkp
     start(b, checkpoint, "tp")
     assert b.status()["loads"] == {"ordinary": 1}
     assert "tp: 0/2 listed, 0/1 here" in b.said()
+
+
+def test_comparison_sees_what_a_source_has_scaled(
+    hosts: tuple[Host, Host], checkpoint: Path, coordinator: str, reference: dict[str, Any]
+) -> None:
+    """The same weight is multiplied at the source: of the checkpoint's, and of what the first
+    replica makes of it and lends. What arrives is compared, not what vLLM makes of it."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[SCALED] = tensors[SCALED] * 1.5
+    wrong = bare(checkpoint).with_name("scaled")
+    wrong.mkdir()
+    (wrong / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    save_file(tensors, str(wrong / "model.safetensors"), metadata={"format": "pt"})
+    a, b = hosts
+    with mx.serve(wrong, model="scaled", coordinator=coordinator):
+        one = start(a, bare(checkpoint), "scaled")
+        assert lending(a)["loads"] == {"checkpoint": 1}
+    two = start(b, bare(checkpoint), "scaled")
+    assert lending(b)["loads"] == {"loaded": 1}
+    for found in (one, two):
+        assert not same(found, reference)
+        assert different(found, reference) == {SCALED}
+        assert found["generated"] != reference["generated"]
+    assert same(one, two)
