@@ -50,6 +50,8 @@ class Loading:
         self.loads: Counter[str] = Counter()
         #: The identity of what was taken from peers, in hexadecimal; "" if nothing was.
         self.identity = ""
+        #: Whether the engine's updates are to keep linear weights as they are; see vLLM's loader.
+        self.plain = False
         #: Waits for the process that hashes the folder, if there is one.
         self.hashing: threading.Thread | None = None
 

@@ -72,7 +72,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             return super().load_model(vllm_config, model_config, prefix)
         run = self._run = self._begin(vllm_config)
         # vLLM's kernels for CPUs repack linear weights, which no other process can read then.
-        plain = PROCESSED in run.keys and processed.on_cpu()
+        plain = run.loading.plain = PROCESSED in run.keys and processed.on_cpu()
         try:
             model = None
             if run.choice.state == PROCESSED:

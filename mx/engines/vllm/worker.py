@@ -112,6 +112,13 @@ def watch(loading: Loading, vllm_config: Any) -> None:
 Call = Callable[[], Any]
 
 
+def _plainly(call: Call) -> Any:
+    from mx.engines.vllm.processed import plain_linears
+
+    with plain_linears(True):
+        return call()
+
+
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(worker: Any, *arguments: Any, **named: Any) -> Any:
@@ -119,6 +126,8 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
         call = functools.partial(original, worker, *arguments, **named)
         if watched is None:
             return call()
+        if watched.loading.plain:  # an update processes the weights as loading did
+            call = functools.partial(_plainly, call)
         return around(watched, call, *arguments, **named)
 
     return method
