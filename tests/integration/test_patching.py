@@ -104,12 +104,13 @@ def test_notes_have_a_reason(
     """Why a file did not come from peers, whatever kept it from them."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     patch(coordinator=NOWHERE, settings=settings)
-    for name, filename, more, reason in (
+    cases: tuple[tuple[str, str, dict[str, Any], str], ...] = (
         ("org/unknown", "modeling.py", {}, "code never comes from peers"),
         ("org/unknown", "x.json", {"repo_type": "dataset"}, "it is a dataset"),
         ("org/unknown", "x.json", {}, "no coordinator answers"),
         (str(tmp_path), "x.json", {}, "it is a path"),
-    ):
+    )
+    for name, filename, more, reason in cases:
         with pytest.raises(OSError) as caught:
             hub.cached_files(name, [filename], cache_dir=str(tmp_path / "cache"), **more)
         notes = getattr(caught.value, "__notes__", [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,17 +173,17 @@ def test_weights_that_are_written_past_an_update(
     engine: None, coordinator: str, tmp_path: Path
 ) -> None:
     """What SGLang's session of updates calls, and `load_weights` itself, end lending."""
+    from sglang.srt.managers.scheduler_components import weight_updater as module
+
+    updater: Any = object.__new__(module.SchedulerWeightUpdaterManager)
+    updater._session = object()  # one is open already: SGLang itself does nothing
     weights = Plain().state_dict()
     folder = bare(tmp_path / "bare")
-    calls = [
+    calls: list[Callable[[Any], object]] = [
         lambda model: model.load_weights(weights.items()),
         lambda model: model.first.weight.data.mul_(1.5),
         lambda _: updater.begin_weight_update(SimpleNamespace(selector="all")),
     ]
-    from sglang.srt.managers.scheduler_components import weight_updater as module
-
-    updater = object.__new__(module.SchedulerWeightUpdaterManager)
-    updater._session = object()  # one is open already: SGLang itself does nothing
     for number, call in enumerate(calls):
         name = f"past{number}"
         with mx.serve(weights, model=name, coordinator=coordinator, files=folder):

@@ -393,7 +393,8 @@ class Lender:
             source = self._settled()
             if source is not None:
                 self._end(source)
-            self._change, self._prints, self._watched, self._tensors = None, None, {}, {}
+            self._change = self._prints = None
+            self._watched, self._tensors = {}, {}
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
