@@ -46,6 +46,11 @@ class Lender:
     Thread-safe.
     """
 
+    _tensors: Mapping[str, torch.Tensor]
+    _watched: Mapping[str, Slot]
+    _prints: Prints | None
+    _thread: threading.Thread | None
+
     def __init__(
         self,
         slots: Mapping[str, Slot],
@@ -104,13 +109,11 @@ class Lender:
         self._past = ""  # what was written without a word of it
         self._why = ""
         self._change: AbstractContextManager[None] | None = None
-        self._tensors: Mapping[str, torch.Tensor] = {}
-        self._watched: Mapping[str, Slot] = {}
-        self._prints: Prints | None = None
+        self._tensors, self._watched, self._prints = {}, {}, None
         self._closing = threading.Event()
         self._over = threading.Event()  # nothing is lent any more, nor will be
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
+        self._thread = None
         self._watchman: threading.Thread | None = None
 
     @classmethod
