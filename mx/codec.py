@@ -24,7 +24,7 @@ from mx.core.types import (
     SourceRole,
     SourceState,
 )
-from mx.core.variant import members_of, membership, why_not_a_variant
+from mx.core.variant import FIELDS, members_of, membership, note_document, why_not_a_variant
 from mx.errors import ConfigError, ManifestError, PeerProtocolError
 from mx.units import MIB
 from mx.wire.address import split_address
@@ -374,6 +374,7 @@ def source_to_wire(
         commitment=record.commitment,
         statement=record.statement,
         by_owner=record.by_owner,
+        variant_fields=record.variant_fields,
     )
 
 
@@ -457,7 +458,22 @@ def source_from_wire(message: cpb.Source) -> SourceRecord:
         commitment=_bytes_or_none(message.commitment, COMMITMENT_BYTES, "commitment"),
         statement=_bytes_or_none(message.statement, SIGNATURE_BYTES, "statement"),
         by_owner=message.by_owner,
+        variant_fields=_variant_fields_from_wire(message),
     )
+
+
+def _variant_fields_from_wire(message: cpb.Source) -> str:
+    """Return the document of the shortened processing key that a source is registered as."""
+    document = message.variant_fields
+    if not document:
+        return ""
+    try:
+        digest = note_document(document)
+    except ConfigError as error:
+        raise _refuse(f"variant_fields: {error.message}") from None
+    if f"{FIELDS}={digest}" not in message.model.variant.split(","):
+        raise _refuse("variant_fields: of another processing key")
+    return document
 
 
 def _bytes_or_none(data: bytes, nbytes: int, what: str) -> bytes:

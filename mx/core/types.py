@@ -358,6 +358,7 @@ class SourceRecord:
     port of the endpoint's host at which the process takes an engine's requests; 0: at none.
     `commitment` and `statement` are those of a holder of the name key (`mx.core.ownership`), b"" of
     others; `by_owner` is the coordinator's: the commitment is that of the name's owner, and proved.
+    `variant_fields` is the document of a processing key that is shortened (`mx.core.variant`).
     """
 
     source_id: str
@@ -375,6 +376,7 @@ class SourceRecord:
     commitment: bytes = b""
     statement: bytes = field(default=b"", repr=False)
     by_owner: bool = False
+    variant_fields: str = ""
 
     @property
     def key(self) -> str:

@@ -7,23 +7,39 @@ canonical: the known fields in the order of `KNOWN_FIELDS`, then the others sort
 The fields `tp`, `pp` and `ep` say rank and size: `tp=0/2` is the first of two tensor-parallel
 ranks. Each is an axis of its own: the *bundle* of a key has as many ranks as the product of the
 sizes. `tp=*/2` stands for all ranks of the axis; a key in which every axis has `*` names a bundle.
+
+A key of more fields than a variant has room for (`shortened`) names the first of them, and has a
+digest of all in the field `fields`. Its *document* is the JSON of all fields: a source sends it
+with its registration, so that a reader can say which field differs. The digest proves it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from mx.core.digest import document_digest
 from mx.errors import ConfigError
 
 #: The most characters of a variant, and so of a processing key's text.
 VARIANT_CHARS = 256
+#: A key is shortened to this many, so that a field and long ranks can be added to it.
+SHORT_CHARS = 200
+#: The field of a shortened key that has the digest of all its fields.
+FIELDS = "fields"
+#: The most bytes of the document of a shortened key.
+DOCUMENT_BYTES = 4096
+_MAX_FIELDS = 64
+_DIGEST_CHARS = 32
+_MAX_DOCUMENTS = 1024
 #: The most ranks of one bundle.
 MAX_RANKS = 4096
 
@@ -125,16 +141,11 @@ class ProcessingKey:
             "dtype": dtype,
             "transformers": transformers,
         }
-        for name, value in others.items():
-            given[_NAME_ALIASES.get(name, name)] = value
-        found = {name: _value(name, v) for name, v in given.items() if v is not None and v != ""}
-        if not found:
+        self._fields = _checked({**given, **others})
+        if not self._fields:
             raise ConfigError("a processing key has at least one field", hint=_EXAMPLE)
-        known = [name for name in KNOWN_FIELDS if name in found]
-        extra = sorted(found.keys() - set(KNOWN_FIELDS))
-        self._fields = {name: found[name] for name in (*known, *extra)}
-        self._ranks = {name: _rank(name, found[name]) for name in known if name in RANK_FIELDS}
-        self._text = ",".join(f"{name}={value}" for name, value in self._fields.items())
+        self._ranks = {n: _rank(n, v) for n, v in self._fields.items() if n in RANK_FIELDS}
+        self._text = _text(self._fields)
         if len(self._text) > VARIANT_CHARS:
             raise ConfigError(
                 f"the processing key {self._text[:60]}… has {len(self._text)} characters, more "
@@ -226,6 +237,98 @@ class ProcessingKey:
         return ProcessingKey.parse, (self._text,)
 
 
+def shortened(fields: Mapping[str, object]) -> ProcessingKey:
+    """Return the key of some fields; if they are too many, one that names a few of them.
+
+    Args:
+        fields: As for `ProcessingKey`. `state`, the ranks and the known fields are always named.
+
+    Raises:
+        ConfigError: A field has a wrong value, or even the few fields are too long.
+    """
+    found = _checked(fields)
+    if len(_text(found)) <= SHORT_CHARS:
+        return ProcessingKey(**found)
+    document = _document(found)
+    if len(document.encode()) > DOCUMENT_BYTES or len(found) > _MAX_FIELDS:
+        raise ConfigError(f"a processing key has {len(found)} fields in {len(document)} characters")
+    named = {n: v for n, v in found.items() if n in (*KNOWN_FIELDS, "state")}
+    return ProcessingKey(**named, **{FIELDS: note_document(document)})
+
+
+def note_document(document: str) -> str:
+    """Keep the document of a shortened key, for `differences` and `document_of`.
+
+    Args:
+        document: The JSON of all its fields but the ranks.
+
+    Returns:
+        Its digest, as the key has it.
+
+    Raises:
+        ConfigError: It is no such document.
+    """
+    digest = document_digest(document.encode()).hex()[:_DIGEST_CHARS]
+    if digest not in _documents:
+        _documents[digest] = document, _read(document)
+        while len(_documents) > _MAX_DOCUMENTS:
+            _documents.popitem(last=False)
+    return digest
+
+
+def document_of(variant: str) -> str:
+    """Return the document of a shortened key; "" if none is known here."""
+    found = _documents.get(_fields_of_text(variant).get(FIELDS, "")) if "=" in variant else None
+    return "" if found is None else found[0]
+
+
+#: By digest the documents that were made or read here: content-addressed, and bounded.
+_documents: OrderedDict[str, tuple[str, Mapping[str, str]]] = OrderedDict()
+
+
+def _document(fields: Mapping[str, str]) -> str:
+    rest = {name: value for name, value in fields.items() if name not in RANK_FIELDS}
+    return json.dumps(rest, sort_keys=True, separators=(",", ":"))
+
+
+def _read(document: str) -> Mapping[str, str]:
+    """Return the fields of a document. Raises ConfigError."""
+    wrong = ConfigError("the document of a processing key is no JSON object of its fields")
+    if len(document.encode()) > DOCUMENT_BYTES:
+        raise wrong
+    try:
+        found = json.loads(document)
+    except (ValueError, RecursionError):
+        raise wrong from None
+    if not isinstance(found, dict) or len(found) > _MAX_FIELDS or set(found) & set(RANK_FIELDS):
+        raise wrong
+    fields = _checked(found)
+    if _document(fields) != document:
+        raise wrong
+    return fields
+
+
+def _expanded(fields: Mapping[str, str]) -> Mapping[str, str]:
+    """Return all fields of a shortened key, if its document is known; else the fields it names."""
+    known = _documents.get(fields.get(FIELDS, ""))
+    if known is None:
+        return fields
+    return {**known[1], **{name: value for name, value in fields.items() if name != FIELDS}}
+
+
+def _checked(given: Mapping[str, object]) -> dict[str, str]:
+    """Return fields as the canonical text has them, in its order. Raises ConfigError."""
+    named = {_NAME_ALIASES.get(name, name): value for name, value in given.items()}
+    found = {name: _value(name, v) for name, v in named.items() if v is not None and v != ""}
+    known = [name for name in KNOWN_FIELDS if name in found]
+    extra = sorted(found.keys() - set(KNOWN_FIELDS))
+    return {name: found[name] for name in (*known, *extra)}
+
+
+def _text(fields: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
 def canonical_variant(variant: str | ProcessingKey) -> str:
     """Return a variant's text as `ModelKey.variant` has it: a key's canonical text, or the word.
 
@@ -310,6 +413,8 @@ def members_of(bundle: str) -> Iterator[str]:
 def differences(first: str | ProcessingKey, second: str | ProcessingKey) -> tuple[Difference, ...]:
     """Return the fields in which two variants differ, in the order of a key's text.
 
+    Of a shortened key all fields are compared where its document is known.
+
     Args:
         first: A key, its text, or a plain word, which counts as a field named `variant`.
         second: Another.
@@ -318,6 +423,9 @@ def differences(first: str | ProcessingKey, second: str | ProcessingKey) -> tupl
         ConfigError: One of them is a malformed key.
     """
     here, there = _fields_of(first), _fields_of(second)
+    full = _expanded(here), _expanded(there)
+    if not any(FIELDS in each for each in full):
+        here, there = full
     extra = sorted((here.keys() | there.keys()) - set(KNOWN_FIELDS))
     return tuple(
         Difference(name, here.get(name, ""), there.get(name, ""))

@@ -23,6 +23,7 @@ from mx.core.types import (
     SourceState,
     TableRow,
 )
+from mx.core.variant import document_of
 from mx.errors import ConfigError
 from mx.memory.arena import MemfdArena
 from mx.memory.arrays import Array
@@ -182,6 +183,7 @@ class HeldModel:
                 payload_nbytes=self.manifest.layout.payload_nbytes if self.scattered else 0,
             ),
             transports=tuple(transports),
+            variant_fields=document_of(self.key.variant),
             role=self.role,
             state=state,
         )

@@ -6,6 +6,7 @@ import logging
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.utils import hub
 
 from mx import config
 from mx.engines.transformers import patch, unpatch
+from mx.engines.transformers.loads import begin
 from mx.engines.transformers.lookup import Lookup
 from mx.errors import ConfigError
 
@@ -83,16 +85,51 @@ def test_an_unknown_version_is_told(
     assert replaced() == before
 
 
+@pytest.mark.parametrize("name", ["transformers.models.late", "peft.utils.late", "program"])
 def test_modules_that_were_imported_meanwhile_get_it_back(
-    settings: config.Settings, monkeypatch: pytest.MonkeyPatch
+    settings: config.Settings, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    before = hub.cached_files
+    before = hub.cached_files, safetensors.safe_open
     patch(coordinator=NOWHERE, settings=settings)
-    late = types.ModuleType("transformers.models.late")
-    vars(late)["cached_files"] = hub.cached_files
+    late = types.ModuleType(name)
+    vars(late)["cached_files"], vars(late)["opened"] = hub.cached_files, safetensors.safe_open
     monkeypatch.setitem(sys.modules, late.__name__, late)
     unpatch()
-    assert vars(late)["cached_files"] is before
+    assert (vars(late)["cached_files"], vars(late)["opened"]) == before
+
+
+def test_notes_have_a_reason(
+    settings: config.Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Why a file did not come from peers, whatever kept it from them."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    patch(coordinator=NOWHERE, settings=settings)
+    cases: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+        ("org/unknown", "modeling.py", {}, "code never comes from peers"),
+        ("org/unknown", "x.json", {"repo_type": "dataset"}, "it is a dataset"),
+        ("org/unknown", "x.json", {}, "no coordinator answers"),
+        (str(tmp_path), "x.json", {}, "it is a path"),
+    )
+    for name, filename, more, reason in cases:
+        with pytest.raises(OSError) as caught:
+            hub.cached_files(name, [filename], cache_dir=str(tmp_path / "cache"), **more)
+        notes = getattr(caught.value, "__notes__", [])
+        assert len(notes) == 1 and reason in notes[0]
+    with pytest.raises(OSError) as caught:
+        transformers.AutoModel.from_pretrained(
+            "org/unknown", trust_remote_code=True, local_files_only=True
+        )
+    assert "code never comes from peers" in "".join(getattr(caught.value, "__notes__", []))
+
+
+def test_a_part_on_disk_is_left_to_transformers(settings: config.Settings) -> None:
+    """accelerate reads it from the checkpoint's file again, whenever it is needed."""
+    lookup = Lookup(settings, NOWHERE)
+    for more in ({}, {"torch_dtype": "float32"}, {"dtype": "auto"}):
+        kwargs = {"device_map": {"model": "cpu", "lm_head": "disk"}, **more}
+        found, reason = begin(lookup, transformers.LlamaForCausalLM, "org/x", (), kwargs, "5.23.0")
+        assert found is None and "`device_map` leaves a part on disk" in reason
+    lookup.close()
 
 
 @pytest.mark.parametrize("kind", ["AutoConfig", "AutoModel", "AutoTokenizer", "AutoProcessor"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,3 +121,78 @@ def test_ordinary_loader_takes_over(
 def test_other_configurations_are_left_alone(engine: None) -> None:
     found = loaders.get_model_loader(loaders.LoadConfig())
     assert type(found) is loaders.DefaultModelLoader
+
+
+def test_after_a_failed_load_sglang_is_as_it_was(
+    engine: None, coordinator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source has a tensor that the model can't take, which is seen while the model is filled:
+    the ordinary loader's model is the second, and the first is in no registry."""
+    from safetensors.torch import load_file, save_file
+    from sglang.srt.layers.rotary_embedding import factory
+
+    ropes: dict[Any, Any] = factory._ROPE_DICT
+    built: list[Plain] = []
+    states: list[torch.Tensor] = []
+
+    def build(*_: object, **__: object) -> Plain:
+        states.append(torch.get_rng_state())
+        model = Plain()
+        model.rope = ropes.setdefault("test", torch.nn.Linear(8, 8))  # as layers share it
+        built.append(model)
+        return model
+
+    monkeypatch.setattr(loaders, "_initialize_model", build)
+    monkeypatch.setattr(
+        loaders.DefaultModelLoader,
+        "_get_weights_iterator",
+        lambda _, source: iter(load_file(Path(source.model_or_path, "model.safetensors")).items()),
+    )
+    weights = Plain().state_dict()
+    folder = bare(tmp_path / "whole")
+    save_file(weights, str(folder / "model.safetensors"))
+    before = dict(ropes)
+    try:
+        more = {**weights, "third.weight": torch.zeros(8)}
+        with mx.serve(more, model="more", coordinator=coordinator):
+            model = load(folder, coordinator, model="more")
+        loading = ours._loadings[-1]
+        assert loading.loads == {"ordinary": 1} and model is built[1]
+        assert built[1].rope is not built[0].rope and ropes["test"] is built[1].rope
+        assert {name for name in ropes if name not in before} == {"test"}
+        assert torch.equal(states[0], states[1])
+        for name, tensor in weights.items():
+            assert torch.equal(model.state_dict()[name], tensor)
+        assert loading.lender is not None
+        loading.lender.close()
+    finally:
+        ropes.pop("test", None)
+
+
+def test_weights_that_are_written_past_an_update(
+    engine: None, coordinator: str, tmp_path: Path
+) -> None:
+    """What SGLang's session of updates calls, and `load_weights` itself, end lending."""
+    from sglang.srt.managers.scheduler_components import weight_updater as module
+
+    updater: Any = object.__new__(module.SchedulerWeightUpdaterManager)
+    updater._session = object()  # one is open already: SGLang itself does nothing
+    weights = Plain().state_dict()
+    folder = bare(tmp_path / "bare")
+    calls: list[Callable[[Any], object]] = [
+        lambda model: model.load_weights(weights.items()),
+        lambda model: model.first.weight.data.mul_(1.5),
+        lambda _: updater.begin_weight_update(SimpleNamespace(selector="all")),
+    ]
+    for number, call in enumerate(calls):
+        name = f"past{number}"
+        with mx.serve(weights, model=name, coordinator=coordinator, files=folder):
+            model = load(folder, coordinator, model=name)
+        lender = ours._loadings[-1].lender
+        assert lender is not None and lender.state == "lending"
+        call(model)
+        until_s = time.monotonic() + 60
+        while lender.state == "lending" and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert lender.state == "withdrawn" and "has changed it since" in lender.why
+        lender.close()

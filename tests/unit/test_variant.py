@@ -15,15 +15,19 @@ from mx.core.reference import parse_reference
 from mx.core.types import ModelKey
 from mx.core.variant import (
     MAX_RANKS,
+    SHORT_CHARS,
     VARIANT_CHARS,
     Difference,
     ProcessingKey,
     Rank,
     canonical_variant,
     differences,
+    document_of,
     members_of,
     membership,
     nearest,
+    note_document,
+    shortened,
     why_not_a_variant,
 )
 from mx.errors import ConfigError
@@ -214,3 +218,37 @@ def test_one_variant_may_be_written_in_several_ways() -> None:
     with pytest.raises(ConfigError, match="names the variant"):
         parse_reference("llama[tp=0/2]", variant="tp=1/2")
     assert why_not_a_variant("dtype=bf16,tp=0/2") is not None  # on the wire only one is
+
+
+MANY: dict[str, object] = {
+    "engine": "vllm",
+    "version": "0.32.0",
+    "tp": (0, 2),
+    "quantization": "compressed-tensors",
+    "dtype": "torch.bfloat16",
+    "transformers": "5.19.0",
+    "arch": "+".join(["Qwen3MoeForCausalLM"] * 6),
+    "config": "0123abcd",
+    "quant_config": "4567cdef",
+    "device": "cuda-9.0",
+    "state": "processed",
+}
+
+
+def test_a_key_of_many_fields_is_shortened_and_says_which_field_differs() -> None:
+    one, other = shortened(MANY), shortened({**MANY, "device": "cuda-8.0"})
+    assert len(str(one)) <= SHORT_CHARS and why_not_a_variant(str(one)) is None
+    assert [d.field for d in differences(one, other)] == ["device"]
+    assert one.bundle == shortened({**MANY, "tp": (1, 2)}).bundle
+    few = {"engine": "vllm", "tp": (0, 1)}
+    assert shortened(few) == ProcessingKey(**few)  # type: ignore[arg-type]
+
+
+def test_a_document_is_of_its_key_or_refused() -> None:
+    document = document_of(str(shortened(MANY)))
+    assert note_document(document) == shortened(MANY)["fields"]
+    nested = "[" * 2000
+    for wrong in ("", "[]", "{}x", document + " ", nested, '{"tp":"0/2"}', '{"a":"' + "b" * 5000):
+        with pytest.raises(ConfigError, match="document of a processing key"):
+            note_document(wrong)
+    assert document_of("checkpoint") == document_of("engine=vllm") == ""

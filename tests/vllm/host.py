@@ -6,6 +6,7 @@ import takes most of an engine's start: one process for many engines saves it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -13,9 +14,11 @@ import os
 import sys
 import traceback
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 
 PROMPT = [5, 9, 3, 7]
@@ -31,6 +34,51 @@ def digest(tensor: Any) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
 
 
+class FakeGpu:
+    """A platform of vLLM's that says what CUDA's says of an H100, and computes on the CPU."""
+
+    device_type = device_name = "cuda"
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def get_device_capability(self, device_id: int = 0) -> Any:
+        from vllm.platforms.interface import DeviceCapability
+
+        return DeviceCapability(major=9, minor=0)
+
+
+def on_fake_gpu() -> contextlib.ExitStack:
+    """Have vLLM's loaders and linear layers believe that they are on a GPU until it is closed."""
+    from vllm import platforms
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from mx.engines.vllm.loader import MxPeerLoader
+
+    fake, stack = FakeGpu(platforms.current_platform), contextlib.ExitStack()
+    for module in (linear, utils, vocab_parallel_embedding):
+        stack.enter_context(mock.patch.object(module, "current_platform", fake))
+    for loader in (DefaultModelLoader, MxPeerLoader):
+        original = loader.load_model
+
+        def load_model(*given: Any, original: Any = original, **named: Any) -> Any:
+            with mock.patch.object(platforms, "current_platform", fake, create=True):
+                return original(*given, **named)
+
+        stack.enter_context(mock.patch.object(loader, "load_model", load_model))
+    return stack
+
+
 class Host:
     """One engine at a time, in this process."""
 
@@ -38,6 +86,7 @@ class Host:
         self.llm: Any = None
         self.before: dict[str, str] = {}
         self.scaled = ""
+        self.platform = contextlib.ExitStack()
         self._record()
 
     def _record(self) -> None:
@@ -55,11 +104,15 @@ class Host:
 
         base_loader.process_weights_after_loading = hashed
 
-    def start(self, model: str, scaled: str = "", **options: Any) -> dict[str, Any]:
+    def start(
+        self, model: str, scaled: str = "", gpu: bool = False, **options: Any
+    ) -> dict[str, Any]:
         """Start an engine, and return what it computes with, and what it lends."""
         from vllm import LLM
 
         self.stop()
+        if gpu:
+            self.platform = on_fake_gpu()
         self.scaled, self.before = scaled, {}
         ranks = int(options.get("tensor_parallel_size", 1))
         if ranks > 1:  # in processes of their own, on a core each
@@ -107,6 +160,7 @@ class Host:
 
     def stop(self) -> None:
         """End the engine."""
+        self.platform.close()
         if self.llm is None:
             return
         self.llm.llm_engine.engine_core.shutdown()

@@ -7,9 +7,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import mx
+
+#: A source that gives a checkpoint so slowly that it can be killed meanwhile.
+SLOW_SOURCE = """
+import sys, mx
+source = mx.serve(sys.argv[1], model=sys.argv[2], coordinator=sys.argv[3], max_bandwidth="1MB/s")
+source.wait()
+"""
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,3 +118,53 @@ def host(coordinator: str, log: Path, **environment: str) -> Iterator[Host]:
         yield found
     finally:
         found.close()
+
+
+def start(where: Host, model: Path | str, name: str, **options: Any) -> dict[str, Any]:
+    """Start an engine that loads by mx."""
+    extra = {"model": name, **options.pop("extra", {})}
+    found: dict[str, Any] = where.do(
+        "start", str(model), model_loader_extra_config=extra, **options
+    )
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return True if two engines had the same tensors before processing, and generate the same."""
+    return bool(one["before"] == other["before"] and one["generated"] == other["generated"])
+
+
+def lending(where: Host) -> dict[str, Any]:
+    """Wait until an engine lends, and return its status."""
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        status = where.status()
+        if status["lending"] != "starting":
+            return status
+        time.sleep(0.1)
+    raise AssertionError(f"it does not lend: {status}")
+
+
+def wait_for(true: Any) -> None:
+    until_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def killed_in_mid_load(
+    where: Host,
+    source: subprocess.Popen[str],
+    model: Path,
+    name: str,
+    coordinator: str,
+    **options: Any,
+) -> dict[str, Any]:
+    """Start an engine, kill its source once it reads from it, and return what it loaded then."""
+    wait_for(lambda: mx.list_sources(name, coordinator=coordinator))
+    extra = {"model": name, "transport": "tcp", **options.pop("extra", {})}
+    where.begin("start", str(model), model_loader_extra_config=extra, **options)
+    wait_for(lambda: any(s.readers for s in mx.list_sources(name, coordinator=coordinator)))
+    source.kill()
+    found: dict[str, Any] = where.end()
+    return found

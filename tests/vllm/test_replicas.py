@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,18 @@ import mx
 from mx import config
 from tests.support.daemon import ended, python
 from tests.vllm.conftest import bare, write_checkpoint
-from tests.vllm.hosts import EngineError, Host, host
+from tests.vllm.hosts import (
+    SLOW_SOURCE,
+    EngineError,
+    Host,
+    host,
+    lending,
+    same,
+    start,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
-
-SLOW_SOURCE = """
-import sys, mx
-source = mx.serve(sys.argv[1], model=sys.argv[2], coordinator=sys.argv[3], max_bandwidth="1MB/s")
-source.wait()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -37,31 +39,6 @@ def reference(hosts: tuple[Host, Host], checkpoint: Path) -> dict[str, Any]:
     found: dict[str, Any] = hosts[0].do("start", str(checkpoint), load_format="auto")
     assert len(found["before"]) > 30 and len(found["generated"]) == 64
     return found
-
-
-def start(where: Host, model: Path | str, name: str, **options: Any) -> dict[str, Any]:
-    """Start an engine that loads by mx."""
-    extra = {"model": name, **options.pop("extra", {})}
-    found: dict[str, Any] = where.do(
-        "start", str(model), model_loader_extra_config=extra, **options
-    )
-    return found
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if two engines had the same tensors before processing, and generate the same."""
-    return bool(one["before"] == other["before"] and one["generated"] == other["generated"])
-
-
-def lending(where: Host) -> dict[str, Any]:
-    """Wait until an engine lends, and return its status."""
-    until_s = time.monotonic() + 60
-    while time.monotonic() < until_s:
-        status = where.status()
-        if status["lending"] != "starting":
-            return status
-        time.sleep(0.1)
-    raise AssertionError(f"it does not lend: {status}")
 
 
 def settings_for(coordinator: str) -> config.Settings:
@@ -86,14 +63,21 @@ def test_second_replica_without_weights_starts_from_the_first(
     assert status["identity"] == a.status()["identity"]
 
 
+SCALED = "model.layers.1.mlp.down_proj.weight"
+
+
 def test_comparison_sees_one_scaled_weight(
     hosts: tuple[Host, Host], checkpoint: Path, reference: dict[str, Any]
 ) -> None:
-    scaled = start(hosts[1], bare(checkpoint), "m", scaled="model.layers.1.mlp.down_proj.weight")
+    scaled = start(hosts[1], bare(checkpoint), "m", scaled=SCALED)
+    assert different(scaled, reference) == {SCALED}
     assert scaled["generated"] != reference["generated"]
-    assert {
-        name for name, digest in scaled["before"].items() if reference["before"][name] != digest
-    } == {"model.layers.1.mlp.down_proj.weight"}
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Return which tensors differ before processing."""
+    assert one["before"].keys() == other["before"].keys()
+    return {name for name, digest in one["before"].items() if other["before"][name] != digest}
 
 
 def test_other_dtype_is_refused_and_the_ordinary_loader_takes_over(
@@ -138,13 +122,6 @@ def test_source_killed_in_mid_load(
             else:
                 with pytest.raises(EngineError, match="IncompleteError"):
                     b.end()
-
-
-def wait_for(true: Any) -> None:
-    until_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
 
 
 def test_weights_of_another_shape(
@@ -232,3 +209,29 @@ def test_ranks_each_pull_their_part_and_lend_it(hosts: tuple[Host, Host], checkp
     start(b, checkpoint, "tp")
     assert b.status()["loads"] == {"ordinary": 1}
     assert "tp: 0/2 listed, 0/1 here" in b.said()
+
+
+def test_comparison_sees_what_a_source_has_scaled(
+    hosts: tuple[Host, Host], checkpoint: Path, coordinator: str, reference: dict[str, Any]
+) -> None:
+    """The same weight is multiplied at the source: of the checkpoint's, and of what the first
+    replica makes of it and lends. What arrives is compared, not what vLLM makes of it."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[SCALED] = tensors[SCALED] * 1.5
+    wrong = bare(checkpoint).with_name("scaled")
+    wrong.mkdir()
+    (wrong / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    save_file(tensors, str(wrong / "model.safetensors"), metadata={"format": "pt"})
+    a, b = hosts
+    with mx.serve(wrong, model="scaled", coordinator=coordinator):
+        one = start(a, bare(checkpoint), "scaled")
+        assert lending(a)["loads"] == {"checkpoint": 1}
+    two = start(b, bare(checkpoint), "scaled")
+    assert lending(b)["loads"] == {"loaded": 1}
+    for found in (one, two):
+        assert not same(found, reference)
+        assert different(found, reference) == {SCALED}
+        assert found["generated"] != reference["generated"]
+    assert same(one, two)

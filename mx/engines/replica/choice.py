@@ -93,6 +93,7 @@ def look(
     except UnknownModelError:
         bundles = []
     listed = mx.list_models(coordinator=coordinator, settings=settings)
+    # What a shortened key has is known once its sources are, too: see `variant.differences`.
     sources = mx.list_sources(name, coordinator=coordinator, settings=settings)
     if pin:
         pin = pin.lower()

@@ -1,27 +1,37 @@
-"""Lends what an engine's model holds, and withdraws it while the engine changes it."""
+"""Lends what an engine's model holds, and withdraws it while the engine changes it.
+
+The engine says when it changes its weights: `withdraw` and `restore`. What it does not say is
+noticed at the model (`Lender.watch`): then the weights stay withdrawn until the engine says that it
+has changed them, since they may be half written.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import mx
 from mx.core.variant import ProcessingKey
+from mx.engines.replica.logs import logger_of
 from mx.engines.replica.options import LoaderOptions
-from mx.engines.replica.tensors import LiveTensors, Slot, plain
-from mx.errors import BindingError, MxError
+from mx.engines.replica.tensors import LiveTensors, Slot, plain, slots_of
+from mx.engines.replica.written import Prints
+from mx.errors import BindingError
 from mx.log import event
-
-log = logging.getLogger(__name__)
 
 #: The reason of a change that leaves the tensors as they were.
 ASLEEP = "sleep"
+#: How often samples of the weights are compared, and the part of a core that this may take.
+_WATCH_S, _WATCH_PART = 1.0, 0.01
 
 
 class _FailedError(Exception):
@@ -31,9 +41,15 @@ class _FailedError(Exception):
 class Lender:
     """Lends one model's tensors. Its errors are logged, never raised: they must not stop an engine.
 
-    Host tensors are lent where they are, and those of other devices as copies in host memory. Each
-    is hashed first, on a thread of its own. `close` ends it. Thread-safe.
+    Host tensors are lent where they are, and those of other devices as copies in host memory, made
+    on the engine's thread. Each is hashed first, on a thread of its own. `close` ends it.
+    Thread-safe.
     """
+
+    _tensors: Mapping[str, torch.Tensor]
+    _watched: Mapping[str, Slot]
+    _prints: Prints | None
+    _thread: threading.Thread | None
 
     def __init__(
         self,
@@ -42,6 +58,7 @@ class Lender:
         key: ProcessingKey,
         options: LoaderOptions,
         *,
+        engine: str = "vLLM",
         revision: str = "",
         files: Path | None = None,
         before_processing: bool = False,
@@ -53,34 +70,56 @@ class Lender:
             name: The model's name.
             key: Its variant.
             options: The coordinator, and the bounds of what is given.
+            engine: Whose logger has the messages.
             revision: The revision to lend it as, "" for the default one.
             files: A folder with the model's configuration and tokenizer, to travel along.
             before_processing: Whether the engine is going to replace these tensors by others. Then
                 they are copied, before this returns, and the copy ends with the engine's first
                 change.
         """
-        self.key = key
+        self._set_up(key, options, engine, copied=before_processing)
         self._name, self._revision, self._files = name, revision, files
-        self._options, self._copied = options, before_processing
         self._live = LiveTensors(slots)
-        self._tensors: Mapping[str, torch.Tensor] = self._live
-        self._source: mx.Source | None = None
-        self._kept: contextlib.ExitStack | None = None
-        self._reasons: set[str] = set()
-        self._spoilt = False  # by a change that failed half-way
-        self._change: AbstractContextManager[None] | None = None
-        self._closing = threading.Event()
-        self._lock = threading.RLock()
-        self.why = ""
-        self._thread: threading.Thread | None = None
+        self._tensors = self._live
+        try:
+            if before_processing:
+                self._tensors = {n: t.cpu() for n, t in self._live.items()}
+            else:
+                self._watched = slots
+                self._prints = Prints(slots)  # before it is hashed: what changes later is noticed
+                self._tensors = _on_host(self._live)
+        except Exception as error:  # noqa: BLE001 - of the engine's tensors; it must go on
+            self._not_lent(error)
+            return
         if before_processing:
             self._begin()
         else:
             self._thread = threading.Thread(target=self._begin, name="mx-lend", daemon=True)
             self._thread.start()
 
+    def _set_up(
+        self, key: ProcessingKey, options: LoaderOptions, engine: str, *, copied: bool
+    ) -> None:
+        self.key = key
+        self._options, self._copied, self._log = options, copied, logger_of(engine)
+        self._source: mx.Source | None = None
+        self._kept = contextlib.ExitStack()
+        self._reasons: set[str] = set()
+        self._spoilt = False  # by a change that failed half-way
+        self._past = ""  # what was written without a word of it
+        self._why = ""
+        self._change: AbstractContextManager[None] | None = None
+        self._tensors, self._watched, self._prints = {}, {}, None
+        self._closing = threading.Event()
+        self._over = threading.Event()  # nothing is lent any more, nor will be
+        self._lock = threading.RLock()
+        self._thread = None
+        self._watchman: threading.Thread | None = None
+
     @classmethod
-    def of_pull(cls, pull: mx.Pull, key: ProcessingKey, options: LoaderOptions) -> Lender:
+    def of_pull(
+        cls, pull: mx.Pull, key: ProcessingKey, options: LoaderOptions, *, engine: str = "vLLM"
+    ) -> Lender:
         """Return the lender of a pull made with `hold=True`, whose memory it goes on giving until
         the engine's first change. It closes the pull.
 
@@ -88,44 +127,39 @@ class Lender:
             pull: The pull, which has ended.
             key: Its variant.
             options: As for a lender.
+            engine: As for a lender.
         """
         lender = cls.__new__(cls)
-        lender.key, lender._options, lender._copied = key, options, True
-        lender._source, lender._thread, lender._change = None, None, None
-        lender._reasons, lender._spoilt, lender._closing = set(), False, threading.Event()
-        lender._lock, lender.why = threading.RLock(), ""
-        lender._kept = contextlib.ExitStack()
+        lender._set_up(key, options, engine, copied=True)
         lender._kept.callback(pull.close)
         try:
             lender._source = pull.hold()
-        except MxError as error:
+        except Exception as error:  # noqa: BLE001 - the engine must go on
             lender._not_lent(error)
-            lender._kept.close()
+            lender._let_go()
         return lender
 
     def _begin(self) -> None:
         try:
-            if not self._copied:
-                self._tensors = _on_host(self._live)
             try:
                 source = self._serve(self._files)
             except BindingError:
                 if self._files is None:
                     raise
                 source = self._serve(None)  # another source brought other files
-        except MxError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine must go on
+            self._over.set()
             if not self._closing.is_set():
                 self._not_lent(error)
             return
-        except Exception as error:  # noqa: BLE001 - of the engine's tensors; it must go on
-            self._not_lent(error)
-            return
         self._source = source
-        event(log, "engine.lending", model=str(source.model), source=source.endpoint)
+        if self._copied:
+            self._tensors = {}
+        event(self._log, "engine.lending", model=str(source.model), source=source.endpoint)
 
     def _serve(self, files: Path | None) -> mx.Source:
         return mx.serve(
-            self._tensors if not self._copied else {n: t.cpu() for n, t in self._live.items()},
+            self._tensors,
             model=self._name,
             revision=self._revision,
             variant=self.key,
@@ -138,13 +172,13 @@ class Lender:
         )
 
     def _not_lent(self, error: Exception) -> None:
-        self.why = str(error)
+        self._why = str(error) or type(error).__name__
         event(
-            log,
+            self._log,
             "engine.not_lent",
             level=logging.WARNING,
             variant=str(self.key),
-            text=f"{error}; the engine goes on, and lends nothing to other replicas",
+            text=f"{self._why}; the engine goes on, and lends nothing to other replicas",
         )
 
     def _settled(self) -> mx.Source | None:
@@ -166,7 +200,15 @@ class Lender:
         if self._reasons:
             return "changing"
         source = self._source
-        return "withdrawn" if source is None or source.withdrawn else "lending"
+        return "withdrawn" if source is None or self._past or source.withdrawn else "lending"
+
+    @property
+    def why(self) -> str:
+        """Why nothing is lent, or ""."""
+        source = self._source
+        if self._reasons:
+            return f"{' and '.join(sorted(self._reasons))} has not ended"
+        return self._past or (source.withdrawn if source is not None else "") or self._why
 
     def withdraw(self, reason: str) -> None:
         """Give the tensors to no reader from now on, since the engine is about to change them.
@@ -182,21 +224,27 @@ class Lender:
             if source is None:
                 return
             if self._copied:
-                self.why = f"it was the state before processing, and {reason} has changed it since"
-                self._end(source)
-                event(log, "engine.withdrawn", model=str(source.model), text=self.why)
+                self._end_copy(source, reason)
                 return
             self._reasons.add(reason)
-            if self._change is not None:
-                return
+            self._enter(source)
+
+    def _enter(self, source: mx.Source) -> None:
+        if self._change is not None:
+            return
+        try:
             change = source.changing()
-            try:
-                change.__enter__()
-                self._change = change
-            except MxError as error:
-                self._not_lent(error)
-                self._reasons.clear()
-                self._end(source)
+            change.__enter__()
+            self._change = change
+        except Exception as error:  # noqa: BLE001 - the engine must go on
+            self._not_lent(error)
+            self._reasons.clear()
+            self._end(source)
+
+    def _end_copy(self, source: mx.Source, reason: str) -> None:
+        self._why = f"it was the state before processing, and {reason} has changed it since"
+        self._end(source)
+        event(self._log, "engine.withdrawn", model=str(source.model), text=self._why)
 
     def restore(self, reason: str, *, failed: bool = False) -> None:
         """Lend the tensors again, as they are now, once each reason has ended.
@@ -210,8 +258,10 @@ class Lender:
             self._reasons.discard(reason)
             if failed or reason != ASLEEP:
                 self._spoilt = failed
+            if not failed and reason != ASLEEP:
+                self._past = ""
             change, source = self._change, self._source
-            if self._reasons or change is None or source is None:
+            if self._reasons or self._past or change is None or source is None:
                 return
             self._change = None
             try:
@@ -220,12 +270,84 @@ class Lender:
                     with contextlib.suppress(_FailedError):
                         change.__exit__(_FailedError, error, None)
                 else:
+                    self._prints = Prints(self._watched)
                     self._refresh()
                     change.__exit__(None, None, None)
-            except MxError as error:
+                self._why = ""
+            except Exception as error:  # noqa: BLE001 - the engine must go on
                 self._not_lent(error)
+
+    # -- what the engine does not say -------------------------------------------------------------
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Notice what is written to a model that the engine does not say: its `load_weights` is
+        called outside of an update, or samples of its weights are others than they were.
+
+        Args:
+            model: The model, as the engine computes with it.
+        """
+        try:
+            with self._lock:
+                if not self._watched:
+                    found = slots_of(model, non_persistent=False)
+                    self._watched = {name: slot for name, slot in found.items() if slot.parameter}
+                    self._prints = Prints(self._watched)
+            _watch_load_weights(model, self)
+        except Exception as error:  # noqa: BLE001 - the engine must go on
+            self._log.warning("writes to the weights may not be noticed: %s", error)
+            return
+        self._watchman = threading.Thread(target=self._look, name="mx-watch", daemon=True)
+        self._watchman.start()
+
+    def _look(self) -> None:
+        wait_s = _WATCH_S
+        while not self._over.wait(wait_s):
+            began_s = time.monotonic()
+            self.look(devices=False)
+            wait_s = max(_WATCH_S, (time.monotonic() - began_s) / _WATCH_PART)
+
+    def look(self, *, devices: bool) -> None:
+        """Compare the weights with what they were, and withdraw them if they were written to.
+
+        Args:
+            devices: Whether to read those of devices, too: only on the engine's own thread, since
+                it may be capturing graphs.
+        """
+        with self._lock:
+            if self.state != "lending" or self._prints is None:
                 return
-            self.why = source.withdrawn
+            try:
+                found = self._prints.written(devices=devices)
+            except Exception as error:  # noqa: BLE001 - the engine frees memory as it likes
+                found = f"its weights can't be read any more: {error}"
+            if found:
+                self.written(found)
+
+    def written(self, what: str) -> None:
+        """Withdraw the tensors, since they are or were written to outside of a change that the
+        engine announced. Does nothing inside one.
+
+        Args:
+            what: What was found, or was called.
+        """
+        with self._lock:
+            if self._reasons or self._past:
+                return
+            source = self._settled()
+            if source is None:
+                return
+            if self._copied:
+                self._end_copy(source, f"something ({what})")
+                return
+            self._past = f"{what} outside of an update; the next update lends the weights again"
+            event(
+                self._log,
+                "engine.withdrawn",
+                level=logging.WARNING,
+                model=str(source.model),
+                text=self._past,
+            )
+            self._enter(source)
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -253,21 +375,29 @@ class Lender:
 
     def _end(self, source: mx.Source) -> None:
         self._source = None
+        self._over.set()
         try:
             source.close()
-            if self._kept is not None:
-                self._kept.close()
-        except MxError as error:
-            log.warning("a source did not close: %s", error)
+        except Exception as error:  # noqa: BLE001 - the engine must go on
+            self._log.warning("a source did not close: %s", error)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        try:
+            self._kept.close()
+        except Exception as error:  # noqa: BLE001 - the engine must go on
+            self._log.warning("a pull did not close: %s", error)
 
     def close(self) -> None:
         """End lending. Idempotent."""
         self._closing.set()
+        self._over.set()
         with self._lock:
             source = self._settled()
             if source is not None:
                 self._end(source)
-            self._change = None
+            self._change = self._prints = None
+            self._watched, self._tensors = {}, {}
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -286,3 +416,17 @@ def _on_host(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
                 copy = copies[place] = plain(tensor).cpu()
             found[name] = copy
     return found
+
+
+def _watch_load_weights(model: Any, lender: Lender) -> None:
+    """Have a model tell its lender of each call of its `load_weights`, before it writes."""
+    original = getattr(model, "load_weights", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def load_weights(*arguments: Any, **named: Any) -> Any:
+        lender.written("the model's `load_weights` was called")
+        return original(*arguments, **named)
+
+    model.load_weights = load_weights

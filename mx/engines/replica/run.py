@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +21,7 @@ from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice as choices
 from mx.engines.replica.choice import CHECKPOINT, Choice
 from mx.engines.replica.lender import Lender
+from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import Meant
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
@@ -46,8 +49,25 @@ class Loading:
         self.loads: Counter[str] = Counter()
         #: The identity of what was taken from peers, in hexadecimal; "" if nothing was.
         self.identity = ""
+        #: Whether the engine's updates are to keep linear weights as they are; see vLLM's loader.
+        self.plain = False
         #: Waits for the process that hashes the folder, if there is one.
         self.hashing: threading.Thread | None = None
+
+    def status(self) -> dict[str, object]:
+        """Return what `mx.engines.vllm.status` says that it returns."""
+        lender = self.lender
+        source = None if lender is None else lender.source
+        return {
+            "model": self.name,
+            "variant": "" if lender is None else str(lender.key),
+            "loads": dict(self.loads),
+            "refused": self.refused,
+            "lending": "off" if lender is None else lender.state,
+            "revision": "" if source is None else source.model.revision,
+            "identity": "" if source is None else source.identity_hex,
+            "why": "" if lender is None else lender.why,
+        }
 
 
 class Run:
@@ -85,8 +105,7 @@ class Run:
         self.error: Exception | None = None
         #: The state that this rank is going to lend, or "".
         self.lends = next(iter(keys), "") if options.lend else ""
-        self._log = logging.getLogger(f"{engine.lower()}.mx_peer")
-        self._engine, self._files = engine, files
+        self._engine, self._files, self._log = engine, files, logger_of(engine)
         self._began_s = time.monotonic()
         self._pull: mx.Pull | None = None
         self._taken: Manifest | None = None
@@ -249,9 +268,11 @@ class Run:
             return True
         self.end()
         error, state = self.error, self.choice.state
-        self.choice = Choice(name=self.name)
-        if error is not None and not self.falls_back:
-            raise error
+        self.choice, self.error = Choice(name=self.name), None
+        if error is not None:
+            if not self.falls_back:
+                raise error
+            _let_go(error)
         self._take_over(f"{state}: {error or 'another rank could not load it'}")
         return False
 
@@ -292,40 +313,57 @@ class Run:
         )
 
     def lend_loaded(self, slots: Mapping[str, Slot]) -> None:
-        """Lend the state before processing, if that is what this rank lends.
+        """Lend the state before processing, if that is what this rank lends. Never raises.
 
         Args:
             slots: The model's, before the engine processes its tensors.
         """
         if self.lends != LOADED:
             return
+        with self._harmless():
+            self._lend_loaded(slots)
+
+    def _lend_loaded(self, slots: Mapping[str, Slot]) -> None:
         if bad := cannot_move(slots):
             self._log.warning(
                 "%s is not lent: %s has no values before it is processed", self.name, bad
             )
             return
         if self._pull is not None and self.choice.state == LOADED:
-            self.loading.lender = Lender.of_pull(self._pull, self._lent_as(), self.options)
-            self._pull = None  # the lender's, from now on
+            pull, self._pull = self._pull, None  # the lender's, from now on
+            self.loading.lender = Lender.of_pull(
+                pull, self._lent_as(), self.options, engine=self._engine
+            )
         else:
             self.lend(slots, before_processing=True)
 
     def lend(self, slots: Mapping[str, Slot], *, before_processing: bool) -> None:
-        """Begin to lend what is in memory.
+        """Begin to lend what is in memory. Never raises.
 
         Args:
             slots: The model's.
             before_processing: As for `Lender`.
         """
-        self.loading.lender = Lender(
-            slots,
-            self.name,
-            self._lent_as(),
-            self.options,
-            revision=self.revision,
-            files=self._files if self._files.is_dir() else None,
-            before_processing=before_processing,
-        )
+        with self._harmless():
+            self.loading.lender = Lender(
+                slots,
+                self.name,
+                self._lent_as(),
+                self.options,
+                engine=self._engine,
+                revision=self.revision,
+                files=self._files if self._files.is_dir() else None,
+                before_processing=before_processing,
+            )
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Log what fails inside the block: lending never stops its engine."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            why = f"{error or type(error).__name__}; the engine goes on"
+            event(self._log, "engine.not_lent", level=logging.WARNING, model=self.name, text=why)
 
     def _lent_as(self) -> ProcessingKey:
         digits = self.choice.checkpoint
@@ -364,6 +402,14 @@ class Run:
         if self._pull is not None:
             self._pull.close()
             self._pull = None
+
+
+def _let_go(error: BaseException) -> None:
+    """Have an error refer to no model any more: its memory is needed."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found.__traceback__, found = None, found.__cause__ or found.__context__
 
 
 def _can_be_read(folder: Path) -> bool:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
-from mx.core.variant import ProcessingKey
+from mx.core.variant import shortened
 from mx.engines.replica.configuration import check_configuration
 from mx.engines.replica.keys import fields_of
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
+from mx.engines.replica.registries import undone_unless_kept
 from mx.engines.replica.run import LOADED, Loading, Run
 from mx.engines.replica.tensors import slots_of
 from mx.errors import ConfigError
@@ -75,11 +76,15 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         given = {"model_config": model_config, "device_config": device_config}
         try:
             model = None
-            with contextlib.suppress(_GivenUpError):
-                model = super().load_model(**given)
+            if run.choice.state:
+                with contextlib.suppress(_GivenUpError), undone_unless_kept("sglang") as keep:
+                    model = super().load_model(**given)
+                    keep()
             if model is None:
                 model = super().load_model(**given)
             run.loaded()
+            if run.loading.lender is not None:
+                run.loading.lender.watch(model)
         finally:
             self._run = None
             run.end()
@@ -93,7 +98,13 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if ".".join(version.split(".")[:2]) not in KNOWN:
             log.warning("mx was not tried with SGLang %s", version)
         ranks = Ranks(parallel_state.get_tp_group(), parallel_state.get_pp_group(), (0, 1))
-        states = [] if self.options.state == "checkpoint" else [LOADED]
+        keys = {}
+        for state in [] if self.options.state == "checkpoint" else [LOADED]:
+            try:
+                fields = fields_of("sglang", version, model_config, ranks.places, state)
+                keys[state] = shortened(fields)
+            except Exception as error:  # noqa: BLE001 - of a version that is not known
+                log.warning("the %s state is neither taken nor lent: %s", state, error)
         run = Run(
             "SGLang",
             meant_by(
@@ -102,12 +113,7 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 revision=model_config.revision,
             ),
             self.options,
-            {
-                state: ProcessingKey(
-                    **fields_of("sglang", version, model_config, ranks.places, state)  # type: ignore[arg-type]
-                )
-                for state in states
-            },
+            keys,
             ranks,
             Path(model_config.model_path),
         )
@@ -150,6 +156,11 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         arriving = (item for layer in pull.layers() for item in layer.tensors().items())
         DefaultModelLoader.load_weights_only(model, run.compared(arriving), target_device)
         pull.wait()
+
+
+def status() -> list[dict[str, object]]:
+    """Return what this process loaded and lends, each model as `mx.engines.vllm.status` does."""
+    return [loading.status() for loading in _loadings]
 
 
 def withdraw(reason: str) -> None:

@@ -16,6 +16,7 @@ _LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 #: What writes to the weights.
 _UPDATES = (
+    "begin_weight_update",
     "update_weights_from_disk",
     "update_weights_from_distributed",
     "update_weights_from_tensor",
@@ -37,7 +38,7 @@ def register() -> None:
         for name in _UPDATES:
             HookRegistry.register(f"{_UPDATER}.{name}", before_update, HookType.BEFORE)
         _registered = True
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - the engine must start
         log.warning("this version of SGLang has no place for mx's loader (%s)", error)
 
 

@@ -16,7 +16,7 @@ from mx.engines.transformers import converted
 from mx.engines.transformers.counters import served
 from mx.engines.transformers.lookup import Lookup, Served
 from mx.engines.transformers.weights import Weights, WeightsFile
-from mx.errors import MxError
+from mx.errors import ConfigError, MxError
 from mx.log import event
 from mx.target.report import PullReport
 from mx.wire.cache import HeldAt
@@ -37,6 +37,7 @@ _LEFT_TO_DISK = {
     "offload_folder": "`offload_folder` reads files again later",
     "local_checkpoint": "a checkpoint was named",
 }
+_ON_DISK = "`device_map` leaves a part on disk, where it is read again later"
 
 
 def begin(
@@ -60,6 +61,8 @@ def begin(
     for argument, why in _LEFT_TO_DISK.items():
         if kwargs.get(argument):
             return None, why
+    if _names_disk(kwargs.get("device_map")):
+        return None, _ON_DISK
     if kwargs.get("use_safetensors") is False:
         return None, "`use_safetensors=False` asks for pickled files"
     revision = kwargs.get("revision")
@@ -82,6 +85,10 @@ def begin(
     except MxError as error:
         return None, str(error)
     return load, ""
+
+
+def _names_disk(device_map: object) -> bool:
+    return isinstance(device_map, Mapping) and "disk" in map(str, device_map.values())
 
 
 class Load:
@@ -189,6 +196,9 @@ class Load:
         """
         wants_info = kwargs.get("output_loading_info", False)
         model, info = original(name, *args, **{**kwargs, "output_loading_info": True})
+        if _names_disk(getattr(model, "hf_device_map", None)):  # of a map that was computed
+            self._failure, self._weights = ConfigError(_ON_DISK), None
+            raise self._failure
         weights = self._weights
         if weights is not None:
             weights.ready()

@@ -102,8 +102,12 @@ class Lookup:
     def why_not(self, name: object, revision: str | None) -> str:
         """Return why `find` returned None."""
         wanted = "" if revision in (None, "main") else str(revision)
+        if os.getpid() != self._pid:
+            return "this process was forked after `patch()`"
         known = self._meanings.get((str(name), wanted))
-        return "it is a path" if known is None else known.reason
+        if os.path.exists(str(name)) or os.path.isabs(str(name)) or known is None:
+            return "it is a path"
+        return known.reason or "another file of it was asked for"
 
     def of_path(self, path: object) -> Served | None:
         """Return the model whose weights a path stands for; None for any other path."""

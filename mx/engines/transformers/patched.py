@@ -18,7 +18,7 @@ from typing import Any
 
 from mx import config
 from mx.api.common import transports
-from mx.engines.transformers import pipelines
+from mx.engines.transformers import pipelines, sentences
 from mx.engines.transformers.counters import counts, served
 from mx.engines.transformers.loads import Load, begin
 from mx.engines.transformers.lookup import Lookup, Served
@@ -53,7 +53,8 @@ class _Here(threading.local):
         self.load: Load | None = None
         #: The weights that were opened for a pipeline or a model of diffusers.
         self.loads: list[Load] | None = None
-        self.from_disk = False
+        #: Why everything is left to transformers at the moment; "" if it is not.
+        self.from_disk = ""
 
 
 class _Patched:
@@ -70,10 +71,18 @@ class _Patched:
             return None
         return self.lookup.find(name, revision)
 
+    def why_not(self, name: object, revision: str | None) -> str:
+        """Return why `find` returned None."""
+        return self.here.from_disk or self.lookup.why_not(name, revision)
+
     @contextmanager
-    def from_disk(self) -> Iterator[None]:
-        """Leave everything to transformers inside the block, on this thread."""
-        before, self.here.from_disk = self.here.from_disk, True
+    def from_disk(self, why: str) -> Iterator[None]:
+        """Leave everything to transformers inside the block, on this thread.
+
+        Args:
+            why: The reason, for the note in an error.
+        """
+        before, self.here.from_disk = self.here.from_disk, why
         try:
             yield
         finally:
@@ -85,8 +94,7 @@ class _Patched:
         """Replace an attribute of a module, wherever it was imported to."""
         original = vars(module)[name]
         _put(module, original, new)
-        # Modules that are imported meanwhile take the new one.
-        self._undo.append(functools.partial(_put, module, new, original))
+        self._undo.append(functools.partial(_put_back, module, new, original))
 
     def replace_method(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace a class method by what `make` returns for the original function."""
@@ -105,11 +113,19 @@ class _Patched:
         self.lookup.close()
 
 
+def _put_back(module: Any, new: Any, original: Any) -> None:
+    """Put a value back, in every module: whatever was imported meanwhile has taken the new one."""
+    for each in [module, *list(sys.modules.values())]:
+        inside = getattr(each, "__dict__", None)
+        if isinstance(inside, dict):
+            for key in [key for key, value in list(inside.items()) if value is new]:
+                setattr(each, key, original)
+
+
 def _put(module: Any, old: Any, new: Any) -> None:
     """Replace a value in a module, and wherever it was imported to."""
-    for each in [module, *sys.modules.values()]:
-        name = getattr(each, "__name__", "").partition(".")[0]
-        if each is module or name in ("transformers", "diffusers"):
+    for name, each in [("", module), *sys.modules.items()]:
+        if each is module or name.partition(".")[0] in ("transformers", "diffusers"):
             for key in [key for key, value in list(vars(each).items()) if value is old]:
                 setattr(each, key, new)
 
@@ -221,6 +237,7 @@ def _install(made: _Patched) -> None:
         for each in _with_subclasses(auto):
             made.replace_method(each, "from_pretrained", functools.partial(_auto, made))
     pipelines.install(made)
+    sentences.install(made)
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -229,13 +246,19 @@ def _install(made: _Patched) -> None:
 def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def cached_files(path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
-        other = args or _has_code(filenames)  # code never comes from peers
-        found = None if other else made.find(path_or_repo_id, kwargs.get("revision"))
-        if found is None or kwargs.get("repo_type") not in (None, "model"):
+        revision, why = kwargs.get("revision"), ""
+        if _has_code(filenames):
+            why = "code never comes from peers"
+        elif args:
+            why = "its arguments have no names"
+        elif kwargs.get("repo_type") not in (None, "model"):
+            why = f"it is a {kwargs['repo_type']}"
+        found = None if why else made.find(path_or_repo_id, revision)
+        if found is None:
+            why = why or made.why_not(path_or_repo_id, revision)
             try:
                 return original(path_or_repo_id, filenames, *args, **kwargs)
             except OSError as error:
-                why = made.lookup.why_not(path_or_repo_id, kwargs.get("revision"))
                 error.add_note(f"{path_or_repo_id} did not come from peers either: {why}")
                 raise
         return original(found.folder, filenames, **kwargs)
@@ -289,7 +312,7 @@ def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("trust_remote_code"):
             return original(cls, *args, **kwargs)
-        with made.from_disk():
+        with made.from_disk("`trust_remote_code` was given, and code never comes from peers"):
             return original(cls, *args, **kwargs)
 
     return from_pretrained
@@ -367,7 +390,7 @@ def _from_pretrained(
             return original(cls, name, *args, **kwargs)  # a part of another model
         found, reason = begin(made.lookup, cls, name, args, kwargs, version)
         if found is None:
-            with made.from_disk():
+            with made.from_disk(reason):
                 model = original(cls, name, *args, **kwargs)
             served(str(name), "disk", reason=reason)
             return model
@@ -408,7 +431,7 @@ def _again(
 ) -> Any:
     """Load from disk what could not be had from peers."""
     try:
-        with made.from_disk():
+        with made.from_disk(reason):
             model = original(cls, name, *args, **kwargs)
     except OSError as missing:
         raise missing from error

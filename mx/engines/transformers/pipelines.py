@@ -57,7 +57,8 @@ class Patched(Protocol):
     @property
     def lookup(self) -> Lookup: ...
     def find(self, name: object, revision: str | None) -> Served | None: ...
-    def from_disk(self) -> AbstractContextManager[None]: ...
+    def why_not(self, name: object, revision: str | None) -> str: ...
+    def from_disk(self, why: str) -> AbstractContextManager[None]: ...
     def replace_method(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None: ...
     def when_undone(self, undo: Callable[[], None]) -> None: ...
 
@@ -71,12 +72,13 @@ def install(made: Patched) -> None:
             _replace(made, module)
             waiting.discard(name)
     if waiting:
-        finder = _Finder(waiting, lambda module: _replace(made, module))
+        finder = Finder(waiting, lambda module: _replace(made, module))
         sys.meta_path.insert(0, finder)
-        made.when_undone(functools.partial(_remove, finder))
+        made.when_undone(functools.partial(remove_finder, finder))
 
 
-def _remove(finder: _Finder) -> None:
+def remove_finder(finder: Finder) -> None:
+    """Have a finder find nothing any more."""
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)
 
@@ -88,10 +90,15 @@ def _replace(made: Patched, module: ModuleType) -> None:
             made.replace_method(vars(module)[owner], method, functools.partial(make, made))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class Finder(importlib.abc.MetaPathFinder):
     """Calls `imported` with each of some modules once it is imported."""
 
     def __init__(self, names: set[str], imported: Callable[[ModuleType], None]) -> None:
+        """
+        Args:
+            names: Of the modules.
+            imported: Called with each.
+        """
         self._names = names
         self._imported = imported
 
@@ -131,7 +138,7 @@ def _found(made: Patched, name: object, kwargs: dict[str, Any]) -> Served | None
 
 def _why_not(made: Patched, name: object, kwargs: dict[str, Any]) -> str:
     given = [argument for argument in _OTHER_FILES if kwargs.get(argument)]
-    return f"`{given[0]}` was given" if given else made.lookup.why_not(name, kwargs.get("revision"))
+    return f"`{given[0]}` was given" if given else made.why_not(name, kwargs.get("revision"))
 
 
 def _config(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +193,7 @@ def _from_pretrained(
                     reason = str(failures[0])
                     log.warning("%s: not from peers: %s", name, reason)
             try:
-                with made.from_disk():
+                with made.from_disk(reason):
                     model = original(cls, name, *args, **kwargs)
             except OSError as missing:
                 if not failures:

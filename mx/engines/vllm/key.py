@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-from mx.core.variant import ProcessingKey
+from mx.core.variant import ProcessingKey, shortened
 from mx.engines.replica.keys import fields_of, short
 from mx.engines.replica.run import PROCESSED
 
@@ -38,6 +38,9 @@ def key_of(vllm_config: Any, ranks: Mapping[str, tuple[int, int]], state: str) -
         vllm_config: The engine's configuration.
         ranks: By axis ("tp", "pp", "dp") the rank and the size.
         state: "loaded" for the tensors before vLLM processes them, "processed" for those after.
+
+    Raises:
+        Exception: Of a version or a platform of vLLM whose answers no key can have.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     fields = fields_of("vllm", engine_version(), model, ranks, state)
@@ -48,7 +51,7 @@ def key_of(vllm_config: Any, ranks: Mapping[str, tuple[int, int]], state: str) -
     if state == PROCESSED:
         fields["device"] = _device()
         fields["kernels"] = short([vllm_config.kernel_config.compute_hash(), _environment()])
-    return ProcessingKey(**fields)  # type: ignore[arg-type]
+    return shortened(fields)
 
 
 def _environment() -> dict[str, str]:
@@ -67,5 +70,6 @@ def _device() -> str:
 
     if current_platform.is_cpu():
         return f"cpu-{platform.machine()}"
-    capability = current_platform.get_device_capability()
-    return f"{current_platform.device_type}-{capability}"
+    capability = current_platform.get_device_capability()  # None where a platform has no such thing
+    version = "any" if capability is None else capability.as_version_str()
+    return f"{current_platform.device_type}-{version}"

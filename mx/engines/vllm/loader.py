@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import logging
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 import mx
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.configuration import check_configuration
+from mx.engines.replica.logs import logger_of
 from mx.engines.replica.names import meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
@@ -24,7 +25,11 @@ from mx.engines.vllm import processed
 from mx.engines.vllm.key import engine_version, is_known, key_of
 from mx.engines.vllm.worker import watch
 
-log = logging.getLogger(__name__)
+log = logger_of("vLLM")
+
+
+class _GivenUpError(Exception):
+    """What was chosen could not be loaded: the ordinary loader begins anew."""
 
 
 class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
@@ -67,24 +72,32 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             return super().load_model(vllm_config, model_config, prefix)
         run = self._run = self._begin(vllm_config)
         # vLLM's kernels for CPUs repack linear weights, which no other process can read then.
-        plain = PROCESSED in run.keys and processed.on_cpu()
+        plain = run.loading.plain = PROCESSED in run.keys and processed.on_cpu()
         try:
             model = None
             if run.choice.state == PROCESSED:
                 model = self._load_processed(run, vllm_config, plain)
             if model is None:
-                with processed.plain_linears(plain):
-                    model = super().load_model(vllm_config, model_config, prefix)
+                model = self._load_and_process(run, vllm_config, plain)
             if run.lends == PROCESSED:
-                if why := processed.cannot_lend(model):
-                    log.warning("%s is not lent: %s", run.name, why)
-                else:
-                    run.lend(slots_of(model, non_persistent=True), before_processing=False)
+                self._lend_processed(run, model)
             run.loaded()
+            if run.loading.lender is not None:
+                run.loading.lender.watch(model)
         finally:
             self._run = None
             run.end()
         return model
+
+    def _lend_processed(self, run: Run, model: Any) -> None:
+        try:
+            why = processed.cannot_lend(model)
+        except Exception as error:  # noqa: BLE001 - of a version that is not known
+            why = str(error)
+        if why:
+            log.warning("%s is not lent: %s", run.name, why)
+        else:
+            run.lend(slots_of(model, non_persistent=True), before_processing=False)
 
     def _begin(self, vllm_config: Any) -> Run:
         version = engine_version()
@@ -101,12 +114,11 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
             (parallel.data_parallel_rank, parallel.data_parallel_size),
         )
         keys: dict[str, ProcessingKey] = {}
-        try:
-            for state in processed.states(self.options.state, vllm_config):
+        for state in processed.states(self.options.state, vllm_config):
+            try:
                 keys[state] = key_of(vllm_config, ranks.places, state)
-        except Exception as error:  # noqa: BLE001 - of a version that is not known
-            log.warning("no other replica's weights are taken, and none are lent: %s", error)
-            keys = {}
+            except Exception as error:  # noqa: BLE001 - of a version that is not known
+                log.warning("the %s state is neither taken nor lent: %s", state, error)
         run = Run(
             "vLLM",
             meant_by(str(model.model), given=self.options.model, revision=model.revision),
@@ -117,6 +129,21 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         )
         watch(run.loading, vllm_config)
         return run
+
+    def _load_and_process(self, run: Run, vllm_config: Any, plain: bool) -> Any:
+        """Return the model as vLLM builds, fills and processes it; built anew if what was chosen
+        could not be loaded."""
+        given = vllm_config, vllm_config.model_config
+        with processed.plain_linears(plain):
+            if run.choice.state:
+                with (
+                    contextlib.suppress(_GivenUpError),
+                    processed.undone_unless_kept(vllm_config) as keep,
+                ):
+                    model = super().load_model(*given)
+                    keep()
+                    return model
+            return super().load_model(*given)
 
     def _load_processed(self, run: Run, vllm_config: Any, plain: bool) -> Any:
         """Return the model as another replica processed it, or None if any rank can't."""
@@ -161,8 +188,9 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
                 loaded = True
             except Exception as error:  # noqa: BLE001 - the ordinary loader is to take over
                 run.error = error
-            run.agreed(loaded)
-        if not run.choice.state:
+            if not run.agreed(loaded):
+                raise _GivenUpError
+        else:
             super().load_weights(model, model_config)
         run.lend_loaded(slots_of(model, non_persistent=False))
 

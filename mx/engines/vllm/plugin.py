@@ -21,7 +21,7 @@ def register() -> None:
 
         model_loader.register_model_loader(LOAD_FORMAT)(MxPeerLoader)
         fetch_before_configuration()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - the engine must start
         log.warning(
             "this version of vLLM has no place for mx: load format %s is missing (%s)",
             LOAD_FORMAT,

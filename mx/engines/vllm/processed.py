@@ -11,14 +11,12 @@ from unittest import mock
 import torch
 
 import mx
+from mx.engines.replica import registries
 from mx.engines.replica.run import LOADED, PROCESSED
 from mx.engines.replica.tensors import cannot_move, check, replace, slots_of
 from mx.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-#: Where vLLM's models register parts of themselves while they are built.
-_REGISTRIES = ("static_forward_context", "static_all_moe_layers")
 
 
 def on_cpu() -> bool:
@@ -93,34 +91,16 @@ def plain_linears(plain: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def undone_unless_kept(vllm_config: Any) -> Iterator[Callable[[], None]]:
-    """Yield a function that keeps the model that is built inside the block.
-
-    If it is not called, what the model registered is removed, so that another can be built.
+def undone_unless_kept(
+    vllm_config: Any,
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Return a context in which a model is built; see `registries.undone_unless_kept`.
 
     Args:
         vllm_config: The engine's configuration.
     """
-    compilation = vllm_config.compilation_config
-    before = {name: _copy(getattr(compilation, name, None)) for name in _REGISTRIES}
-    kept = []
-    try:
-        yield lambda: kept.append(True)
-    finally:
-        if not kept:
-            for name, content in before.items():
-                _restore(getattr(compilation, name, None), content)
-
-
-def _copy(registry: Any) -> Any:
-    return None if registry is None else registry.copy()
-
-
-def _restore(registry: Any, content: Any) -> None:
-    if registry is not None:
-        registry.clear()
-        registry.extend(content) if isinstance(registry, list) else registry.update(content)
+    owners = [vllm_config.compilation_config, vllm_config.quant_config]
+    return registries.undone_unless_kept("vllm", *(each for each in owners if each is not None))
 
 
 def build(vllm_config: Any, pull: mx.Pull, device: torch.device, plain: bool) -> torch.nn.Module:

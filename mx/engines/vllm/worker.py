@@ -33,6 +33,11 @@ class _Watched:
         if self.loading.lender is not None:
             self.loading.lender.restore(reason, failed=failed)
 
+    def written(self, what: str) -> None:
+        """Give the weights to no reader until an update writes them again."""
+        if self.loading.lender is not None:
+            self.loading.lender.written(what)
+
 
 _watched: list[_Watched] = []
 
@@ -56,26 +61,17 @@ def status(worker: Any) -> dict[str, object]:
     watched = _watched_of(worker)
     if watched is None:
         return {"model": "", "loads": {}, "refused": 0, "lending": "off", "why": ""}
-    loading = watched.loading
-    lender = loading.lender
-    source = None if lender is None else lender.source
-    return {
-        "model": loading.name,
-        "variant": "" if lender is None else str(lender.key),
-        "loads": dict(loading.loads),
-        "refused": loading.refused,
-        "lending": "off" if lender is None else lender.state,
-        "revision": "" if source is None else source.model.revision,
-        "identity": "" if source is None else source.identity_hex,
-        "why": "" if lender is None else lender.why,
-    }
+    if watched.loading.lender is not None:
+        watched.loading.lender.look(devices=True)  # on the worker's thread, which may use devices
+    return watched.loading.status()
 
 
 @contextlib.contextmanager
 def changing(worker: Any) -> Iterator[None]:
     """Write to a worker's weights inside the block, for worker extensions that do so themselves.
 
-    vLLM's own updates need none.
+    vLLM's own updates need none. What an extension writes outside is noticed: it is withdrawn, and
+    lent again after the next update, such as an empty block.
 
     Args:
         worker: vLLM's worker, `self` in an extension.
@@ -116,6 +112,13 @@ def watch(loading: Loading, vllm_config: Any) -> None:
 Call = Callable[[], Any]
 
 
+def _plainly(call: Call) -> Any:
+    from mx.engines.vllm.processed import plain_linears
+
+    with plain_linears(True):
+        return call()
+
+
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(worker: Any, *arguments: Any, **named: Any) -> Any:
@@ -123,6 +126,8 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
         call = functools.partial(original, worker, *arguments, **named)
         if watched is None:
             return call()
+        if watched.loading.plain:  # an update processes the weights as loading did
+            call = functools.partial(_plainly, call)
         return around(watched, call, *arguments, **named)
 
     return method
@@ -155,6 +160,11 @@ def _begin_update(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
     except BaseException:
         watched.restore("an update", failed=True)
         raise
+
+
+def _reset(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
+    watched.written("the worker's `reset_weights` was called")
+    return call()
 
 
 def _go_on(watched: _Watched, call: Call, *_: Any, **__: Any) -> Any:
@@ -197,7 +207,10 @@ _AROUND: dict[str, Callable[..., Any]] = {
     "wake_up": _wake_up,
     "discard": _discard,
     "reload_weights": _reload,
+    "reset_weights": _reset,
     "start_weight_update": _begin_update,
+    # A draft model may share weights with the model that it drafts for.
+    "start_draft_weight_update": _begin_update,
     "update_weights": _go_on,
     "finish_weight_update": _end_update,
     "shutdown": _shut_down,

@@ -1,0 +1,96 @@
+"""Undoes what building a model leaves behind in its engine, so that another can be built."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet
+from typing import Any
+
+import torch
+
+_CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
+
+
+@contextlib.contextmanager
+def undone_unless_kept(package: str, *owners: object) -> Iterator[Callable[[], None]]:
+    """Yield a function that keeps the model that is built inside the block.
+
+    If it is not called, the engine is afterwards as it was before: its registries have no part of
+    the model, nor torch's state of random numbers and its default dtype what building it made of
+    them.
+
+    Args:
+        package: The engine's package. What its modules have in dicts, lists and sets of their own
+            is undone as far as it is a module or a tensor: the rest, such as classes that were
+            imported, has nothing of the model.
+        owners: Objects with registries in their attributes, which are undone as they are.
+    """
+    before = {id(found): (found, _copy(found)) for found in _of_modules(package)}
+    owned = [(found, _copy(found)) for owner in owners for found in _of(owner)]
+    random, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    kept = []
+    try:
+        yield lambda: kept.append(True)
+    finally:
+        if not kept:
+            torch.set_rng_state(random)
+            torch.set_default_dtype(dtype)
+            for registry, content in owned:
+                _restore(registry, content)
+            for registry in _of_modules(package):
+                _forget_parts(registry, before.get(id(registry), (registry, ()))[1])
+            if (error := sys.exception()) is not None:
+                traceback.clear_frames(error.__traceback__)
+            gc.collect()  # the model's memory is needed
+
+
+def _of(owner: object) -> list[Any]:
+    return [each for each in vars(owner).values() if isinstance(each, _CONTAINERS)]
+
+
+def _of_modules(package: str) -> list[Any]:
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for each in list(getattr(module, "__dict__", {}).values()):
+                if type(each) in (dict, list, set) or type(each).__name__ == "defaultdict":
+                    found[id(each)] = each
+    return list(found.values())
+
+
+def _copy(registry: Any) -> Any:
+    """Return a registry's content, of the same kind but without its ways."""
+    if isinstance(registry, MutableMapping):
+        return dict(registry)
+    return set(registry) if isinstance(registry, MutableSet) else list(registry)
+
+
+def _restore(registry: Any, content: Any) -> None:
+    registry.clear()
+    registry.extend(content) if isinstance(registry, MutableSequence) else registry.update(content)
+
+
+def _forget_parts(registry: Any, before: Any) -> None:
+    """Take parts of a model that were added out of a registry, and put back those they replaced."""
+    if isinstance(registry, dict):
+        old = before or {}
+        for name in [n for n, each in registry.items() if _is_part(each)]:
+            if name not in old:
+                del registry[name]
+            elif registry[name] is not old[name]:
+                registry[name] = old[name]
+    elif any(_is_part(each) for each in registry):
+        known = {id(each) for each in before or ()}
+        kept = [each for each in registry if not _is_part(each) or id(each) in known]
+        _restore(registry, kept)
+
+
+def _is_part(value: object, depth: int = 2) -> bool:
+    if isinstance(value, torch.nn.Module | torch.Tensor):
+        return True
+    if isinstance(value, tuple | list) and depth and len(value) <= 16:
+        return any(_is_part(each, depth - 1) for each in value)
+    return False

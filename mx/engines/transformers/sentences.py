@@ -1,0 +1,105 @@
+"""Has sentence-transformers find a model's small files (modules, pooling) where its weights come
+from.
+
+It asks the hub for them by itself, and without them makes another model of the same weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from mx.engines.transformers.lookup import WEIGHTS, Served
+from mx.engines.transformers.pipelines import Finder, remove_finder
+
+_MODULE = "sentence_transformers.util.file_io"
+#: Suffixes of weights, of which a source has only those in the model's own folder.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".onnx", ".xml", ".h5", ".msgpack")
+
+
+class Patched(Protocol):
+    """What `mx.engines.transformers.patched` shares with this."""
+
+    def find(self, name: object, revision: str | None) -> Served | None: ...
+    def when_undone(self, undo: Callable[[], None]) -> None: ...
+
+
+def install(made: Patched) -> None:
+    """Patch sentence-transformers, now or when it is imported."""
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        _replace(made, module)
+        return
+    finder = Finder({_MODULE}, functools.partial(_replace, made))
+    sys.meta_path.insert(0, finder)
+    made.when_undone(functools.partial(remove_finder, finder))
+
+
+def _replace(made: Patched, module: ModuleType) -> None:
+    for name, make in _MAKERS.items():
+        original = vars(module).get(name)
+        if original is not None:
+            setattr(module, name, make(made, original))
+            made.when_undone(functools.partial(setattr, module, name, original))
+
+
+def _file(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hf_hub_download(repo_id: str, filename: str, **named: Any) -> Any:
+        found = made.find(repo_id, named.get("revision"))
+        if found is None:
+            return original(repo_id, filename, **named)
+        path = Path(named.get("subfolder") or "", filename)
+        there = found.folder / path
+        if there.is_file() and path.name != WEIGHTS:
+            return str(there)
+        if path.suffix in _WEIGHTS:
+            raise _lacks(repo_id, path)
+        from huggingface_hub.errors import EntryNotFoundError
+
+        raise EntryNotFoundError(f"{repo_id} has no {path}")
+
+    return hf_hub_download
+
+
+def _folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def snapshot_download(repo_id: str, **named: Any) -> Any:
+        found = made.find(repo_id, named.get("revision"))
+        if found is None:
+            return original(repo_id, **named)
+        wanted = str(named.get("allow_patterns") or "").removesuffix("/**")
+        if not (found.folder / wanted).is_dir():
+            raise _lacks(repo_id, Path(wanted))
+        return str(found.folder)
+
+    return snapshot_download
+
+
+def _revision(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def resolve_revision(repo_id: str, revision: str | None = None, **named: Any) -> Any:
+        if made.find(repo_id, revision) is not None:
+            return revision
+        return original(repo_id, revision=revision, **named)
+
+    return resolve_revision
+
+
+def _lacks(name: str, path: Path) -> OSError:
+    return OSError(
+        f"{name} can't be loaded from peers: its sources have no {path}, since only the weights in "
+        "a model's own folder travel; load it from its folder, or call "
+        "mx.engines.transformers.unpatch() first"
+    )
+
+
+_MAKERS: dict[str, Callable[[Patched, Callable[..., Any]], Callable[..., Any]]] = {
+    "hf_hub_download": _file,
+    "snapshot_download": _folder,
+    "_hub_resolve_revision": _revision,
+}

@@ -1,0 +1,57 @@
+"""vLLM's real loader classes on a platform that says that it is CUDA's: states are lent and taken.
+
+Only the platform is a fake: it names a GPU, and tensors are a CPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import ended, python
+from tests.vllm.conftest import bare
+from tests.vllm.hosts import Host, host, killed_in_mid_load, lending, start
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
+
+#: Lends the tensors of a model that it pulled, slowly.
+SLOW_REPLICA = """
+import sys, mx
+name, variant, coordinator = sys.argv[1:]
+pull = mx.pull(name, variant=variant, coordinator=coordinator)
+tensors = {key: tensor.clone() for key, tensor in pull.state_dict().items()}
+source = mx.serve(tensors, model=name + "-slow", variant=variant, coordinator=coordinator,
+                  max_bandwidth="1MB/s")
+source.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(coordinator: str, place: Path) -> Iterator[tuple[Host, Host]]:
+    with host(coordinator, place / "a.log") as a, host(coordinator, place / "b.log") as b:
+        yield a, b
+
+
+def test_processed_state_goes_from_gpu_to_gpu(
+    hosts: tuple[Host, Host], checkpoint: Path, coordinator: str
+) -> None:
+    a, b = hosts
+    one = start(a, checkpoint, "g", gpu=True)
+    status = lending(a)
+    assert status["lending"] == "lending", a.said()
+    assert "device=cuda-9.0" in status["variant"] and "state=processed" in status["variant"]
+    two = start(b, bare(checkpoint), "g", gpu=True)
+    assert lending(b)["loads"] == {"processed": 1}
+    assert (two["tensors"], two["generated"]) == (one["tensors"], one["generated"])
+
+    # The source of the processed state is killed while it gives it: the model is the ordinary
+    # loader's, to the last logprob, and nothing of the one that was built on meta is left.
+    reference = b.do("start", str(checkpoint), load_format="auto", gpu=True)
+    with ended(python(SLOW_REPLICA, "g", status["variant"], coordinator)) as source:
+        after = killed_in_mid_load(b, source, checkpoint, "g-slow", coordinator, gpu=True)
+    assert after["tensors"] == reference["tensors"]
+    assert after["generated"] == reference["generated"]
+    assert b.status()["loads"] == {"ordinary": 1}
+    assert "vLLM's ordinary loader takes over" in b.said()
