@@ -53,7 +53,7 @@ from mx.wire.lease import Lease
 from mx.wire.rpc import Stub
 from mx.wire.v1 import common_pb2, peer_pb2
 from mx_transports.toolkit.local import LocalExposure
-from tests.hostile.lies import change, lie
+from tests.hostile.lies import change, insist, lie
 from tests.support.hashing import blocks_of, pages_of, shortcuts_of
 
 Answer = Callable[[list[peer_pb2.LayerPage]], AsyncIterator[peer_pb2.LayerPage]]
@@ -313,4 +313,5 @@ def serve(lies: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    insist()
     serve(json.loads(sys.argv[1]))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 
+from mx.source.doubts import Doubts
 from mx.units import KIB, MIB
 from tests.support.preimages import forged
 
@@ -13,6 +15,15 @@ from tests.support.preimages import forged
 def lie(honest: object, name: str, other: object) -> None:
     """Put something else in the place of an attribute of mx."""
     setattr(honest, name, other)
+
+
+def insist() -> None:
+    """Answer readers that ask, whatever the chunk, that it is right in memory."""
+
+    def add(self: Doubts, *question: Any) -> None:
+        question[-1]()
+
+    lie(Doubts, "add", add)
 
 
 def change(block: memoryview, how: str, chosen: random.Random) -> None:

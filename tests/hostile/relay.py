@@ -23,7 +23,7 @@ from mx.core.holdings import Holdings
 from mx.swarm.node import Node
 from mx.swarm.uploads import Uploads
 from mx.target.transfer import Transfer
-from tests.hostile.lies import change, lie
+from tests.hostile.lies import change, insist, lie
 
 FIRST_ID = uuid.UUID("00000000-0000-4000-8000-000000000000")  # first among equals
 #: Chunks that it has when it prints its endpoint.
@@ -77,6 +77,7 @@ def run(lies: Mapping[str, Any]) -> None:
     if lies.get("boasts"):
         boast()
     lie(uuid, "uuid4", lambda: FIRST_ID)
+    insist()
     arguments: dict[str, Any] = {
         "coordinator": lies["coordinator"],
         "transport": "tcp",
