@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
-from operator import add, attrgetter, ge, mul
+from operator import attrgetter, ge, mul
 from typing import Any
 
 from mx.errors import ConfigError
@@ -59,7 +59,7 @@ def torch_array(name: str, tensor: object) -> Array | None:
         True,
         storage.nbytes(),
     )
-    if tensor.storage_offset() * array.item_nbytes + array.span_nbytes > array.owner_nbytes:
+    if _end(tensor.storage_offset() * array.item_nbytes, array.span_nbytes) > array.owner_nbytes:
         raise ConfigError(
             f"{name} has lost its memory: its storage was freed or resized",
             hint="give it memory again first",
@@ -88,7 +88,7 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
     sizes = list(map(_nbytes, storages))
     spans = {form: span_nbytes(*known[form]) for form in known}
     begins = map(mul, map(_offset, tensors), map(torch.Tensor.element_size, tensors))
-    if not all(map(ge, sizes, map(add, begins, map(spans.__getitem__, forms)))):
+    if not all(map(ge, sizes, map(_end, begins, map(spans.__getitem__, forms)))):
         return None  # a storage was freed, or made smaller
     fields = (
         dtypes,
@@ -102,6 +102,11 @@ def torch_arrays(tensors: Sequence[Any]) -> list[Array] | None:
         sizes,
     )
     return list(map(partial(tuple.__new__, Array), zip(*fields, strict=False)))
+
+
+def _end(begin: int, nbytes: int) -> int:
+    """Return where a tensor ends in its storage. An empty one needs none, wherever it begins."""
+    return begin + nbytes if nbytes else 0
 
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")

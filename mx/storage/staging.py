@@ -66,8 +66,8 @@ class Staging:
         self._fd = self._files = -1
         self._parent = where.fd
         try:
-            _check_free(self.out)
             with self.errors():
+                _check_free(self.out)
                 self._open_parent(where.below[:-1])
                 self._lock()
         except BaseException:
@@ -344,11 +344,15 @@ def _check_free(out: Path) -> None:
         )
     if out.is_symlink():
         raise ConfigError(f"{out} became a link meanwhile", hint="name another `out`")
-    if out.is_dir():
-        if os.listdir(out):
-            raise ConfigError(
-                f"{out} is not empty, and a checkpoint is written into a new or empty folder",
-                hint="name another `out`, or first move away what is in it",
-            )
-    elif out.exists():
-        raise ConfigError(f"{out} is a file", hint="name a folder that is not there yet")
+    try:
+        holds = os.listdir(out)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        hint = "name a folder that is not there yet"
+        raise ConfigError(f"{out} is a file", hint=hint) from None
+    if holds:
+        raise ConfigError(
+            f"{out} is not empty, and a checkpoint is written into a new or empty folder",
+            hint="name another `out`, or first move away what is in it",
+        )

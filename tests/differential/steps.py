@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mx import api
+from mx.engines.replica.names import meant_by
 from mx.errors import (
     BindingError,
     ClosedError,
@@ -23,7 +25,7 @@ from mx.errors import (
     RevisionChangedError,
     UnknownModelError,
 )
-from tests.differential.weights import Tensors, Version, print_of
+from tests.differential.weights import Tensors, Version, print_of, write
 from tests.differential.world import LIMIT_S, Name, World, expecting
 
 #: How a pull may end when what it reads from changes, restarts or ends.
@@ -94,17 +96,35 @@ def restart(world: World, name: Name) -> None:
 
 def new_lender(world: World, name: Name) -> None:
     """The lender ends and another one comes with other weights: they are refused while the name is
-    bound to the old ones, and published otherwise."""
-    old, bound = name.lender, bool(name.held)
-    if old is None:
+    bound to the old ones, unless they come as an update, and published otherwise."""
+    if not name.settled:
         return
-    world.note(f"{name.name}: the lender ends")
-    world.changes += 1
-    old.source.close()
-    name.lender = None
-    with expecting(world, f"serve {name.name} anew", BindingError):
-        world.serve(name, world.rng.choice(["folder", "memory", "lent"]), speed="")
-        name.settled = name.settled or not bound
+    kind = world.rng.choice(["folder", "memory", "lent"])
+    if name.lender is not None:
+        world.note(f"{name.name}: the lender ends")
+        world.changes += 1
+        name.lender.source.close()
+        name.lender = None
+        if world.rng.random() < 0.5:
+            bound = bool(name.held)
+            with expecting(world, f"serve {name.name} anew ({kind})", BindingError):
+                world.serve(name, kind, speed="")
+                assert not bound, "other weights took the name"
+            return
+    with expecting(world, f"serve {name.name} anew as an update ({kind})"):
+        world.serve(name, kind, speed="", update=True)
+
+
+def replace_files(world: World, name: Name) -> None:
+    """The files in the folder are replaced, and look as old as those before."""
+    path = name.folder / "model.safetensors"
+    if not path.exists():
+        return
+    world.note(f"the files in {name.folder} are replaced")
+    before = path.stat()
+    tensors, version = name.fresh()
+    write(name.folder, tensors, version)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 # -- what reads -----------------------------------------------------------------------------------
@@ -335,6 +355,29 @@ def by_folder(world: World, name: Name) -> None:
             assert print_of(pulled.state_dict()) == on_disk, "another folder's weights"
 
 
+def as_an_engine(world: World, name: Name) -> None:
+    """What an engine may take in place of a folder's weights is the same, whatever the folder is
+    called, and whatever was there before."""
+    path = name.folder / "model.safetensors"
+    if not path.exists():
+        return
+    on_disk, meant = print_of(load_file(path)), meant_by(str(name.folder))
+    world.note(f"an engine for {name.folder}: {meant.refused or meant.identity}")
+    if meant.refused:
+        return
+    world.tally["engines that may take a peer's"] += 1
+    with (
+        expecting(world, "  pull it", *ENDS),
+        api.pull(
+            f"{meant.name}@{meant.identity}",
+            coordinator=world.coordinator.address,
+            settings=world.settings,
+        ) as pulled,
+    ):
+        pulled.wait(LIMIT_S)
+        assert print_of(pulled.state_dict()) == on_disk, "a peer's weights in place of others"
+
+
 Step = Callable[[World, Name], None]
 
 #: Each step with how often it is drawn.
@@ -349,4 +392,6 @@ STEPS: dict[Step, int] = {
     let_go: 1,
     write_to_replica: 1,
     by_folder: 1,
+    replace_files: 1,
+    as_an_engine: 1,
 }

@@ -110,8 +110,8 @@ class World:
         """Remember a step, for the report of a round that fails."""
         self.log.append(f"{time.monotonic() - self._began_s:6.2f} {what}")
 
-    def serve(self, name: Name, kind: str, *, speed: str) -> None:
-        """Serve weights that the name has not had."""
+    def serve(self, name: Name, kind: str, *, speed: str, update: bool = False) -> None:
+        """Serve weights that the name has not had; with `update` in place of those that it has."""
         tensors, version = name.fresh()
         files: dict[str, bytes] = {}
         if kind == "folder":
@@ -123,6 +123,7 @@ class World:
             model=name.name,
             coordinator=self.coordinator.address,
             copy=kind != "lent",
+            update=update,
             settings=_settings(max_bandwidth=speed) if speed else self.settings,
         )
         name.lender = Lender(kind, source, tensors)

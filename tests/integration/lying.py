@@ -13,9 +13,11 @@ from mx.core import manifest as manifests
 from mx.core.pages import Pages
 from mx.core.types import ModelKey, Packaging
 from mx.memory.arena import MemfdArena
+from mx.source.doubts import Doubts
 from mx.source.model import HeldModel
 from mx.transport import host_view
 from mx.units import MIB
+from tests.hostile.lies import insist, lie
 from tests.support.hashing import pages_of, roots_of, shortcuts_of
 
 LAYERS = 12
@@ -49,9 +51,10 @@ def with_pages_to_match(held: HeldModel) -> HeldModel:
 
 @contextmanager
 def offering(held: HeldModel, coordinator: str) -> Iterator[str]:
-    """Serve it; yields the endpoint."""
-    loop = runtime.acquire()
+    """Serve it, and insist that it is right when readers ask; yields the endpoint."""
+    honest, loop = Doubts.add, runtime.acquire()
     try:
+        insist()
         options = api.source_options(config.load(environ={"HOME": "/nonexistent"}))
         server = loop.run(api.start_source(options, plugins.transports()))
         try:
@@ -60,4 +63,5 @@ def offering(held: HeldModel, coordinator: str) -> Iterator[str]:
         finally:
             loop.run(server.close())
     finally:
+        lie(Doubts, "add", honest)
         runtime.release(loop)
