@@ -61,7 +61,7 @@ class Giving:
         """Serve the memory, after the pull's end; return the same source at each call."""
         with self._memory.lock:
             if self._released:
-                raise ClosedError("the pull has given its memory back (`release`)")
+                raise ClosedError("the pull has given back its memory (`release`)")
             if self._source is None:
                 self._source = self._begin_to_hold()
                 if self._requests_port:
