@@ -92,7 +92,7 @@ def fetch(
             reference.pin,
             ref,
             "give vLLM a folder of yours with config.json as the model, and "
-            f'\'{{"model": "{model}"}}\' in --model-loader-extra-config',
+            f'\'{{"model": "{model}"}}\' in `model_loader_extra_config`',
         )
         check_code(reference.name, files)
         out.mkdir(parents=True, exist_ok=True)
