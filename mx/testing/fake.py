@@ -268,7 +268,6 @@ class FakeSession:
         for region, offset, part in self.steps(read):
             self.move(read, region, offset, part)
             landed += len(part)
-            self.exposure.transport.send(part, self.exposure.tls)
             self.check()
             read.sink.landed(landed)
         self.check()
@@ -285,6 +284,7 @@ class FakeSession:
 
     def move(self, read: Read, region: int, offset: int, part: memoryview) -> None:
         self.exposure.copy(self.grant_id, region, offset, part, self.ended)
+        self.exposure.transport.send(part, self.exposure.tls)
 
     def ended(self) -> bool:
         """Return True if the read will fail whatever comes."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mx import api, config, runtime
+from mx import api, config, namekey, runtime
 from mx.api import common
 from mx.core.topology import Place
 from mx.core.types import ModelKey
@@ -111,7 +111,8 @@ class Fickle:
             loaded.pages,
             generation=self._generation,
         )
-        options = api.source_options(self._settings)
+        key = namekey.load(self._settings)
+        options = api.source_options(self._settings, name_key=key)
         server = self._loop.run(api.start_source(options, transports))
         self._servers.append(server)
         self._loop.run(api.offer(server, held, self._coordinator))

@@ -26,7 +26,7 @@ def play(coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str])
     rng = world.rng
     try:
         for name in world.names:
-            kind, speed = rng.choice(["folder", "memory", "lent"]), rng.choice(["", "20MB", "50MB"])
+            kind, speed = rng.choice(["folder", "memory", "lent"]), rng.choice(["", "10MB", "20MB"])
             with expecting(world, f"serve {name.name} ({kind}, {speed or 'any speed'})"):
                 world.serve(name, kind, speed=speed)
         for _ in range(rng.randint(2, 5)):

@@ -146,7 +146,7 @@ def pull(world: World, name: Name) -> None:
         )
         with contextlib.ExitStack() as opened:
             opened.enter_context(started)
-            looked = _meanwhile(world, name, started, at=rng.choice([0, 1, 2, 99]))
+            looked = _meanwhile(world, name, started, at=rng.choice([0, 0, 0, 1, 99]))
             report = started.wait(LIMIT_S)
             world.tally["whole"] += 1
             tensors = started.state_dict()
@@ -192,11 +192,11 @@ def _ending(must_not: Callable[[], bool]) -> Iterator[None]:
 def _options(world: World, name: Name) -> dict[str, Any]:
     rng = world.rng
     options: dict[str, Any] = {}
-    if rng.random() < 0.5:
+    if rng.random() < 0.6:
         options["follow"] = True
     if rng.random() < 0.4:
         options["hold"] = True
-    if rng.random() < 0.6:
+    if rng.random() < 0.7:
         options["transport"] = "tcp"
     if rng.random() < 0.3:
         options["attach"] = False
@@ -223,7 +223,7 @@ def _meanwhile(
     were."""
     looked: list[tuple[Tensors, Any]] = []
     for index, event in enumerate(_layers(world, started)):
-        if world.rng.random() < 0.4:
+        if world.rng.random() < 0.6:
             with expecting(world, f"  look at layer {event.index}", RevisionChangedError):
                 seen = event.tensors()
                 looked.append((seen, print_of(seen)))
@@ -232,9 +232,8 @@ def _meanwhile(
             with contextlib.suppress(MxError):
                 started.files()
         if index == at:
-            what = world.rng.choice([update, update, update, interrupted_update, restart, None])
-            if what is not None:
-                what(world, name)
+            what = world.rng.choice([update, update, update, update, interrupted_update, restart])
+            what(world, name)
     return looked
 
 

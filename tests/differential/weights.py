@@ -22,8 +22,8 @@ MIB = 1 << 20
 
 def shapes(rng: random.Random) -> dict[str, int]:
     """Return the tensors of a model by name, with their sizes in elements of 4 bytes."""
-    layers = rng.randint(2, 4)
-    large = rng.choice([MIB // 16, MIB // 4, MIB // 2, MIB // 2])
+    layers = rng.randint(2, 5)
+    large = rng.choice([MIB // 16, MIB // 2, MIB // 2])
     found = {"model.embed_tokens.weight": rng.randint(1, large)}
     for layer in range(layers):
         found[f"model.layers.{layer}.mlp.weight"] = large

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.checkpoints import write_checkpoint
-from mx.errors import EXIT_OK, EXIT_OTHER
+from mx.errors import EXIT_OK, EXIT_OTHER, MxError
 from tests.integration.conftest import (
     Command,
     Run,
@@ -147,14 +147,23 @@ class Started:
 
     def liar(self, coordinator: str | None = None, **lies: Any) -> str:
         """Start a source that lies (see `liar`). Returns its endpoint."""
+        endpoint = self._liar(coordinator, lies).json()["endpoint"]
+        assert isinstance(endpoint, str)
+        return endpoint
+
+    def refused(self, error: type[MxError], coordinator: str, **lies: Any) -> None:
+        """Start a source that lies, and see that the coordinator refuses it with this error."""
+        liar = self._liar(coordinator, lies)
+        assert liar.wait() != 0
+        assert error.__name__ in liar.err, liar.err
+
+    def _liar(self, coordinator: str | None, lies: dict[str, Any]) -> Module:
         claimed: dict[str, Any] = {
             "checkpoint": self._weights.folder,
             "model": "m",
             "coordinator": coordinator,
         }
-        endpoint = self.module("liar", **(claimed | lies)).json()["endpoint"]
-        assert isinstance(endpoint, str)
-        return endpoint
+        return self.module("liar", **(claimed | lies))
 
     def end(self) -> None:
         for each in self._started:

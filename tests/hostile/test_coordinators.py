@@ -12,6 +12,7 @@ import pytest
 
 from mx import api
 from mx.core.types import SourceRole
+from mx.errors import ManifestError
 from mx.units import MIB
 from tests.hostile.conftest import CONFIG, END_S, SIDE_FILE, Started, Weights, failed, succeeded
 from tests.integration.conftest import Command, Run, free_port, serve, start_coordinator
@@ -66,7 +67,9 @@ def other_weights(restarted: Restarted, others: Weights) -> None:
 
 
 def garbage_layout(restarted: Restarted, others: Weights) -> None:
-    restarted.start.liar(restarted.coordinator, layout="garbage", **OWN_DIGESTS)
+    """It is not listed: a coordinator decodes what it lists."""
+    lies: dict[str, Any] = {"layout": "garbage", **OWN_DIGESTS}
+    restarted.start.refused(ManifestError, restarted.coordinator, **lies)
 
 
 def other_chunks(restarted: Restarted, others: Weights) -> None:
