@@ -59,7 +59,10 @@ def torch_array(name: str, tensor: object) -> Array | None:
         True,
         storage.nbytes(),
     )
-    if _end(tensor.storage_offset() * array.item_nbytes, array.span_nbytes) > array.owner_nbytes:
+    if (
+        _end(int(tensor.storage_offset()) * array.item_nbytes, array.span_nbytes)
+        > array.owner_nbytes
+    ):
         raise ConfigError(
             f"{name} has lost its memory: its storage was freed or resized",
             hint="give it memory again first",

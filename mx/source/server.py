@@ -247,7 +247,7 @@ class SourceServer:
             self.registrar = self._new_registrar(coordinator)
         registrar = self.registrar
         for served in list(self._servicer.models.values()):
-            served.held.key = await registrar.list(served.held, replaces=replaces)
+            served.held.key = await uncut(registrar.list(served.held, replaces=replaces))
             if served.newer:  # withdrawn meanwhile
                 await registrar.unlist(served.held)
             else:
@@ -342,7 +342,8 @@ class SourceServer:
             await self.offer(held)
             # A coordinator that has restarted may not know yet what is replaced.
             await registrar.list(old.held, again=True, keeps_layout=True)
-            held.key = await registrar.list(held, replaces=old.held.key.revision)
+            # To its end: what is taken back has to be listed before, or not at all.
+            held.key = await uncut(registrar.list(held, replaces=old.held.key.revision))
         except BaseException:
             await uncut(self._take_back(held))
             raise
