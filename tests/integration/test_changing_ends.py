@@ -268,6 +268,7 @@ source.close()
 """
 
 
+@pytest.mark.long
 def test_an_exception_from_a_signal_leaves_the_tensors_lent_or_withdrawn(coordinator: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, coordinator, "200", "1"],

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import REPOSITORY, commands, environment, serve, start_coordinator
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
 #: The calls, and how often each is interrupted.
 CALLS = {

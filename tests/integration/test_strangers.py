@@ -33,7 +33,7 @@ from tests.support.daemon import ROOT, daemon, ended, python
 from tests.support.records import by_digest, make_documents, make_record
 from tests.support.strangers import seen_from
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(180)]
 
 SECRET = b"s" * 32
 SERVICE = "/mx.wire.v1.Coordinator/"
