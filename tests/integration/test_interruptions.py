@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mx import runtime
+from mx.calls import Call, Waiter
 from tests.integration.conftest import REPOSITORY, commands, environment, serve, start_coordinator
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -67,3 +72,69 @@ def test_what_a_call_made_is_closed_if_its_caller_never_got_it(
         child.stderr[-2000:],
     )
     assert found["right"]
+
+
+class Made:
+    """What a call makes, which uses the loop until it is closed."""
+
+    def __init__(self, loop: runtime.LoopThread) -> None:
+        self._loop = loop
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        runtime.release(self._loop)
+        self.closed.set()
+
+    def forked(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "step", [runtime.LoopThread.call, Call.wait, runtime.LoopThread.ended, Call.take]
+)
+def test_what_was_made_is_closed_though_the_exception_is_kept(step: Callable[..., Any]) -> None:
+    all_made: list[Made] = []
+
+    async def make(loop: runtime.LoopThread) -> Made:
+        all_made.append(Made(loop))
+        return all_made[0]
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is step.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            runtime.made(make)
+    finally:
+        sys.settrace(before)
+    assert all(made.closed.wait(30) for made in all_made)
+    assert kept.value
+
+
+def test_a_result_is_closed_that_came_just_before_its_call_was_abandoned() -> None:
+    closed, calls = threading.Event(), set[Call[Any]]()
+
+    class Result:
+        def close(self) -> None:
+            closed.set()
+
+    async def work() -> Result:
+        # It runs after this, the work's last step, and before what is called at the work's end.
+        asyncio.get_running_loop().call_soon(call.abandon, calls)
+        return Result()
+
+    async def main() -> bool:
+        calls.add(call)
+        call.begin(calls)
+        while calls:
+            await asyncio.sleep(0)
+        return await asyncio.to_thread(closed.wait, 30)
+
+    waiter = Waiter()
+    call = Call(work, waiter, closes=True)
+    assert asyncio.run(main())
+    assert call.take() == ([], None)
