@@ -170,6 +170,16 @@ class LoopThread:
             raise fork_error()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call this on the loop, soon. It takes no lock.
+
+        Raises:
+            ForkError: This process is a forked child.
+        """
+        if self.inherited:
+            raise fork_error()
+        self.loop.call_soon_threadsafe(callback)
+
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine to its end and return its result. An exception from a signal's handler
         cancels it.

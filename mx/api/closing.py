@@ -13,11 +13,11 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 from mx import runtime
+from mx.tasks import Latch
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +120,19 @@ class Closable:
 
         If the wait is interrupted the work goes on, and the step waits for it again.
         """
-        started: list[Future[object]] = []
+        ended = Latch()  # a future would keep its lock if an exception comes as it is entered
+        tasks: list[asyncio.Task[object]] = []
+
+        def begin() -> None:
+            if not tasks:
+                tasks.append(asyncio.get_running_loop().create_task(work()))
+                tasks[0].add_done_callback(lambda _: ended.set())
 
         def step() -> None:
-            if not started:
-                started.append(self._loop.submit(work()))
-            started[0].result()
+            if not ended.is_set:
+                self._loop.call_soon(begin)
+                ended.wait()
+            tasks[0].result()
 
         return step
 
