@@ -105,8 +105,8 @@ class Call(Generic[T]):
         coroutine.close()  # if it was cancelled before its first step
         error = CancelledError() if task.cancelled() else task.exception()
         self._task = None
-        if self._abandoned:
-            calls.discard(self)
+        if self._abandoned:  # maybe after the work's last step
+            self._discard(calls)
         else:
             self._error = error
         self._over.release()
@@ -125,12 +125,17 @@ class Call(Generic[T]):
             calls.discard(self)
             self._over.release()
         else:
-            result, self._result, self._error = self._result, [], None
-            calls.discard(self)
-            if result and self._closes:
-                closing = asyncio.get_running_loop().create_task(_close(result[0]))
-                _closes.add(closing)
-                closing.add_done_callback(_closes.discard)
+            self._discard(calls)
+
+    def _discard(self, calls: set[Call[Any]]) -> None:
+        """Close the result, if there is one, and keep nothing: who was interrupted may keep this
+        in a traceback."""
+        result, self._result, self._error = self._result, [], None
+        calls.discard(self)
+        if result and self._closes:
+            closing = asyncio.get_running_loop().create_task(_close(result[0]))
+            _closes.add(closing)
+            closing.add_done_callback(_closes.discard)
 
     def look(self, calls: set[Call[Any]]) -> None:
         """Abandon the work if the thread that waits for it is gone."""

@@ -170,6 +170,16 @@ class LoopThread:
             raise fork_error()
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call this on the loop, soon. It takes no lock.
+
+        Raises:
+            ForkError: This process is a forked child.
+        """
+        if self.inherited:
+            raise fork_error()
+        self.loop.call_soon_threadsafe(callback)
+
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
         """Run a coroutine to its end and return its result. An exception from a signal's handler
         cancels it.
@@ -197,7 +207,7 @@ class LoopThread:
         self.loop.call_soon_threadsafe(call.begin, self._calls)
 
     def ended(self, call: Call[Any]) -> None:
-        """Forget a call whose result was taken."""
+        """Forget a call whose result is being taken."""
         self._calls.discard(call)
 
     def touch(self) -> None:
@@ -253,14 +263,14 @@ def _wait_for(
             loop_thread.call(call)
         if not call.wait(timeout_s):
             raise TimeoutError
-        result, error = call.take()
+        loop_thread.ended(call)
+        result, error = call.take()  # last: until then the loop closes the result
     except BaseException:
         if loop_thread is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop_thread.abandon(call)
                 call.wait(_ABANDONED_WITHIN_S)
         raise
-    loop_thread.ended(call)
     if error is not None:
         try:
             raise error

@@ -20,6 +20,29 @@ T = TypeVar("T")
 workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
+class Latch:
+    """Something that happens once, for which a thread waits. Unlike `threading.Event` it is not
+    broken by an exception from a signal while it waits."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Let who waits go on. Idempotent; called on one thread."""
+        if not self.is_set:
+            self.is_set = True
+            self._lock.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is set, for `timeout_s` at most; return whether it is. One thread waits."""
+        timeout_s = -1 if timeout_s is None else max(0.0, timeout_s)
+        if not self.is_set and self._lock.acquire(timeout=timeout_s):
+            self._lock.release()
+        return self.is_set
+
+
 async def uncut(work: Coroutine[Any, Any, T]) -> T:
     """Await `work` to its end, even if the caller is cancelled, and only then pass on the
     cancellation. For work on a thread, which cannot be cancelled, and for cleaning up."""

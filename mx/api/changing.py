@@ -9,8 +9,9 @@ from types import TracebackType
 
 from mx import runtime
 from mx.errors import ClosedError, ConfigError, MxError
-from mx.source.changes import Change, Latch
+from mx.source.changes import Change
 from mx.source.lending import Lending
+from mx.tasks import Latch
 
 #: How often a wait looks whether the loop still runs: it may stop with the process.
 _LOOK_S = 1.0

@@ -13,11 +13,11 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
 from mx import runtime
+from mx.tasks import Latch
 
 log = logging.getLogger(__name__)
 
@@ -75,23 +75,34 @@ class Closable:
         if failures:
             raise failures[0]
 
-    def _unclosed(self) -> str:
-        """Return what the object that is being dropped still does, and what to do about it; "" if
-        it has nothing more to do, and may be closed without a word."""
-        return f"{self!r} was dropped, and is closed: close it, or use it in a `with` block"
+    def _label(self) -> str:
+        """Return what to call the object as it is dropped. Takes no lock, see `__del__`."""
+        return f"<{type(self).__name__}>"
+
+    def _idle(self) -> bool:
+        """Return True if the object has nothing more to do, and may be dropped without a word.
+        Takes no lock, see `__del__`."""
+        return False
 
     def __del__(self) -> None:
-        """Close the object in the background. Never waits: this may be any thread, at any point."""
+        """Close the object in the background.
+
+        The collector may call this on any thread, between any two steps of it. So nothing here
+        waits or takes a lock, which the interrupted thread may hold: it reads plain attributes, and
+        hands the object over to the loop.
+        """
         steps = getattr(self, "_steps", [])  # without any it was never opened
         if steps != [] and not self._loop.inherited:
             with contextlib.suppress(RuntimeError):  # the loop has ended, as the interpreter does
                 self._dropped()
 
     def _dropped(self) -> None:
-        """See `__del__`."""
+        """Hand the object over, see `__del__`."""
         self._loop.loop.call_soon_threadsafe(_close_dropped, self)
         runtime.opened(self)  # again: the collector has cleared weak references to it
-        if warning := self._unclosed():
+        if not self._idle():
+            what = f"{self._label()} was dropped, and is closed"
+            warning = f"{what}: close it, or use it in a `with` block"
             warnings.warn(warning, ResourceWarning, stacklevel=3, source=self)
 
     def forked(self) -> None:
@@ -109,12 +120,19 @@ class Closable:
 
         If the wait is interrupted the work goes on, and the step waits for it again.
         """
-        started: list[Future[object]] = []
+        ended = Latch()  # a future would keep its lock if an exception comes as it is entered
+        tasks: list[asyncio.Task[object]] = []
+
+        def begin() -> None:
+            if not tasks:
+                tasks.append(asyncio.get_running_loop().create_task(work()))
+                tasks[0].add_done_callback(lambda _: ended.set())
 
         def step() -> None:
-            if not started:
-                started.append(self._loop.submit(work()))
-            started[0].result()
+            if not ended.is_set:
+                self._loop.call_soon(begin)
+                ended.wait()
+            tasks[0].result()
 
         return step
 

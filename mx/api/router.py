@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
@@ -68,7 +69,8 @@ class Router(Closable):
         self._allow = None if allow is None else AllowedHosts(allow)
         self._settings = settings = settings or config.load()
         self.coordinator = coordinator or settings.coordinator
-        self._watches: set[Watch] = set()
+        #: The open ones by their ids: who uses a watch keeps it, and it keeps the router.
+        self._watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
         self._client: CoordinatorClient | None = None
         runtime.made(self._begin)
 
@@ -139,7 +141,7 @@ class Router(Closable):
 
         async def make(loop: runtime.LoopThread) -> Watch:
             watch = Watch(loop, client, wanted, self._allow, self._forget)
-            self._watches.add(watch)
+            self._watches[id(watch)] = watch
             return watch
 
         return runtime.made(make)
@@ -227,7 +229,7 @@ class Router(Closable):
         return in_order_of_readiness(found)
 
     def _forget(self, watch: Watch) -> None:
-        self._watches.discard(watch)
+        self._watches.pop(id(watch), None)
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -289,9 +291,13 @@ class Router(Closable):
             allow=self._allow,
         )
 
+    def _label(self) -> str:
+        return f"<Router at {self.coordinator}>"
+
     def _closing_steps(self) -> list[Step]:
-        watches = [watch.close for watch in list(self._watches)]
-        return [*watches, self._awaiting(self._disconnect)]
+        watches = [watch() for watch in self._watches.valuerefs()]
+        closing = [watch.close for watch in watches if watch is not None]
+        return [*closing, self._awaiting(self._disconnect)]
 
     async def _disconnect(self) -> None:
         client, self._client = self._client, None

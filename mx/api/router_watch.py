@@ -64,19 +64,8 @@ class Watch(Closable):
             allow: The hosts of replicas that are allowed; None: all.
             on_close: Called when the watch is closed.
         """
-        self._client = client
-        self._wanted = wanted
         self._on_close = on_close
-        # All of this is changed on the loop alone, but for what the consumer takes from `_unread`.
-        self._fleet = Fleet(allow=allow)
-        self._unread: deque[FleetEvent] = deque()
-        self._told = 0  # how many events told everything again
-        self._changed = asyncio.Event()
-        self._synced = False
-        self._over = False
-        self._error: MxError | None = None
-        self._tick: asyncio.TimerHandle | None = None
-        self._task = asyncio.create_task(self._run(), name="mx-router-watch")
+        self._stream = _Stream(client, wanted, allow)
         super().__init__(loop)
 
     # -- for the consumer -----------------------------------------------------------------------
@@ -105,7 +94,7 @@ class Watch(Closable):
         """
         self._require_own()
         while (event := self._pop()) is None and not self._ended:
-            self._loop.run(self._wait(), timeout_s)
+            self._loop.run(self._stream.wait(), timeout_s)
         return event
 
     async def next_async(self) -> FleetEvent | None:
@@ -116,33 +105,75 @@ class Watch(Closable):
         """
         self._require_own()
         while (event := self._pop()) is None and not self._ended:
-            await asyncio.wrap_future(self._loop.submit(self._wait()))
+            await asyncio.wrap_future(self._loop.submit(self._stream.wait()))
         return event
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
         """The replicas as they are known now, which may be ahead of the events that were read."""
         self._require_own()
-        return () if self._ended else self._loop.run(self._replicas())
-
-    async def _replicas(self) -> tuple[Replica, ...]:
-        return self._fleet.replicas
+        return () if self._ended else self._loop.run(self._stream.replicas())
 
     def _pop(self) -> FleetEvent | None:
         # From the consumer's thread: an interrupted wait has taken nothing.
         with contextlib.suppress(IndexError):
-            return None if self._ended else self._unread.popleft()
+            return None if self._ended else self._stream.unread.popleft()
         return None
 
-    async def _wait(self) -> None:
-        """Wait until there is an event, or no more."""
-        while not self._unread and not self._over:
+    # -- the end --------------------------------------------------------------------------------
+
+    @property
+    def _ended(self) -> bool:
+        return self._steps is not None
+
+    def _closing_steps(self) -> list[Step]:
+        return [self._awaiting(self._stream.stop), lambda: self._on_close(self)]
+
+
+class _Stream:
+    """What a watch follows, and what has come. Its task keeps this, but not the watch."""
+
+    def __init__(
+        self, client: CoordinatorClient, wanted: ModelReference, allow: AllowedHosts | None
+    ) -> None:
+        """Begin to follow; on the loop, where all else is called, too."""
+        self._client = client
+        self._wanted = wanted
+        self._fleet = Fleet(allow=allow)
+        #: The consumer takes from here, on any thread.
+        self.unread: deque[FleetEvent] = deque()
+        self._told = 0  # how many events told everything again
+        self._changed = asyncio.Event()
+        self._synced = False
+        self._over = False
+        self._error: MxError | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._task = asyncio.create_task(self._run(), name="mx-router-watch")
+
+    async def replicas(self) -> tuple[Replica, ...]:
+        """Return the replicas as they are known now."""
+        return self._fleet.replicas
+
+    async def wait(self) -> None:
+        """Wait until there is an event, or no more. Raises what ended the stream."""
+        while not self.unread and not self._over:
             if self._error is not None:
                 raise another(self._error)
             self._changed.clear()
             await self._changed.wait()
 
-    # -- the stream -----------------------------------------------------------------------------
+    async def stop(self) -> None:
+        """Follow no more."""
+        self._over = True
+        self._stop_tick()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._changed.set()
+
+    def _stop_tick(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
 
     async def _run(self) -> None:
         backoff_s, told = _FIRST_BACKOFF_S, False
@@ -227,32 +258,11 @@ class Watch(Closable):
     def _publish(self, events: Sequence[FleetEvent]) -> None:
         if not events:
             return
-        if len(self._unread) + len(events) > self._told + MAX_UNREAD:
+        if len(self.unread) + len(events) > self._told + MAX_UNREAD:
             again = [FleetEvent(EventKind.MISSED), *self._fleet.told()]
             if self._synced:
                 again.append(FleetEvent(EventKind.SYNCED))
-            self._unread, self._told = deque(again), len(again)
+            self.unread, self._told = deque(again), len(again)
         else:
-            self._unread.extend(events)
-        self._changed.set()
-
-    # -- the end --------------------------------------------------------------------------------
-
-    @property
-    def _ended(self) -> bool:
-        return self._steps is not None
-
-    def _closing_steps(self) -> list[Step]:
-        return [self._awaiting(self._stop), lambda: self._on_close(self)]
-
-    def _stop_tick(self) -> None:
-        if self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
-
-    async def _stop(self) -> None:
-        self._over = True
-        self._stop_tick()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+            self.unread.extend(events)
         self._changed.set()

@@ -344,6 +344,9 @@ class Source(Closable):
         runtime.closed(owner)  # not by itself any more
         return True
 
+    def _label(self) -> str:
+        return f"<Source {self.model}>"
+
     def _closing_steps(self) -> list[Step]:
         embedded = [] if self._embedded is None else [self._awaiting(self._embedded.stop)]
         kept = [] if self._kept is None else [self._kept.close]

@@ -393,8 +393,11 @@ class Pull(Described, Closable):
         self._state.failed(runtime.fork_error())
         self._filled.forked(self._state)
 
-    def _unclosed(self) -> str:
-        return super()._unclosed() if self._giving.gives or not self._state.ended else ""
+    def _label(self) -> str:
+        return f"<Pull {self.model}>"
+
+    def _idle(self) -> bool:
+        return self._state.ended and not self._giving.gives
 
     def _dropped(self) -> None:
         # A source that `hold` has returned goes on, and keeps the memory that it serves.

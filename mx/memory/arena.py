@@ -128,7 +128,7 @@ class MemfdArena(_HostMemory):
             fcntl.fcntl(self.memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self._mapping = mmap.mmap(self.memfd, nbytes) if nbytes else None
         except OSError as error:
-            os.close(self.memfd)
+            self._close()
             raise CapacityError(
                 f"a memfd of {format_bytes(nbytes)} could not be created: {error.strerror}",
                 hint="free memory or raise the container's limit",

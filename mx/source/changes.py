@@ -9,32 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Collection
 
 from mx.errors import MxError
-
-
-class Latch:
-    """Something that happens once, for which a thread waits. Unlike `threading.Event` it is not
-    broken by an exception from a signal while it waits."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def set(self) -> None:
-        """Let who waits go on. Idempotent; called on one thread."""
-        if not self.is_set:
-            self.is_set = True
-            self._lock.release()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is set, for `timeout_s` at most; return whether it is. One thread waits."""
-        if not self.is_set and self._lock.acquire(timeout=timeout_s):
-            self._lock.release()
-        return self.is_set
+from mx.tasks import Latch
 
 
 class Change:

@@ -19,6 +19,7 @@ from typing import TypeVar
 from mx.core.types import Manifest
 from mx.errors import ConfigError, IntegrityError, MxError, RevisionChangedError, another
 from mx.target.report import LayerEvent, PullReport
+from mx.tasks import Latch
 
 T = TypeVar("T")
 Callback = Callable[[LayerEvent], None]
@@ -74,7 +75,10 @@ class EventLog:
         self.started_s = started_s
         self.first_read_s = 0.0
         self.phase = "resolving"  # for people
-        self._condition = threading.Condition()
+        # No Condition, whose methods are Python code: it would stay locked where an exception from
+        # a signal comes out of them.
+        self._lock = threading.RLock()
+        self._sleepers: set[Latch] = set()  # of the threads that wait
         self._present = Readiness()
         self._failing: MxError | None = None
         self._subscribers: list[_Subscriber] = []
@@ -89,7 +93,7 @@ class EventLog:
         """Begin another edition of the same weights, with other memory, and return it: it has no
         layers and no manifest until `planned`. Returns None if layers or memory of the present one
         were given to the caller."""
-        with self._condition:
+        with self._lock:
             if self._present.events or self._present.kept:
                 return None
             self._present = Readiness(told=self._present.told)
@@ -98,7 +102,7 @@ class EventLog:
     def begin_anew(self) -> Readiness:
         """Begin an edition of whatever weights the model has by now, and return it: no layer is
         ready any more, and each is reported again."""
-        with self._condition:
+        with self._lock:
             self._present = Readiness()
             for subscriber in self._subscribers:
                 subscriber.queue.clear()
@@ -107,7 +111,7 @@ class EventLog:
 
     def planned(self, ready: Readiness, n_layers: int, manifest: Manifest | None) -> None:
         """See `mx.target.edition.EditionLog`."""
-        with self._condition:
+        with self._lock:
             if manifest is not None and ready.told not in (None, manifest.ref.identity):
                 raise IntegrityError(
                     f"the pull began with the weights {ready.told.hex()}, and could only go on "
@@ -119,7 +123,7 @@ class EventLog:
 
     def layer_ready(self, ready: Readiness, event: LayerEvent, raised: Raised) -> bool:
         """See `mx.target.edition.EditionLog`."""
-        with self._condition:
+        with self._lock:
             if event.index in ready.events:
                 return False
             ready.events[event.index] = event
@@ -145,7 +149,7 @@ class EventLog:
 
     def finished(self, report: PullReport) -> None:
         """Record that the pull is complete."""
-        with self._condition:
+        with self._lock:
             if self._error is None:
                 self._report = report
             self._wake()
@@ -153,7 +157,7 @@ class EventLog:
     def failing(self, error: MxError) -> None:
         """Call the failure watchers, before the pull's memory is freed and `failed` is called: no
         GPU work may wait for this pull any more, since freeing waits for the GPU."""
-        with self._condition:
+        with self._lock:
             self._failing = self._failing or error
             watchers, self._failure_watchers = self._failure_watchers, []
         for watcher in watchers:
@@ -163,7 +167,7 @@ class EventLog:
         """Record that the pull has failed. Does nothing if it has ended before."""
         if self._report is None:
             self.failing(error)
-        with self._condition:
+        with self._lock:
             if self._error is None and self._report is None:
                 self._error = error
             self._wake()
@@ -187,7 +191,7 @@ class EventLog:
         layers that are ready, then on the threads that verify, one call at a time. It should be
         short; an exception that it raises on those threads fails the pull."""
         subscriber = _Subscriber(callback)
-        with self._condition:
+        with self._lock:
             ready = self._present
             subscriber.queue += (_Report(each, ready, _ignored) for each in ready.events.values())
             self._subscribers.append(subscriber)
@@ -196,7 +200,7 @@ class EventLog:
     def on_failure(self, callback: Callable[[MxError], None]) -> None:
         """Call `callback` with the pull's error when the pull fails, before its memory is freed; at
         once if it has failed. The callback must not raise."""
-        with self._condition:
+        with self._lock:
             if self._failing is None:
                 self._failure_watchers.append(callback)
                 return
@@ -206,7 +210,7 @@ class EventLog:
         """Call it with what is queued. Raises what it raises for events of this edition (None: of
         any); the others' errors are reported to those whose events they are."""
         while True:
-            with self._condition:
+            with self._lock:
                 # A thread that calls it already goes on with the events that came meanwhile.
                 if subscriber.busy or not subscriber.queue:
                     return
@@ -219,7 +223,7 @@ class EventLog:
                     raise
                 report.raised(error)
             finally:
-                with self._condition:
+                with self._lock:
                     subscriber.busy = False
 
     def _layer(self, index: int) -> LayerEvent | None:
@@ -305,16 +309,20 @@ class EventLog:
         """Block until `look`, called under the lock, does not raise LookupError; return what it
         does. Raises TimeoutError."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._condition:
-            while True:
+        while True:
+            woken = Latch()
+            with self._lock:
                 try:
                     return look()
                 except LookupError:
-                    pass
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
+                    self._sleepers.add(woken)
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            try:
+                if not woken.wait(left_s):
                     raise TimeoutError("the pull is still running")
-                self._condition.wait(left_s)
+            finally:
+                with self._lock:
+                    self._sleepers.discard(woken)
 
     async def wait_end_async(self) -> PullReport:
         return await self.wait(self._end)
@@ -322,23 +330,25 @@ class EventLog:
     async def wait(self, look: Callable[[], T]) -> T:
         """As `block`, in the caller's own event loop."""
         waker = (asyncio.get_running_loop(), asyncio.Event())
-        with self._condition:
+        with self._lock:
             self._wakers.add(waker)
         try:
             while True:
                 waker[1].clear()
-                with self._condition:
+                with self._lock:
                     try:
                         return look()
                     except LookupError:
                         pass
                 await waker[1].wait()
         finally:
-            with self._condition:
+            with self._lock:
                 self._wakers.discard(waker)
 
     def _wake(self) -> None:
-        self._condition.notify_all()
+        sleepers, self._sleepers = self._sleepers, set()
+        for sleeper in sleepers:
+            sleeper.set()
         for loop, event in self._wakers:
             with contextlib.suppress(RuntimeError):  # its loop was closed while it waited
                 loop.call_soon_threadsafe(event.set)

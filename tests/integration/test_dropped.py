@@ -7,6 +7,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -71,6 +72,27 @@ def test_a_pull_that_is_dropped_unfinished_warns_and_is_closed(served: str) -> N
     assert becomes(loop_is_free)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_collector_may_drop_a_pull_on_a_thread_that_holds_its_locks(served: str) -> None:
+    cycle: list[object] = []
+    pull = api.pull("slow", coordinator=served, transport="tcp")
+    next(pull.layers())
+    cycle += [pull, cycle]
+    runner = pull._job._attempt._transfer._runner  # type: ignore[union-attr]
+    dropped, collected = weakref.ref(pull), threading.Event()
+
+    def collect(machine: object) -> tuple[()]:
+        gc.collect()
+        collected.set()
+        return ()
+
+    del pull, cycle
+    threading.Thread(target=runner.react, args=(collect,), daemon=True).start()
+    assert collected.wait(WITHIN_S)
+    assert becomes(lambda: dropped() is None)
+    assert becomes(loop_is_free)
+
+
 def test_a_source_that_is_dropped_warns_and_is_closed(served: str, checkpoint: Path) -> None:
     source = api.serve(checkpoint, model="dropped", coordinator=served)
     assert is_listed(served, "dropped")
@@ -85,6 +107,27 @@ def test_a_router_that_is_dropped_warns_and_is_closed(served: str) -> None:
     assert router.sources("m")
     with pytest.warns(ResourceWarning, match="Router"):
         del router
+    assert becomes(loop_is_free)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_router_that_is_dropped_with_its_watches_is_closed(served: str) -> None:
+    router = api.Router(served)
+    watches = [router.watch("m"), router.watch()]
+    assert watches[0].next(WITHIN_S)
+    gone = [weakref.ref(each) for each in (router, *watches)]
+    del router, watches
+    assert becomes(lambda: not any(each() for each in gone))
+    assert becomes(loop_is_free)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_watch_keeps_its_router_and_a_router_no_watch(served: str) -> None:
+    watch = api.Router(served).watch("m")
+    while (event := watch.next(WITHIN_S)) is not None and event.kind is not api.EventKind.SYNCED:
+        pass
+    assert event
+    del watch
     assert becomes(loop_is_free)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 from collections.abc import Iterator
@@ -103,6 +104,19 @@ def test_too_large_is_said_before_anything_is_taken() -> None:
         HostArena(1 << 50)
     with pytest.raises(CapacityError, match="are free"):
         MemfdArena(1 << 50)
+
+
+def test_the_descriptor_of_an_arena_that_can_not_be_mapped_is_closed_once() -> None:
+    class Sparse(MemfdArena):
+        require_memory = False
+
+    with pytest.raises(CapacityError, match="could not be created") as caught:
+        Sparse(1 << 62)
+    free = os.open("/dev/null", os.O_RDONLY)  # the first free number
+    del caught  # with its traceback goes the arena
+    gc.collect()
+    assert os.path.exists(f"/proc/self/fd/{free}")
+    os.close(free)
 
 
 def write_all(folder: Path, **files: str) -> None:

@@ -51,7 +51,8 @@ class RemoteMemory(LocalSource):
     def __init__(self, path: str, magic: bytes, grant: Grant, ticket: GpuTicket) -> None:
         super().__init__(path, magic, grant, ticket)
         self._gpus = ticket.gpus
-        self._lock = threading.Lock()
+        # Reentrant: a collection, and so the finalizer of a holder, can run inside any line.
+        self._lock = threading.RLock()
         self._holders = 1
         self._exported: list[int] = []
         self.allocations: list[Allocation] = []
