@@ -51,8 +51,8 @@ class Receipt:
     def encode(self) -> bytes:
         """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""
         key = self.key
-        fields = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
-        fields += [self.base, self.newest, self.issued_s]
+        weights = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
+        fields = [*weights, self.base, self.newest, self.issued_s]
         # With escapes, a character takes up to twelve bytes.
         return json.dumps(fields, ensure_ascii=False).encode()
 

@@ -543,6 +543,7 @@ class SourceServer:
     async def close(self) -> None:
         """Deregister, stop listening, revoke every ticket, release the memory. Idempotent."""
         self._closing = True
+        self._servicer.state = SourceState.DRAINING
         if self.lending is not None:
             await self.lending.close()
         for task in self._tasks:

@@ -398,6 +398,8 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         served = self.models.get(request.source_id)
         if served is None or served.watchman is None or await served.watchman.check():
             return None
+        if self.state is SourceState.DRAINING:  # nothing supersedes it
+            return None
         return self._stale(request) or peer_pb2.Stale(generation=served.held.generation + 1)
 
     def _stale(self, request: peer_pb2.OpenRequest) -> peer_pb2.Stale | None:

@@ -460,30 +460,29 @@ def test_a_pull_that_begins_on_the_threshold_of_a_change_waits_for_its_end(
         if when == "leaving":
             lock, state = registrar._listing, Lent.LEAVING
 
-        async def release() -> None:
-            if lock.locked():
-                lock.release()
-
         async def acquire() -> None:
             await lock.acquire()
+
+        async def release() -> None:
+            if not changing_goes_on.is_set():
+                changing_goes_on.set()
+                lock.release()
 
         def change() -> None:
             with source.changing():
                 write(lent, 2)
 
+        def ready() -> bool:
+            served = bool(source._server._servicer.models)  # again, and not registered yet
+            return lending._state.now is state and (served or when == "entering")
+
+        changing_goes_on, changing = threading.Event(), threading.Thread(target=change)
         source._loop.run(acquire())
-        changing = threading.Thread(target=change)
         changing.start()
         ends.callback(changing.join)
         ends.callback(lambda: source._loop.run(release()))
-        # Served again, and not registered yet.
-        ready = lambda: (
-            lending._state.now is state
-            and (  # noqa: E731
-                when == "entering" or source._server._servicer.models
-            )
-        )
         until(ready, "change")
+        where: dict[str, Any]
         where = {"peer": source.endpoint} if when == "leaving" else {"coordinator": coordinator}
         pull = ends.enter_context(api.pull("m", into=own, follow=True, wait_s=30, **where))
         begun = pull._job.edition
