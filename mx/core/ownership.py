@@ -51,8 +51,10 @@ class Receipt:
     def encode(self) -> bytes:
         """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""
         key = self.key
-        fields = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
-        return json.dumps([*fields, self.base, self.newest, self.issued_s]).encode()
+        weights = [key.name, key.revision, key.variant, self.identity.hex(), self.commitment.hex()]
+        fields = [*weights, self.base, self.newest, self.issued_s]
+        # With escapes, a character takes up to twelve bytes.
+        return json.dumps(fields, ensure_ascii=False).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Receipt:

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from mx.core.digest import DIGEST_BYTES
+from mx.memory.live import LiveMemory
 from mx.source.model import HeldModel
-from mx.source.served import Served
+from mx.source.served import Found, Served
 from mx.text import listed
 from mx.transport import contiguous
 from mx.views import cut
@@ -76,13 +77,30 @@ class Doubts:
             await asyncio.sleep((time.monotonic() - began_s) / _HASHING_PART)
 
 
+def looked_at(held: HeldModel, chunk: int) -> Found:
+    """Hash a chunk again, where it is in memory, unless its tensors are elsewhere by now: an engine
+    may have freed what it was in.
+
+    Blocks.
+
+    Args:
+        held: A model that holds the chunk.
+        chunk: The chunk.
+
+    Raises:
+        MxError: The memory was released, or a GPU fails.
+    """
+    moved = held.arena.changed() if isinstance(held.arena, LiveMemory) else ""
+    return Found(moved=moved) if moved else Found(wrong=wrong_tensors(held, chunk))
+
+
 def wrong_tensors(held: HeldModel, chunk: int) -> str:
     """Hash a chunk again, where it is in memory.
 
     Blocks.
 
     Args:
-        held: A model that holds the chunk.
+        held: A model that holds the chunk, in memory that is still there.
         chunk: The chunk.
 
     Returns:

@@ -4,7 +4,6 @@ readers away while its owner writes to it."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from mx.runtime import in_thread, uncut, unexpected
 from mx.source.changes import Change
 from mx.source.model import HeldModel, hashed_again
 from mx.source.registrar import Registrar
+from mx.source.served import Found
 
 log = logging.getLogger(__name__)
 
@@ -93,28 +93,34 @@ class Lending:
 
     # -- while it is lent -------------------------------------------------------------------------
 
-    async def check(self) -> None:
+    @property
+    def lends(self) -> bool:
+        """True while it is lent."""
+        return self._state.now is Lent.LENT
+
+    async def check(self) -> bool:
         """Withdraw the memory if its owner no longer uses it. Called before each grant.
 
-        Raises:
-            NotAllowedError: It is not lent, or not any more.
+        Returns:
+            True if it is lent. What is being listed again is waited for.
         """
-        if self._state.now is Lent.LENT:
+        if self._state.now is Lent.LEAVING and self._changing is not None:
+            await asyncio.wait((self._changing,))
+        if self.lends:
             held = self.held
             # To its end, also if the source is closed: it holds the tensors meanwhile.
             moved = await uncut(in_thread(self._memory.changed))
             if moved and self._is_lent(held):
                 await self._withdraw(moved)
-        if self._state.now is not Lent.LENT:
-            raise NotAllowedError(f"{self.held.key} is not lent at the moment")
+        return self.lends
 
-    async def doubt(self, wrong_tensors: Callable[[], str]) -> bool:
+    async def doubt(self, look: Callable[[], Found]) -> bool:
         """Hash some of the memory again, of which a reader got wrong bytes, and withdraw all of it
         if that is not what was registered. The owner may write only when it is hashed: it may free
         memory then.
 
         Args:
-            wrong_tensors: Hashes it, on a thread; returns the names of the tensors that are wrong.
+            look: Hashes it, on a thread.
 
         Returns:
             True if it is right.
@@ -123,22 +129,23 @@ class Lending:
         async with self._busy:
             if not self._is_lent(held):
                 return False
-            wrong = await uncut(in_thread(wrong_tensors))
-        if wrong and self._is_lent(held):
-            await self._withdraw(f"{wrong}: written to outside of `changing`", written=True)
-        return not wrong
+            found = await uncut(in_thread(look))
+        if found.moved and self._is_lent(held):
+            await self._withdraw(found.moved)
+        elif found.wrong and self._is_lent(held):
+            await self._withdraw(f"{found.wrong}: written to outside of `changing`", written=True)
+        return not (found.moved or found.wrong)
 
     async def watch(self) -> None:
         """Run forever: look whether the memory is what was registered."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._state.now is Lent.LENT:
-                with contextlib.suppress(NotAllowedError):
-                    await self.check()
+            if self.lends:
+                await self.check()
 
     def _is_lent(self, held: HeldModel) -> bool:
         """Return True if this is what is lent: what was seen of it still counts."""
-        return self._state.now is Lent.LENT and self.held is held
+        return self.lends and self.held is held
 
     async def _withdraw(self, why: str, *, written: bool = False) -> None:
         """Give the memory to no reader any more. `written`: readers are told that it changed."""

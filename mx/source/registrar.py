@@ -60,6 +60,7 @@ class Registrar:
         self._secret = secrets.token_bytes(32)
         self._name_key = name_key
         self._receipts: dict[ModelKey, bytes] = {}
+        self._replaced: set[ModelKey] = set()  # of these, by updates
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
         self._listing = asyncio.Lock()
@@ -123,6 +124,8 @@ class Registrar:
         self._renamed.discard(held)
         if listed.receipt:
             self._receipts[listed.model] = listed.receipt
+        if replaces:
+            self._forget_replaced(before, listed.model, held)
         event(
             log,
             "source.registered",
@@ -133,6 +136,15 @@ class Registrar:
         )
         self._on_pin_only(held, listed.pin_only)
         return listed.model
+
+    def _forget_replaced(self, before: ModelKey, now: ModelKey, held: HeldModel) -> None:
+        """Drop the receipts of what updates have replaced, and this process serves no more."""
+        self._replaced.add(before)
+        others = (served.held for served in self._models.values())
+        used = {now, *(other.key for other in others if other is not held)}
+        for key in self._replaced - used:
+            self._receipts.pop(key, None)
+        self._replaced &= used
 
     async def key_of(self, held: HeldModel) -> ModelKey:
         """Return the key that a model's weights are bound to under its name.

@@ -53,18 +53,31 @@ class Participant(Protocol):
         """End all streams: the source is no longer served. Idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is wrong with memory, "" for nothing. `moved` says which tensors are elsewhere by now;
+    `wrong` names those that are not what was registered."""
+
+    moved: str = ""
+    wrong: str = ""
+
+
 class Watchman(Protocol):
     """Looks after memory that is lent: `mx.source.lending.Lending`."""
 
-    async def check(self) -> None:
-        """Raise NotAllowedError unless the memory is what was registered, as far as can be seen."""
+    @property
+    def lends(self) -> bool:
+        """True while the memory is lent."""
 
-    async def doubt(self, wrong_tensors: Callable[[], str]) -> bool:
+    async def check(self) -> bool:
+        """Return True if the memory is lent, and what was registered, as far as can be seen."""
+
+    async def doubt(self, look: Callable[[], Found]) -> bool:
         """Hash some of the memory again, of which a reader got wrong bytes, and withdraw all of it
         if that is not what was registered.
 
         Args:
-            wrong_tensors: Hashes it, on a thread; returns the names of the tensors that are wrong.
+            look: Hashes it, on a thread.
 
         Returns:
             True if it is right.
@@ -97,6 +110,11 @@ class Served:
     def transports(self) -> tuple[str, ...]:
         """The names of the transports that expose it, sorted."""
         return tuple(sorted(self.exposures))
+
+    @property
+    def listed(self) -> bool:
+        """True unless it is withdrawn, for good or for a change, or about to be."""
+        return not self.newer and (self.watchman is None or self.watchman.lends)
 
     def all_exposures(self) -> list[Exposure]:
         """Return the current and the retired exposures."""

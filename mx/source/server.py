@@ -18,7 +18,7 @@ from mx.log import event
 from mx.memory.live import Memory
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
-from mx.source.doubts import Doubts, wrong_tensors
+from mx.source.doubts import Doubts, looked_at
 from mx.source.endpoint import dialled_host, require_dialable
 from mx.source.exposures import expose, withdraw
 from mx.source.lending import Lending
@@ -428,14 +428,15 @@ class SourceServer:
         if served.newer or self._servicer.models.get(held.source_id) is not served:
             return False
         if served.watchman is not None:
-            return await served.watchman.doubt(lambda: wrong_tensors(held, chunk))
+            return await served.watchman.doubt(lambda: looked_at(held, chunk))
         try:
-            wrong = await uncut(in_thread(wrong_tensors, held, chunk))
+            found = await uncut(in_thread(looked_at, held, chunk))
         except MxError as error:  # such as a GPU's
             log.warning("%s could not be hashed again: %s", held.key, error)
             return False
+        wrong = found.moved or (found.wrong and f"{found.wrong}: written to while others read")
         if wrong and not served.newer:
-            self.withdrawn = f"{wrong}: written to while others read"
+            self.withdrawn = wrong
             event(
                 log,
                 "source.withdrawn",
@@ -543,6 +544,7 @@ class SourceServer:
     async def close(self) -> None:
         """Deregister, stop listening, revoke every ticket, release the memory. Idempotent."""
         self._closing = True
+        self._servicer.state = SourceState.DRAINING
         if self.lending is not None:
             await self.lending.close()
         for task in self._tasks:

@@ -82,7 +82,7 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
             sources=[
                 codec.source_to_wire(self._record_of(served))
                 for served in self.models.values()
-                if request.name in ("", served.held.key.name) and not served.newer
+                if request.name in ("", served.held.key.name) and served.listed
             ]
         )
 
@@ -126,14 +126,12 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
         if request is None:
             return
         reader = check_open(request)
-        stale = self._stale(request)
+        stale = await self._looked_after(request) or self._stale(request)
         if stale is not None:
             await answer(context, peer_pb2.OpenEvent(stale=stale))
             return
         served = self._find(request)
         held = served.held
-        if served.watchman is not None:
-            await served.watchman.check()
         principal = principal_of(context, request.reader_id)
         ending = self.limits.admit(principal)
         if ending is None:
@@ -393,6 +391,16 @@ class PeerServicer(peer_pb2_grpc.PeerServicer):
     def _checked(self, grant_id: str, chunk: int) -> None:
         checked = peer_pb2.Checked(chunk=chunk)
         self._tell([grant_id], peer_pb2.OpenEvent(checked=checked))
+
+    async def _looked_after(self, request: peer_pb2.OpenRequest) -> peer_pb2.Stale | None:
+        """Return what to tell a reader of lent memory that is about to be superseded, since its
+        owner wants to write, or does not use it any more; None: it is not."""
+        served = self.models.get(request.source_id)
+        if served is None or served.watchman is None or await served.watchman.check():
+            return None
+        if self.state is SourceState.DRAINING:  # nothing supersedes it
+            return None
+        return self._stale(request) or peer_pb2.Stale(generation=served.held.generation + 1)
 
     def _stale(self, request: peer_pb2.OpenRequest) -> peer_pb2.Stale | None:
         """Return what to tell a reader whose generation is not given any more; None: it is."""

@@ -3,6 +3,7 @@ read it, and what follows from each. On the loop."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from mx.target.from_sources import FromSources
 from mx.target.options import PullOptions
 from mx.target.paths import target_place
 from mx.target.report import PullReport, again
+from mx.target.resolver import FIRST_S
 from mx.target.whole import FromStore
 from mx.transport import Transport
 from mx.views import host_bytes
@@ -189,6 +191,8 @@ class Job:
                 lasting = isinstance(error, LocalError | ConfigError | CoordinatorError)
                 if not self.options.follow or lasting or not self._may_follow(error):
                     raise
+            if not self._attempt.paths():  # what could not be opened may be listed for a moment yet
+                await asyncio.sleep(FIRST_S)
             self._offer_for_reuse()
             self._succeed(self._log.begin_anew())
             self._history.causes = []  # the last attempt's threads may still add to theirs
@@ -197,11 +201,11 @@ class Job:
     def _may_follow(self, error: MxError) -> bool:
         """Return True if the last attempt's source was updated, or sources have brought bytes of
         which none were wrong: what is not there yet may come from another one."""
-        if any(isinstance(cause, SourceChangedError) for cause in self._history.causes):
-            return False
-        if any(isinstance(cause, StaleGenerationError) for cause in self._history.causes):
+        stale = [each for each in self._history.causes if isinstance(each, StaleGenerationError)]
+        written = [each for each in stale if isinstance(each, SourceChangedError)]
+        if len(written) < len(stale):  # what one holder wrote to says nothing of the model
             return True
-        if isinstance(error, DigestError):
+        if written or isinstance(error, DigestError):
             return False
         return any(path.bytes for path in self._attempt.paths() if path.source != "local")
 

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
 from mx import api
+from mx.core.lending import Lent
 from mx.errors import (
     BindingError,
     ClosedError,
@@ -27,6 +29,8 @@ from mx.errors import (
 )
 from mx.units import MIB
 from tests.integration.conftest import Run, environment, error_of, start_coordinator
+from tests.integration.scripts import ran
+from tests.integration.test_bounds import until
 
 pytestmark = pytest.mark.integration
 
@@ -95,6 +99,25 @@ def pulled(coordinator: str, model: str = "m", **options: Any) -> tuple[str, set
     with api.pull(model, coordinator=coordinator, into=own, **options) as pull:
         model = pull.wait(60).model
     return model, {int(value) for tensor in own.values() for value in torch.unique(tensor)}
+
+
+#: Frees what it lends, has a chunk of it hashed again at once, and prints why it was withdrawn.
+DOUBT = """
+import torch
+coordinator, watched = sys.argv[1:]
+lent = dict(weight=torch.ones(16 << 20))  # so large that it is mapped by itself
+source = api.serve(lent, model="m", coordinator=coordinator, copy=False)
+server = source._server
+async def doubt():
+    (served,) = server._servicer.models.values()
+    if watched == "unwatched":
+        served.watchman = None
+    lent["weight"].untyped_storage().resize_(0)
+    return await server._is_right(served, 0)
+assert source._loop.run(doubt()) is False
+print(*(server.withdrawn or source.withdrawn).split()[:5])
+source.close()
+"""
 
 
 class Reader:
@@ -413,6 +436,85 @@ def test_memory_may_be_freed_inside_while_readers_have_doubts(coordinator: str) 
                     lent[name].untyped_storage().resize_(0)
                     lent[name] = torch.full((2 * MIB,), version, dtype=torch.uint8)
             assert not source.withdrawn and pulled(coordinator)[1] == {version}
+
+
+@pytest.mark.parametrize("watched", ["watched", "unwatched"])
+def test_a_doubt_about_memory_that_was_freed_withdraws_it(coordinator: str, watched: str) -> None:
+    """In a process of its own, which would die of reading what is not mapped any more. Memory that
+    a pull still fills has no watchman."""
+    code, out, err = ran(DOUBT, coordinator, watched)
+    assert (code, out.split()) == (0, ["weight:", "replaced,", "resized", "or", "freed"]), err
+
+
+@pytest.mark.parametrize("when", ["entering", "leaving"])
+def test_a_pull_that_begins_on_the_threshold_of_a_change_waits_for_its_end(
+    coordinator: str, when: str
+) -> None:
+    """Just before the memory is withdrawn for a change, and while it is listed again."""
+    lent, own = tensors(1), tensors(0)
+    with ExitStack() as ends:
+        source = ends.enter_context(api.serve(lent, model="m", coordinator=coordinator, copy=False))
+        lending, registrar = source._server.lending, source._server.registrar
+        assert lending is not None and registrar is not None
+        lock, state = lending._busy, Lent.ENTERING
+        if when == "leaving":
+            lock, state = registrar._listing, Lent.LEAVING
+
+        async def acquire() -> None:
+            await lock.acquire()
+
+        async def release() -> None:
+            if not changing_goes_on.is_set():
+                changing_goes_on.set()
+                lock.release()
+
+        def change() -> None:
+            with source.changing():
+                write(lent, 2)
+
+        def ready() -> bool:
+            served = bool(source._server._servicer.models)  # again, and not registered yet
+            return lending._state.now is state and (served or when == "entering")
+
+        changing_goes_on, changing = threading.Event(), threading.Thread(target=change)
+        source._loop.run(acquire())
+        changing.start()
+        ends.callback(changing.join)
+        ends.callback(lambda: source._loop.run(release()))
+        until(ready, "change")
+        where: dict[str, Any]
+        where = {"peer": source.endpoint} if when == "leaving" else {"coordinator": coordinator}
+        pull = ends.enter_context(api.pull("m", into=own, follow=True, wait_s=30, **where))
+        begun = pull._job.edition
+        until(
+            lambda: (
+                pull._state.error is not None
+                or pull._state.phase.startswith("waiting")
+                or pull._job.edition is not begun
+            ),
+            "wait",
+        )
+        source._loop.run(release())
+        assert pull.wait(60).model == "m:main.2"
+        assert all(bool((tensor == 2).all()) for tensor in own.values())
+
+
+def test_receipts_of_what_updates_have_replaced_are_dropped(coordinator: str) -> None:
+    lent = tensors(1)
+    with api.serve(lent, model="m", coordinator=coordinator, copy=False) as source:
+        registrar = source._server.registrar
+        assert registrar is not None
+        for version in range(2, 7):
+            with source.changing():
+                write(lent, version)
+        assert list(map(str, registrar._receipts)) == ["m:main.6"]
+    with api.serve(tensors(1), model="n", coordinator=coordinator) as copied:
+        registrar = copied._server.registrar
+        assert registrar is not None
+        for version in range(2, 7):
+            copied.update(tensors(version), grace_s=0)
+        # What an update replaces is listed until its readers have ended.
+        assert set(map(str, registrar._receipts)) <= {"n:main.5", "n:main.6"}
 
 
 def test_a_failed_block_that_replaced_tensors_can_be_followed_by_another(coordinator: str) -> None:

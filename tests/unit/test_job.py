@@ -14,7 +14,17 @@ from safetensors.torch import save_file
 from mx import discovery, plugins
 from mx.core.planner import SourcePath
 from mx.core.topology import Place
-from mx.errors import ClosedError, ConfigError, LocalError, MxError, PeerProtocolError
+from mx.errors import (
+    ClosedError,
+    ConfigError,
+    DigestError,
+    IncompleteError,
+    LocalError,
+    MxError,
+    PeerProtocolError,
+    SourceChangedError,
+    StaleGenerationError,
+)
 from mx.memory.in_place import InPlace
 from mx.runtime import uncut
 from mx.storage.stores import DiskStore
@@ -142,6 +152,33 @@ def test_a_failed_pull_tells_of_what_any_of_its_attempts_has_written(tmp_path: P
     assert job.kept == UNUSABLE
     assert (job.edition.manifest, job.edition.arena, job.edition.layout) == (None, None, None)
     into.release()
+
+
+@pytest.mark.parametrize(
+    ("causes", "follows"),
+    [
+        ("updated", True),
+        ("written", False),
+        ("written updated", True),
+        ("updated written", True),
+        ("lied written updated", True),
+        ("lied", False),
+        ("", False),
+    ],
+)
+def test_a_follower_goes_on_where_any_source_was_updated(causes: str, follows: bool) -> None:
+    kinds = {
+        "updated": StaleGenerationError("a was updated", peer="a"),
+        "written": SourceChangedError("b has changed its memory", peer="b"),
+        "lied": DigestError("c sent other bytes", peer="c"),
+    }
+
+    async def main() -> bool:
+        job = Job(PullOptions("m", follow=True), plugins.transports(), EventLog(0.0))
+        job._history.causes += [kinds[each] for each in causes.split()]
+        return job._may_follow(IncompleteError("no source was left"))
+
+    assert asyncio.run(main()) is follows
 
 
 def test_sources_of_other_machines_are_reached_where_there_is_a_network() -> None:

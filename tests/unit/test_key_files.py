@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from mx import config, keyfile, namekey
-from mx.core.ownership import Purpose, Receipt, proof, statement
+from mx.core.ownership import (
+    MAC_BYTES,
+    MAX_RECEIPT_BYTES,
+    Purpose,
+    Receipt,
+    proof,
+    statement,
+)
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
 from tests.support.daemon import ROOT
@@ -209,6 +216,14 @@ def test_texts_that_are_signed_differ_wherever_anything_does() -> None:
         statement(ModelKey("a", "c", "bd"), b"i" * 32),
     }
     assert len(texts) == 8
+
+
+def test_a_receipt_with_the_longest_names_is_accepted_by_who_gets_it() -> None:
+    longest = "\U0001f999" * 256
+    key = ModelKey(longest, longest, longest)
+    receipt = Receipt(key, b"i" * 32, b"c" * 32, longest, 2**64, 1e300 / 3)
+    assert len(receipt.encode()) + MAC_BYTES <= MAX_RECEIPT_BYTES
+    assert Receipt.decode(receipt.encode()) == receipt
 
 
 def test_receipts_are_read_as_they_were_written() -> None:
