@@ -197,18 +197,20 @@ def test_only_the_same_key_vouches_and_only_for_what_it_signed() -> None:
 
 def test_texts_that_are_signed_differ_wherever_anything_does() -> None:
     key = ModelKey("ab", "c", "d")
-    args = (key, b"i" * 32, "source", b"s" * 32, b"nonce")
+    args = (key, b"i" * 32, "source", "host:1", b"s" * 32, b"nonce")
     texts = {
         proof(Purpose.REGISTER, *args),
         proof(Purpose.UPDATE, *args),
         proof(Purpose.REGISTER, ModelKey("a", "bc", "d"), *args[1:]),
         proof(Purpose.REGISTER, ModelKey("ab", "cd", ""), *args[1:]),
-        proof(Purpose.REGISTER, *args[:3], b"n" * 32, b"nonce"),
-        proof(Purpose.REGISTER, *args[:4], b"nonces"),
+        proof(Purpose.REGISTER, *args[:3], "host:2", *args[4:]),
+        proof(Purpose.REGISTER, *args[:2], "sourceh", "ost:1", *args[4:]),
+        proof(Purpose.REGISTER, *args[:4], b"n" * 32, b"nonce"),
+        proof(Purpose.REGISTER, *args[:5], b"nonces"),
         statement(key, b"i" * 32),
         statement(ModelKey("a", "c", "bd"), b"i" * 32),
     }
-    assert len(texts) == 8
+    assert len(texts) == 10
 
 
 def test_receipts_are_read_as_they_were_written() -> None:
