@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mx import config, keyfile, namekey
+from mx.coordinator import daemon
 from mx.core.ownership import Purpose, Receipt, proof, statement
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
@@ -221,3 +222,22 @@ def test_receipts_are_read_as_they_were_written() -> None:
     for data in (b"", b"{}", b"[]", b"[1,2,3]", b"\xff", b"[" * 9999):
         with pytest.raises(ConfigError):
             Receipt.decode(data)
+
+
+def test_a_coordinators_receipts_are_its_hosts_unless_the_user_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts may share a home; a file that is named may move to another host with its coordinator."""
+    path, found = str(tmp_path / "receipt.key"), {}
+    for host in ("one", "two", ""):
+        machine_id = tmp_path / f"machine-id-{host}"
+        if host:
+            machine_id.write_text(f"{host}\n")
+        monkeypatch.setattr(daemon, "_MACHINE_ID", machine_id, raising=False)
+        for named in ("", "--receipt-key"):
+            key = daemon.receipt_key_of(path, named, "127.0.0.1:7600")
+            assert key == daemon.receipt_key_of(path, named, "127.0.0.1:7600")
+            assert key != daemon.receipt_key_of(path, named, "127.0.0.1:7601")
+            found[host, named] = key
+    assert len({key for (_, named), key in found.items() if named}) == 1
+    assert len({*found.values()}) == 4

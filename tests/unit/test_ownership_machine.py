@@ -128,23 +128,15 @@ class Machine(RuleBasedStateMachine):
         mine = commitment_of(process.owner)
         if owner is not None and mine != owner:
             receipt = process.receipts.get(old.model)
-            assert receipt is not None and self.may_restore(old.model), (
-                "no receipt is stronger",
-                process,
-                owner,
-                mine,
-                receipt,
-                self.brought,
-                self.now,
-                self.began_s,
-            )
+            assert receipt is not None and self.may_restore(old.model), "only a receipt is stronger"
         elif newest not in ("", old.model.revision) and owner == mine:
             same = self.bound.get(replace(old.model, revision=newest)) == record.ref.identity
             held = [p for p in self.processes if p is not process]
-            used = any(p.listed.model.revision == newest and not p.listed.pin_only for p in held)
-            listed = {s.record.source_id for s in self.registry.sources()}
-            used = used and any(
-                p.listed.source_id in listed for p in held if p.listed.model.revision == newest
+            ids = {p.listed.source_id for p in held}
+            used = any(
+                s.record.model.revision == newest and not s.record.pin_only
+                for s in self.registry.sources()
+                if s.record.source_id in ids
             )
             assert same or not used, "another holder has updated it"
 
