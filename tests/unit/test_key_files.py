@@ -227,7 +227,7 @@ def test_receipts_are_read_as_they_were_written() -> None:
 def test_a_coordinators_receipts_are_its_hosts_unless_the_user_names_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts may share a home; a file that is named may move to another host with its coordinator."""
+    """Hosts may share a home; a file that is named may move to another host."""
     path, found = str(tmp_path / "receipt.key"), {}
     for host in ("one", "two", ""):
         machine_id = tmp_path / f"machine-id-{host}"
