@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:7600"
 _STOP_GRACE_S = 0.5
+_MACHINE_ID = Path("/etc/machine-id")
 _RECEIPTS = "mx 2026 coordinator version 1: receipts of bindings"
 
 
@@ -53,7 +55,8 @@ def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
 
     Args:
         path: The file; "" for none.
-        named: Where the user has named it; "" if it is the default one.
+        named: Where the user has named it; "" if it is the default one. That is in the home folder,
+            which hosts may share: on each host it gives another key.
         address: Where the coordinator listens: each address has receipts of its own.
 
     Returns:
@@ -66,11 +69,21 @@ def receipt_key_of(path: str, named: str, address: str) -> bytes | None:
     if path:
         key, why = keyfile.kept(Path(path), named=named)
         if not why:
-            return blake3(key + address.encode(), derive_key_context=_RECEIPTS).digest()
+            where = address if named else f"{address} {_host()}"
+            return blake3(key + where.encode(), derive_key_context=_RECEIPTS).digest()
         level = logging.WARNING
     text = f"names are not known again after a restart of this coordinator: {why}; name a file"
     event(log, "coordinator.receipts", level=level, text=f"{text} with `receipt_key`")
     return None
+
+
+def _host() -> str:
+    """Return what tells this host from others, also after it has started anew."""
+    try:
+        found = _MACHINE_ID.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        found = ""
+    return found or socket.gethostname()
 
 
 class Coordinator:

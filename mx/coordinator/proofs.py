@@ -1,7 +1,8 @@
 """What a coordinator believes of those who register: proofs of the name key, and its own receipts.
 
-A proof is good for one registration: it covers a nonce that `Missing` gave, the source's id and the
-digest of its secret. Nonces carry their time and a MAC, so that none is stored before it is used.
+A proof is good for one registration: it covers a nonce that `Missing` gave, the source's id, its
+endpoint and the digest of its secret. Nonces carry their time and a MAC, so that none is stored
+before it is used.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mx.wire.v1 import coordinator_pb2 as pb
 #: How long a nonce is good: longer than the upload of a large manifest takes.
 NONCE_S = 120.0
 _MAX_USED = 100_000
+_LIFE_BYTES = 16
 _HEAD = struct.Struct(">d16s")
 
 
@@ -75,6 +77,7 @@ class Proofs:
             now: Returns the time on a clock that never goes back.
         """
         self._receipt_key = receipt_key or secrets.token_bytes(32)
+        self._life = secrets.token_bytes(_LIFE_BYTES)
         self._nonces = Nonces()
         self._now = now
 
@@ -101,8 +104,8 @@ class Proofs:
         if source.replaces:
             purpose, key = Purpose.UPDATE, replace(key, revision=source.replaces)
         said = proof(
-            purpose, key, record.ref.identity, record.source_id, blake3(secret).digest(),
-            source.nonce,
+            purpose, key, record.ref.identity, record.source_id, record.endpoint,
+            blake3(secret).digest(), source.nonce,
         )  # fmt: skip
         vouched = statement(key, record.ref.identity)
         if not (
@@ -118,7 +121,7 @@ class Proofs:
         """Return the receipt of a binding, b"" for none."""
         if bound is None:
             return b""
-        data = replace(bound, issued_s=time.time()).encode()
+        data = self._life + replace(bound, issued_s=time.time()).encode()
         return self._mac(data) + data
 
     def read(self, receipt: bytes) -> Receipt | None:
@@ -126,8 +129,9 @@ class Proofs:
         mac, data = receipt[:MAC_BYTES], receipt[MAC_BYTES:]
         if not receipt or not hmac.compare_digest(mac, self._mac(data)):
             return None
+        life, data = data[:_LIFE_BYTES], data[_LIFE_BYTES:]
         try:
-            return Receipt.decode(data)
+            return replace(Receipt.decode(data), this_life=life == self._life)
         except ConfigError:
             return None
 

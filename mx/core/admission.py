@@ -120,14 +120,14 @@ def _plain(
 
 
 def _restores(name: BoundName, key: ModelKey, receipt: Receipt, claim: Claim) -> bool:
-    """Return True if a receipt counts although its name is bound: it agrees with what is bound,
-    or that is newer than the receipt of what is bound, in the first grace."""
-    binding = name.get(key)
+    """Return True if a receipt counts although its name has an owner: it agrees with what is bound,
+    or it is of an earlier life and newer than the receipt of what is bound, in the first grace."""
+    binding, stronger = name.get(key), claim.may_restore and not receipt.this_life
     if name.owned_by(receipt.commitment):
         if binding is None or binding.identity == receipt.identity:
             return True
-        return claim.may_restore and receipt.issued_s > binding.issued_s
-    return claim.may_restore and receipt.issued_s > name.issued_s
+        return stronger and receipt.issued_s > binding.issued_s
+    return stronger and receipt.issued_s > name.issued_s
 
 
 def _update(

@@ -1,16 +1,17 @@
 """The binding of names to weights: (name, revision, variant) -> identity and files, and its owner.
 
 A name belongs to the commitment of who bound it (`mx.core.bound_name`), for as long as anything is
-bound under it. Each of its revisions has variants, and each variant is bound to one identity. A
-bound (name, revision) never changes its meaning: an owner's update becomes a new revision
-(REVISION.2, REVISION.3 …). "main", which is the default revision, and its updates form one family,
-and NAME means the newest. Registering never updates: an update names the revision that it replaces,
-and is refused if another one has come after that.
+bound under it, and for `grace_s` after that: its owner may start anew. Each of its revisions has
+variants, and each variant is bound to one identity. A bound (name, revision) never changes its
+meaning: an owner's update becomes a new revision (REVISION.2, REVISION.3 …). "main", which is the
+default revision, and its updates form one family, and NAME means the newest. Registering never
+updates: an update names the revision that it replaces, and is refused if another one has come after
+that.
 
 *Receipts*: after a coordinator's restart a source brings the receipt of its binding
 (`mx.core.ownership`). It is bound again as it was, whoever brings the receipt; one that was listed
 before and brings none is found by its pin only, unless its weights are bound. Within the first
-grace a receipt also wins against what was bound without one.
+grace a receipt of an earlier life also wins against what was bound without one.
 
 The first origin with files binds them too, if it is the owner's or there is no owner; another
 source of the weights may have other files, or none. A relay owns no binding, and its files give way
@@ -23,9 +24,9 @@ too: a source that finds this disputes it, and is asked to adopt the next, or el
 its own. Readers go through the groups in the same order, and so find the same one.
 
 *Contested*: other weights may have taken the name. A source that was listed before is listed all
-the same, and readers find it by its pin. When the binding ends, the name goes to the oldest of
-those that contest it with a commitment. A source with another key than the owner's contests it,
-too.
+the same, and readers find it by its pin. When the binding ends and the name is free of its owner,
+it goes to the oldest of those that contest it with a commitment. A source with another key than the
+owner's contests it, too.
 
 A revision stays bound while it has a source or an update of it is bound, and for `grace_s`
 after that, so that a crash does not free the name. It ends at once when the owner deregisters the
@@ -48,6 +49,7 @@ from mx.core.groups import Binding, Contests, Group
 from mx.core.named import Meant, NamedRevisions
 from mx.core.ownership import Receipt
 from mx.core.quota import Quota
+from mx.core.reserved import Reserved
 from mx.core.types import ManifestRef, ModelKey
 
 
@@ -83,6 +85,7 @@ class Bindings:
         self.quota = quota
         self._number = 0  # of the last group that was made
         self._names: dict[str, BoundName] = {}
+        self._reserved = Reserved(grace_s=grace_s, limit=quota.limit)
         self._contests = Contests()
         self._of: dict[str, tuple[Binding, Group]] = {}  # by source
         self._renamed: list[str] = []
@@ -132,8 +135,9 @@ class Bindings:
         return found if name.owner else None
 
     def name(self, name: str) -> BoundName | None:
-        """Return a bound name, None if nothing is bound under it."""
-        return self._names.get(name)
+        """Return a bound name, or one that is kept for its last owner and has no revisions; None
+        for a free one."""
+        return self._names.get(name) or self._reserved.get(name)
 
     def contests_of(self, key: ModelKey, identity: bytes) -> Binding | None:
         """Return the binding of these weights that contests a key, or None."""
@@ -265,7 +269,7 @@ class Bindings:
             self._let_lapse(now, name.revisions[key.revision])
 
     def lapse(self, now: float) -> None:
-        """Remove the entries whose grace is over at `now`."""
+        """Remove the entries whose grace is over at `now`, and free names that were kept."""
         if now < self.due_s:
             return
         ended = [
@@ -277,9 +281,12 @@ class Bindings:
         for name, revision in ended:
             if revision in self._entries(name):
                 self._remove(now, name, revision)
+        for name in self._reserved.lapse(now):
+            self._settle_contests(name)
         names = self._names.values()
         lapses = (entry.lapses_at_s for name in names for entry in name.revisions.values())
         self.due_s = min(lapses, default=math.inf)
+        self.due_s = min(self.due_s, self._reserved.due_s)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -292,6 +299,7 @@ class Bindings:
         if name is None:
             name = BoundName(commitment if receipt is None else receipt.commitment)
             self._names[key.name] = name
+            self._reserved.end(key.name)
         if receipt is not None:
             name.issued_s = max(name.issued_s, receipt.issued_s)
             name.remember(receipt)
@@ -381,6 +389,7 @@ class Bindings:
     def _remove(self, now: float, name: str, revision: str) -> None:
         found = self._names[name]
         entry = found.revisions.pop(revision)
+        addresses = [group.address for each in entry.variants.values() for group in each.groups]
         for binding in entry.variants.values():
             self._end(binding)
         base = found.revisions.get(entry.base) if entry.base else None
@@ -388,14 +397,18 @@ class Bindings:
             self._let_lapse(now, base)
         if not found.revisions:
             del self._names[name]
+            if found.owner:
+                for freed in self._reserved.add(now, name, found, addresses[0]):
+                    self._settle_contests(freed)
+                self.due_s = min(self.due_s, self._reserved.due_s)
         self._settle_contests(name)
         for bundle in entry.bundles:
             self._mean_anew(name, bundle)
 
     def _settle_contests(self, name: str) -> None:
-        """Bind what contested keys that are free now, the oldest first."""
+        """Bind what contests keys that are free for it now, the oldest first."""
         for binding in self._contests.of(name):
-            found = self._names.get(name)
+            found = self.name(name)
             free = found is None or (
                 found.get(binding.key) is None
                 and found.refusal(binding.key, binding.commitment) is None

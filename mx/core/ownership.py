@@ -3,7 +3,10 @@
 A name key has a key pair for each name (`mx.namekey`). The public half is the name's *commitment*.
 A source signs a *statement*, that the holders of the key vouch for these weights, which readers can
 check for themselves; and with each registration a *proof* that it holds the key, which is good for
-one registration at one coordinator. Pure: nothing here knows a secret.
+one registration. It does not say at which coordinator, since a coordinator has many addresses: one
+that a source registers with can fetch the nonce from another one and pass the registration on to
+that. It can pass on only what was signed: these weights, at the source's own endpoint. Pure:
+nothing here knows a secret.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class Receipt:
     """What a coordinator bound: a later life of it believes this if the MAC is its own.
 
     `base` is the revision that `key.revision` is an update of, "" for none. `newest` is the number
-    of the variant's newest update when the receipt was issued. `issued_s` orders receipts.
+    of the variant's newest update when the receipt was issued. `issued_s` orders the receipts of
+    earlier lives. `this_life` is True for one that the coordinator has given since it started; it
+    is not encoded.
     """
 
     key: ModelKey
@@ -47,6 +52,7 @@ class Receipt:
     base: str = ""
     newest: int = 0
     issued_s: float = 0.0
+    this_life: bool = False
 
     def encode(self) -> bytes:
         """Return the bytes that the coordinator's MAC covers, and that `decode` reads."""
@@ -88,6 +94,7 @@ def proof(
     key: ModelKey,
     identity: bytes,
     source_id: str,
+    endpoint: str,
     secret_digest: bytes,
     nonce: bytes,
 ) -> bytes:
@@ -98,10 +105,11 @@ def proof(
         key: The name, the variant, and the revision: for an update the one that it replaces.
         identity: Of the weights.
         source_id: The source.
+        endpoint: Where it serves the weights.
         secret_digest: The digest of the source's own secret, which no other source knows.
         nonce: The coordinator's.
     """
-    texts = (key.name, key.revision, key.variant, source_id)
+    texts = (key.name, key.revision, key.variant, source_id, endpoint)
     return _text(purpose, *(text.encode() for text in texts), identity, secret_digest, nonce)
 
 

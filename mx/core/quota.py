@@ -9,7 +9,7 @@ from mx.errors import CapacityError
 
 
 class Quota:
-    """Counts things by the address that they come from."""
+    """Counts things by the address that they come from. `limit` is the most in all."""
 
     def __init__(self, what: str, *, limit: int, per_address: int) -> None:
         """
@@ -19,14 +19,14 @@ class Quota:
             per_address: The most from one address.
         """
         self._what = what
-        self._limit = limit
+        self.limit = limit
         self._per_address = per_address
         self._count = 0
         self._from: Counter[str] = Counter()
 
     def check(self, address: str) -> None:
         """Raise CapacityError if there is no room for one more from this address."""
-        if self._count >= self._limit:
+        if self._count >= self.limit:
             raise CapacityError(f"the coordinator {self._what.format(self._count)}, its limit")
         if self._from[address] >= self._per_address:
             raise CapacityError(

@@ -521,6 +521,7 @@ def _proved(
         replace(key, revision=replaces or key.revision),
         identity,
         record.source_id,
+        record.endpoint,
         blake3(secret).digest(),
         nonce,
     )

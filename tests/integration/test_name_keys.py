@@ -187,8 +187,25 @@ def test_an_honest_source_that_starts_anew_on_a_taken_name_serves_its_pin(site: 
     pinned = owner.does("source.pinned").strip("'")
     assert site.means(1, pinned) and site.means(6)
     stranger.must("evil.close()")
-    until(lambda: owner.does("source.stats().pin_only") == "False")
+    # Once the stranger has not come back for a minute.
+    until(lambda: owner.does("source.stats().pin_only") == "False", 120.0)
     assert site.means(1)
+
+
+def test_a_stranger_that_lies_in_wait_does_not_get_the_name_when_its_owner_starts_anew(
+    site: Site,
+) -> None:
+    first, stranger = site.user("owner"), site.user("stranger")
+    first.must("source = mx.serve(tensors(1), model='m', embed=False)")
+    stranger.must("evil = mx.serve(tensors(6), model='m', embed=False)")
+    first.must("source.close()")
+    until(lambda: len(site.sources()) == 1)
+    again = site.user("owner")
+    again.must("source = mx.serve(tensors(2), model='m', embed=False)")
+    assert again.does("source.stats().pin_only") == "False"
+    assert stranger.does("evil.stats().pin_only") == "True"
+    assert again.does("str(source.update(tensors(3)))") == "'m:main.2'"
+    assert site.means(3)
 
 
 def test_without_a_receipt_weights_are_found_by_their_pin_only(site: Site, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from mx import codec
 from mx.coordinator.daemon import Coordinator
 from mx.coordinator.proofs import NONCE_S, Nonces, Proofs
 from mx.core.ownership import Purpose, Receipt, proof, statement
-from mx.core.types import SourceRecord
+from mx.core.types import SourceRecord, SourceRole
 from mx.errors import BindingError, MxError, NotAllowedError, UnknownSourceError
 from mx.namekey import NameKey
-from mx.wire.client import CoordinatorClient
+from mx.wire.client import CoordinatorClient, _proved
 from mx.wire.v1 import coordinator_pb2 as pb
 from tests.support.records import by_digest, make_documents, make_record
 
@@ -59,7 +59,10 @@ def signed(record: SourceRecord, nonce: bytes, *, key: NameKey = KEY, **said: An
     what = replace(record, **said)
     purpose = Purpose.UPDATE if replaces else Purpose.REGISTER
     model = replace(what.model, revision=replaces or what.model.revision)
-    text = proof(purpose, model, what.ref.identity, what.source_id, blake3(secret).digest(), nonce)
+    text = proof(
+        purpose, model, what.ref.identity, what.source_id, what.endpoint, blake3(secret).digest(),
+        nonce,
+    )  # fmt: skip
     name = record.model.name
     vouched = statement(record.model, record.ref.identity)
     record = replace(record, commitment=key.commitment(name), statement=key.sign(name, vouched))
@@ -105,6 +108,7 @@ async def test_an_update_is_good_once_for_one_source_and_what_was_signed() -> No
             signed(record, nonce, replaces="main", sent={"replaces": "main.2"}),
             signed(record, nonce, replaces="main", secret=THEFT),
             signed(record, nonce, replaces="main", source_id=held.source_id),
+            signed(record, nonce, replaces="main", endpoint="10.6.6.6:1"),
             signed(record, nonce, replaces="main", ref=make_record(OLD).ref),
             signed(record, nonce, replaces="main", model=held.model),
             signed(record, nonce, replaces="main", sent={"proof": b"\0" * 64}),
@@ -186,3 +190,46 @@ async def test_a_receipt_comes_with_the_registration_and_restores_it() -> None:
                 await register(client, make_record(OLD), name_key=OTHER, replaces="main.2")
             update = await register(client, make_record(OLD), replaces="main.2")
             assert update.model.revision == "main.3"
+
+
+async def test_a_receipt_of_this_life_wins_against_nothing_that_is_bound() -> None:
+    """A stranger who was first after the restart has got one, which is the newest of all."""
+    alice: dict[str, Any] = {"source_secret": SECRET, "name_key": KEY}
+    bob: dict[str, Any] = {"source_secret": THEFT, "name_key": OTHER}
+    honest, other = make_record(OLD), make_record(NEW)
+    async with coordinator(b"r" * 32) as client:
+        old = await register(client, honest, **alice)
+    async with coordinator(b"r" * 32) as client:
+        new = await register(client, other, **bob)
+        assert new.receipt and not new.pin_only
+        back = await register(client, honest, keeps_pin=True, receipt=old.receipt, **alice)
+        assert back.receipt and not back.pin_only
+        relay = make_record(NEW, role=SourceRole.RELAY)
+        for source, who in ((other, bob), (relay, bob | {"name_key": None})):
+            again = await register(client, source, keeps_pin=True, receipt=new.receipt, **who)
+            assert again.pin_only
+        assert (await client.resolve("llama")).ref == honest.ref
+    # In the next life its receipts count, and the owner's is the newest.
+    for first in (True, False):
+        async with coordinator(b"r" * 32) as client:
+            for owner in (first, not first):
+                source, was, who = (honest, back, alice) if owner else (other, new, bob)
+                await register(client, source, keeps_pin=True, receipt=was.receipt, **who)
+            assert (await client.resolve("llama")).ref == honest.ref
+
+
+def test_a_proof_is_good_for_the_endpoint_that_the_source_has() -> None:
+    """A coordinator at which the source registers may pass a proof on, with another's nonce."""
+    proofs, secret = Proofs(b"h" * 32, lambda: 0.0), SECRET
+    for replaces in ("", "main"):
+        record, proved = _proved(make_record(NEW), KEY, replaces, secret, nonce := proofs.nonce())
+        for endpoint, good in (("10.6.6.6:1", False), (record.endpoint, True)):
+            sent = replace(record, endpoint=endpoint)
+            source = codec.source_to_wire(
+                sent, source_secret=secret, proof=proved, nonce=nonce, replaces=replaces
+            )
+            if good:
+                proofs.check(codec.source_from_wire(source), source, secret)
+                continue
+            with pytest.raises(NotAllowedError, match="does not hold the key"):
+                proofs.check(codec.source_from_wire(source), source, secret)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mx import config, keyfile, namekey
+from mx.coordinator import daemon
 from mx.core.ownership import (
     MAC_BYTES,
     MAX_RECEIPT_BYTES,
@@ -204,18 +205,20 @@ def test_only_the_same_key_vouches_and_only_for_what_it_signed() -> None:
 
 def test_texts_that_are_signed_differ_wherever_anything_does() -> None:
     key = ModelKey("ab", "c", "d")
-    args = (key, b"i" * 32, "source", b"s" * 32, b"nonce")
+    args = (key, b"i" * 32, "source", "host:1", b"s" * 32, b"nonce")
     texts = {
         proof(Purpose.REGISTER, *args),
         proof(Purpose.UPDATE, *args),
         proof(Purpose.REGISTER, ModelKey("a", "bc", "d"), *args[1:]),
         proof(Purpose.REGISTER, ModelKey("ab", "cd", ""), *args[1:]),
-        proof(Purpose.REGISTER, *args[:3], b"n" * 32, b"nonce"),
-        proof(Purpose.REGISTER, *args[:4], b"nonces"),
+        proof(Purpose.REGISTER, *args[:3], "host:2", *args[4:]),
+        proof(Purpose.REGISTER, *args[:2], "sourceh", "ost:1", *args[4:]),
+        proof(Purpose.REGISTER, *args[:4], b"n" * 32, b"nonce"),
+        proof(Purpose.REGISTER, *args[:5], b"nonces"),
         statement(key, b"i" * 32),
         statement(ModelKey("a", "c", "bd"), b"i" * 32),
     }
-    assert len(texts) == 8
+    assert len(texts) == 10
 
 
 def test_a_receipt_with_the_longest_names_is_accepted_by_who_gets_it() -> None:
@@ -234,3 +237,22 @@ def test_receipts_are_read_as_they_were_written() -> None:
     for data in (b"", b"{}", b"[]", b"[1,2,3]", b"\xff", b"[" * 9999):
         with pytest.raises(ConfigError):
             Receipt.decode(data)
+
+
+def test_a_coordinators_receipts_are_its_hosts_unless_the_user_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts may share a home; a file that is named may move to another host."""
+    path, found = str(tmp_path / "receipt.key"), {}
+    for host in ("one", "two", ""):
+        machine_id = tmp_path / f"machine-id-{host}"
+        if host:
+            machine_id.write_text(f"{host}\n")
+        monkeypatch.setattr(daemon, "_MACHINE_ID", machine_id, raising=False)
+        for named in ("", "--receipt-key"):
+            key = daemon.receipt_key_of(path, named, "127.0.0.1:7600")
+            assert key == daemon.receipt_key_of(path, named, "127.0.0.1:7600")
+            assert key != daemon.receipt_key_of(path, named, "127.0.0.1:7601")
+            found[host, named] = key
+    assert len({key for (_, named), key in found.items() if named}) == 1
+    assert len({*found.values()}) == 4

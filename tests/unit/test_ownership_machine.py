@@ -47,6 +47,9 @@ class Machine(RuleBasedStateMachine):
         # What the registry said, for as long as it says it.
         self.bound: dict[ModelKey, bytes] = {}
         self.owners: dict[str, bytes] = {}
+        self.began_s = 0.0
+        self.brought: Receipt | None = None  # at the last registration
+        self.left: dict[str, tuple[bytes, float]] = {}  # who owned a name last, and until when
 
     def anew(self) -> Registry:
         return Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
@@ -55,12 +58,13 @@ class Machine(RuleBasedStateMachine):
         replaces = str(flags.get("replaces", ""))
         before = replace(record.model, revision=replaces or record.model.revision)
         made = owned(record, process.owner) if process.owner else record
+        self.brought = process.receipts.get(before)
         try:
             answer = self.registry.register(
                 self.now,
                 made,
                 process.secret,
-                receipt=process.receipts.get(before),
+                receipt=self.brought,
                 **flags,  # type: ignore[arg-type]
             )
         except MxError:
@@ -69,7 +73,7 @@ class Machine(RuleBasedStateMachine):
         process.listed = answer.record
         if answer.receipt is not None:
             self.number += 1
-            issued = replace(answer.receipt, issued_s=float(self.number))
+            issued = replace(answer.receipt, issued_s=float(self.number), this_life=True)
             process.receipts[answer.record.model] = issued
         return True
 
@@ -124,14 +128,15 @@ class Machine(RuleBasedStateMachine):
         mine = commitment_of(process.owner)
         if owner is not None and mine != owner:
             receipt = process.receipts.get(old.model)
-            assert receipt is not None and self.now < GRACE_S, "only a receipt is stronger"
+            assert receipt is not None and self.may_restore(old.model), "only a receipt is stronger"
         elif newest not in ("", old.model.revision) and owner == mine:
             same = self.bound.get(replace(old.model, revision=newest)) == record.ref.identity
             held = [p for p in self.processes if p is not process]
-            used = any(p.listed.model.revision == newest and not p.listed.pin_only for p in held)
-            listed = {s.record.source_id for s in self.registry.sources()}
-            used = used and any(
-                p.listed.source_id in listed for p in held if p.listed.model.revision == newest
+            ids = {p.listed.source_id for p in held}
+            used = any(
+                s.record.model.revision == newest and not s.record.pin_only
+                for s in self.registry.sources()
+                if s.record.source_id in ids
             )
             assert same or not used, "another holder has updated it"
 
@@ -142,6 +147,14 @@ class Machine(RuleBasedStateMachine):
             if each.revision.partition(".")[0] == key.revision.partition(".")[0]
         ]
         return max(numbers, default=(0, ""))[1]
+
+    @rule(index=which)
+    def renew(self, index: int) -> None:
+        """Register what is listed again, with a receipt of this life, after another's restored
+        its owner, too."""
+        process = self.pick(index)
+        if process is not None:
+            self.again(process)
 
     @rule(index=which, willingly=st.booleans())
     def end(self, index: int, willingly: bool) -> None:
@@ -171,6 +184,11 @@ class Machine(RuleBasedStateMachine):
     def coordinator_restarts(self, order: list[int]) -> None:
         self.registry = self.anew()
         self.now += 1.0
+        self.began_s = self.now
+        self.left.clear()
+        for process in self.processes:
+            earlier = {k: replace(r, this_life=False) for k, r in process.receipts.items()}
+            process.receipts = earlier
         for index in order:
             if index < len(self.processes):
                 self.again(self.processes[index])
@@ -179,6 +197,13 @@ class Machine(RuleBasedStateMachine):
     def again(self, process: Process) -> None:
         record = replace(process.listed, pin_only=False, by_owner=False, commitment=b"")
         assert self.register(process, record, keeps_pin=True), "what was listed stays listed"
+
+    def may_restore(self, key: ModelKey) -> bool:
+        """True if the receipt that was brought may win against what is bound."""
+        receipt, early = self.brought, self.now < self.began_s + GRACE_S
+        return (
+            receipt is not None and not receipt.this_life and early and receipt.key.name == key.name
+        )
 
     # -- what may never happen --------------------------------------------------------------------
 
@@ -202,11 +227,14 @@ class Machine(RuleBasedStateMachine):
             # It was free, and went to what contested it; or it was bound without a receipt, which
             # gives way to one.
             free = not any((r.model, r.ref.identity) == (key, was) for r in sources)
-            receipts = [p.receipts[key] for p in self.processes if key in p.receipts]
-            receipt = any(each.identity == identity for each in receipts)
-            assert free or receipt, f"{key} has changed its meaning"
+            assert free or self.may_restore(key), f"{key} has changed its meaning"
         self.bound = found
         self.owners = {name: c for name, found in owners.items() for c in found}
+        for name, owner in self.owners.items():
+            was, until_s = self.left.get(name, (owner, 0.0))
+            if owner != was and not self.may_restore(ModelKey(name)):
+                assert self.now >= until_s + GRACE_S, f"{name} has changed its owner"
+            self.left[name] = owner, self.now
         for record in sources:
             if record.by_owner:
                 assert not record.pin_only and record.role is SourceRole.ORIGIN

@@ -294,9 +294,15 @@ def test_a_crash_does_not_free_a_name_but_its_owner_can() -> None:
     registry.register(0, first, ALICE)
     assert listed(registry, LEASE_S + GRACE_S / 2, other, BOB).pin_only
     registry.deregister(LEASE_S + GRACE_S / 2, other.source_id, BOB)
-    assert listed(registry, 2 * LEASE_S + 2 * GRACE_S, other, BOB) == other
+    # Nor is it free at once when its grace is over: its owner may yet come back.
+    assert listed(registry, 2 * LEASE_S + 2 * GRACE_S, other, BOB).pin_only
     registry.deregister(51, other.source_id, BOB)
-    registry.register(51, make_record(WEIGHTS["C"]), ALICE)
+    assert listed(registry, 2 * LEASE_S + 3 * GRACE_S, other, BOB) == other
+    registry.deregister(71, other.source_id, BOB)
+    again = make_record(WEIGHTS["C"])
+    assert listed(registry, 71, again, BOB) == again
+    registry.deregister(71, again.source_id, BOB)
+    assert listed(registry, 71 + GRACE_S, make_record(WEIGHTS["C"]), ALICE).pin_only is False
 
 
 def test_the_same_weights_in_another_layout_or_chunk_size_adopt_the_bound_one() -> None:
@@ -419,8 +425,13 @@ def test_a_name_that_is_taken_after_a_restart_leaves_the_pin() -> None:
     relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
     assert listed(registry, 0, relay, BOB, keeps_layout=True).pin_only
     registry.take_changes()
-    # It gets the name when that ends: at once if its owner goes.
+    # It gets the name when that ends and its owner has not come back.
     registry.deregister(1, usurper.source_id, BOB)
+    with pytest.raises(UnknownModelError, match="by its pin only"):
+        registry.resolve("llama")
+    for now in range(2, int(GRACE_S) + 2):
+        for source, secret in ((honest, ALICE), (relay, BOB)):
+            registry.heartbeat(now, source.source_id, secret, SourceState.SERVING)
     assert registry.resolve("llama").ref == honest.ref
     kinds = [(c.kind, c.record.pin_only) for c in registry.take_changes()]
     assert sorted(kinds, key=str) == [
@@ -430,7 +441,7 @@ def test_a_name_that_is_taken_after_a_restart_leaves_the_pin() -> None:
     ]
     # And it owns the name.
     update = make_record(WEIGHTS["C"])
-    assert listed(registry, 1, update, ALICE, replaces="main").model.revision == "main.2"
+    assert listed(registry, now, update, ALICE, replaces="main").model.revision == "main.2"
 
 
 def test_a_contested_name_lapses_to_the_oldest_that_contests_it() -> None:
@@ -443,10 +454,10 @@ def test_a_contested_name_lapses_to_the_oldest_that_contests_it() -> None:
     now = 1.0
     while registry.source(contesting[0].source_id).record.pin_only:
         now += 1.0
-        assert now < 2 * (LEASE_S + GRACE_S)
+        assert now < 2 * (LEASE_S + 2 * GRACE_S)
         for record in contesting:
             registry.heartbeat(now, record.source_id, ALICE, SourceState.SERVING)
-    assert now >= LEASE_S + GRACE_S
+    assert now >= LEASE_S + 2 * GRACE_S
     assert registry.resolve("llama").ref == contesting[0].ref
     assert registry.source(contesting[1].source_id).record.pin_only
     # The usurper comes too late now.
@@ -538,3 +549,79 @@ def test_the_first_lease_is_longer_than_later_ones() -> None:
     assert [s.record for s in registry.sources()] == [late]
     registry.tick(3.0)
     assert not registry.sources()
+
+
+def test_a_stranger_that_contests_a_name_gets_it_only_when_its_owner_has_left_for_long() -> None:
+    registry = machine()
+    record, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
+    registry.register(0, record, ALICE)
+    assert listed(registry, 0, other, BOB).pin_only
+    registry.deregister(1, record.source_id, ALICE)
+    assert registry.source(other.source_id).record.pin_only
+    # Nor does a fresh source of the stranger get it, in any revision, or one without a key.
+    for revision in ("main", "x"):
+        fresh = make_record(WEIGHTS["C"], revision=revision)
+        assert listed(registry, 2, fresh, BOB).pin_only
+        registry.deregister(2, fresh.source_id, BOB)
+    # The owner is back, with whatever it has.
+    again = make_record(WEIGHTS["C"])
+    assert listed(registry, 3, again, ALICE) == again
+    update = listed(registry, 3, make_record(WEIGHTS["A"]), ALICE, replaces="main")
+    assert update.model.revision == "main.2" and not update.pin_only
+    assert registry.source(other.source_id).record.pin_only
+
+
+@pytest.mark.parametrize("how", ["deregistered", "withdrawn for now", "crashed"])
+def test_an_emptied_name_is_its_owners_for_a_grace_and_goes_to_who_contests_it_then(
+    how: str,
+) -> None:
+    registry = machine()
+    record, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
+    registry.register(0, record, ALICE)
+    registry.register(0, other, BOB)
+    if how != "crashed":
+        registry.deregister(0, record.source_id, ALICE, keeps_name=how != "deregistered")
+    ends = {"deregistered": GRACE_S, "withdrawn for now": 2 * GRACE_S}
+    ends_s = ends.get(how, LEASE_S + 2 * GRACE_S)
+    now = 0.0
+    while now < ends_s - 1:
+        now += 1
+        registry.heartbeat(now, other.source_id, BOB, SourceState.SERVING)
+        assert registry.source(other.source_id).record.pin_only
+    registry.tick(ends_s)
+    assert not registry.source(other.source_id).record.pin_only
+    assert registry.source(other.source_id).record.by_owner
+    assert registry.resolve("llama").ref == other.ref
+
+
+def test_an_emptied_name_takes_its_owners_receipt_and_no_strangers() -> None:
+    registry = machine()
+    record, other = make_record(WEIGHTS["A"]), make_record(WEIGHTS["B"])
+    registry.tick(0)
+    now = GRACE_S + 1  # the first grace is over
+    registry.register(now, record, ALICE)
+    registry.deregister(now, record.source_id, ALICE)
+    was = receipt_of(other, BOB, issued_s=9.0)
+    assert listed(registry, now, other, BOB, keeps_pin=True, receipt=was).pin_only
+    relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
+    answer = registry.register(now, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
+    assert answer.record is not None and not answer.record.pin_only
+    assert listed(registry, now, make_record(WEIGHTS["C"]), ALICE, replaces="main").model.revision
+
+
+def test_names_that_are_kept_for_their_owners_are_bounded() -> None:
+    """Who keeps the most gives way, and what contested its oldest name gets that."""
+    registry = machine()  # for 4 models
+    kept = [make_record(WEIGHTS["A"], name=name) for name in ("honest", "a", "b", "c", "d")]
+    other = make_record(WEIGHTS["B"], name="a")
+    for record in kept:
+        address = "ipv4:10.0.0.1" if record is kept[0] else "ipv4:10.0.0.2"
+        registry.register(0, record, ALICE, address=address)
+        if record.model.name == "a":
+            registry.register(0, other, BOB, address="ipv4:10.0.0.1")
+        registry.deregister(0, record.source_id, ALICE)
+    assert not registry.source(other.source_id).record.pin_only
+    for record in (kept[0], kept[2]):
+        late = make_record(WEIGHTS["B"], name=record.model.name)
+        assert listed(registry, 0, late, BOB).pin_only
+        registry.deregister(0, late.source_id, BOB)

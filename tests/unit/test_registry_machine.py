@@ -95,6 +95,7 @@ class Model:
         self.sources: dict[str, Source] = {}
         self.bundles: dict[tuple[str, str], Bundle] = {}
         self.owners: dict[str, bytes] = {}  # of bound names
+        self.reserved: dict[str, tuple[bytes, float]] = {}  # and of those that were, until when
         self.all: list[Bound] = []
         self.buried: dict[str, tuple[bytes, int, float]] = {}
         self.numbers = 0
@@ -119,8 +120,12 @@ class Model:
         self.all = [b for b in self.all if b.contests or b not in gone]
         if base and (name, base) in self.bundles and not self.used(name, base):
             self.bundles[name, base].lapses_at = self.now + GRACE_S
-        if not any(key[0] == name for key in self.bundles):
-            del self.owners[name]
+        owner = None if any(key[0] == name for key in self.bundles) else self.owners.pop(name)
+        if owner:
+            self.reserved[name] = owner, self.now + GRACE_S
+        self.settle(name)
+
+    def settle(self, name: str) -> None:
         for contester in [b for b in self.all if b.contests and b.key.name == name]:
             free = not self.bound(contester.key) and not self.taken(contester.key, contester.owner)
             if free and contester.owner:
@@ -129,14 +134,20 @@ class Model:
 
     def taken(self, key: ModelKey, owner: bytes) -> bool:
         """True if a source of this owner may not be the first to bind a key."""
-        if key.name not in self.owners:
+        theirs = self.owner_of(key.name)
+        if theirs is None:
             return False
         variants = [b for b in self.all if not b.contests and b.key.name == key.name]
         update = any(b.key.variant == key.variant for b in variants)
-        return self.owners[key.name] != owner or update
+        return theirs != owner or update
+
+    def owner_of(self, name: str) -> bytes | None:
+        """Whose the name is, or for a while was; None if it is free."""
+        return self.owners.get(name, self.reserved.get(name, (None, 0.0))[0])
 
     def open(self, key: ModelKey, owner: bytes, base: str = "") -> None:
         self.owners.setdefault(key.name, owner)
+        self.reserved.pop(key.name, None)
         bundle = self.bundles.setdefault((key.name, key.revision), Bundle(base))
         bundle.lapses_at = None
         if bundle.base and (key.name, bundle.base) in self.bundles:
@@ -187,6 +198,9 @@ class Model:
         ]
         for key in lapsed:
             self.unbind(*key)
+        for name in [n for n, (_, until) in self.reserved.items() if until <= self.now]:
+            del self.reserved[name]
+            self.settle(name)
         self.buried = {i: b for i, b in self.buried.items() if b[2] > self.now}
 
     def refusal(self, record: SourceRecord, secret: bytes) -> type[MxError] | None:
@@ -222,7 +236,7 @@ class Model:
         it should adopt, or the error that refuses it."""
         key, ref = record.model, record.ref
         owner = b"" if record.role is SourceRole.RELAY else secret
-        theirs = self.owners.get(key.name)
+        theirs = self.owner_of(key.name)
         bound, refused = self.bound(key), False
         if flags.replaces:
             replaced = replace(key, revision=flags.replaces)
