@@ -159,8 +159,9 @@ class Run:
             name,
             self.keys,
             revision=self.revision,
-            checkpoint=identity or self.options.checkpoint,
+            checkpoint=self.options.checkpoint,
             pin=self.pin,
+            identity=identity,
             settings=settings,
         )
         if found.state or not identity:
