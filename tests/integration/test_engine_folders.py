@@ -12,6 +12,7 @@ import shutil
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from safetensors.torch import load_file, save_file
 
 import mx
 from mx import config
+from mx.core.variant import ProcessingKey
+from mx.engines.replica.choice import with_checkpoint
 from mx.engines.replica.names import Meant, meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
@@ -431,3 +434,107 @@ def test_another_users_home_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(NotAllowedError, match="another user's"):
         FolderIndex(home / ".local" / "state" / "mx").record([stamp], "ab" * 32, 10**10)
     assert not list(home.iterdir())
+
+
+KEY = ProcessingKey(engine="test", version="1", dtype="fp32", state="processed", config="00ff00ff")
+
+
+def chosen(called: Path | str, coordinator: str, **options: Any) -> Run:
+    """Return the run of an engine that takes processed states, too, once it has chosen."""
+    read = LoaderOptions.read({"coordinator": coordinator, "fallback": True, **options})
+    group: Any = _Group()
+    meant = meant_by(str(called), given=read.model)
+    return Run("Engine", meant, read, {"processed": KEY}, Ranks(group, group, (0, 1)), Path(called))
+
+
+def lent(
+    model: Plain, name: str, identity: str, coordinator: str, name_key: Path | None = None
+) -> mx.Source:
+    """Lend a model's weights as the processed state of a checkpoint."""
+    made = {} if name_key is None else {"name_key": str(name_key)}
+    return mx.serve(
+        dict(model.named_parameters()), model=name, variant=with_checkpoint(KEY, identity[:16]),
+        copy=False, embed=False, settings=config.load({"coordinator": coordinator, **made}),
+    )  # fmt: skip
+
+
+def test_what_an_update_has_written_is_not_made_of_the_checkpoint(
+    coordinator: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "rl", 21)
+    model = Plain()
+    model.load_state_dict(loads(folder))
+    with mx.serve(folder, coordinator=coordinator) as source:
+        state = lent(model, "rl", source.identity_hex, coordinator)
+        called: list[tuple[Path | str, dict[str, str]]] = [
+            (folder, {}),
+            (tmp_path / "none", {"model": source.pinned}),
+            (tmp_path / "none", {"model": "rl", "checkpoint": source.identity_hex[:8]}),
+        ]
+        with state:
+            for path, how in called:
+                assert chosen(path, coordinator, **how).choice.state == "processed"
+            with state.changing():
+                model.second.weight.data.add_(1)
+            assert state.model.revision == "main.2"
+            for path, how in called:
+                assert chosen(path, coordinator, **how).choice.state == "checkpoint"
+            # Another replica still has what was made of the checkpoint.
+            before = Plain()
+            before.load_state_dict(loads(folder))
+            with lent(before, "rl", source.identity_hex, coordinator) as kept:
+                assert kept.model.revision in ("main", "main.2", "main.3")
+                for path, how in called:
+                    found = chosen(path, coordinator, **how).choice
+                    assert state.identity_hex not in found.identities.values()
+
+
+def test_an_update_is_lent_as_one(coordinator: str, tmp_path: Path) -> None:
+    """A replica that started from it has the key of what it replaced, too."""
+    folder = saved(tmp_path / "first", 22)
+    model = Plain()
+    model.load_state_dict(loads(folder))
+    with mx.serve(folder, model="checkpoint", coordinator=coordinator) as source:
+        identity = source.identity_hex
+    with lent(model, "lent", identity, coordinator) as state:
+        with state.changing():
+            model.second.weight.data.add_(1)
+        run = chosen("lent", coordinator)
+        assert (run.choice.state, run.choice.revision) == ("processed", "main.2")
+        replica = Plain()
+        slots = slots_of(replica, non_persistent=False)
+        run.fill(slots)
+        assert run.agreed(True) and equal(replica, dict(model.named_parameters()))
+        updated = state.identity_hex
+    run.lend(slots, before_processing=False)
+    run.end()
+    lender = run.loading.lender
+    assert lender is not None
+    try:
+        until_s = time.monotonic() + 60
+        while lender.state == "starting" and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert lender.source is not None and lender.source.identity_hex == updated
+        found = chosen("none", coordinator, model=f"lent@{identity}").choice
+        assert updated not in found.identities.values()
+        assert chosen("lent", coordinator).choice.state == "processed"
+    finally:
+        lender.close()
+
+
+@pytest.mark.parametrize("whose", ["own", "stranger's"])
+def test_a_folders_state_is_believed_by_the_own_key_alone(
+    coordinator: str, tmp_path: Path, whose: str
+) -> None:
+    """The owner of a name may be anybody: the folder has it by chance."""
+    folder = saved(tmp_path / whose / f"final-{len(whose)}", 23)
+    name, key = folder.name, None if whose == "own" else tmp_path / "stranger.key"
+    with lent(Plain(), name, "ab" * 32, coordinator, key) as first:  # who has the name now
+        assert first.model.name == name
+        with mx.serve(folder, coordinator=coordinator) as source:
+            with lent(Plain(), name, source.identity_hex, coordinator, key) as state:
+                found = chosen(folder, coordinator).choice
+                assert (found.state == "processed") == (whose == "own")
+                assert (state.identity_hex in found.identities.values()) == (whose == "own")
+                if whose != "own":
+                    assert found.state == "checkpoint" and found.refused
