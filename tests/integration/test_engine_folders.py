@@ -6,12 +6,16 @@ A small engine stands for vLLM and SGLang; what it decides with is theirs.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import random
 import shutil
 import socket
 import stat
 import struct
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +40,7 @@ from mx.storage.disk_file import FileStamp, Stamp
 from mx.storage.folder_hash import identity_of, remember
 from mx.storage.folder_index import FolderIndex
 from mx.storage.load import load_checkpoint
-from mx.storage.mounts import is_local
+from mx.storage.mounts import file_system_of, is_local
 from mx.wire.same_files import sources_of
 from tests.support.daemon import daemon
 
@@ -59,6 +63,19 @@ class _Group:
 def coordinator() -> Iterator[str]:
     with daemon(lease_s=2.0) as (_, address):
         yield address
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk, where stamps prove something."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    in_memory = file_system_of(fd) == "tmpfs"
+    os.close(fd)
+    if not in_memory:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -317,8 +334,6 @@ while True:
 def test_another_users_source_is_not_asked(tmp_path: Path, user: str) -> None:
     """The kernel says whose it is, even where its socket is in this user's folder."""
     import json
-    import subprocess
-    import sys
 
     folder = tmp_path / "sockets"
     folder.mkdir(mode=0o700)
@@ -422,6 +437,55 @@ def test_file_systems_whose_stamps_prove_nothing(
     assert "file system" in run.meant.refused
     monkeypatch.setattr("mx.storage.disk_file.is_local", lambda fd: False)
     assert not remember(folder, state) and identity_of(folder)[1] == ()
+
+
+def test_a_page_that_is_to_be_written_back(coordinator: str, tmp_path: Path, state: Path) -> None:
+    """A program that has a file mapped may go on writing to such a page; no stamp says so."""
+    folder = saved(tmp_path / "mapped", 20)
+    file = folder / "model.safetensors"
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        mapped[-1] ^= 1
+        with mx.serve(folder, coordinator=coordinator) as source:
+            _, stamps = identity_of(folder)
+            assert [each.identity for each in sources_of(stamps)] == [source.identity_hex]
+            assert not meant_by(str(folder)).refused
+            mapped[-1] ^= 1
+            assert meant_by(str(folder)).refused
+        assert remember(folder, state) and not meant_by(str(folder)).refused
+        mapped[-1] ^= 1
+        assert meant_by(str(folder)).refused
+
+
+def test_files_in_memory_prove_nothing() -> None:
+    """There a page is never written back."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        assert file_system_of(file.fileno()) == "tmpfs" and not is_local(file.fileno())
+
+
+def test_a_folder_that_cannot_be_listed_may_have_weights(tmp_path: Path) -> None:
+    """It may be entered: the ordinary loader reads what it knows by name."""
+    folder = saved(tmp_path / "model", 24)
+    folder.chmod(0o711)
+    tmp_path.chmod(0o711)
+    said = subprocess.run(
+        [sys.executable, "-c", _WEIGHTS_OF, str(folder), str(tmp_path / "none")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout == "True False\n"
+
+
+_WEIGHTS_OF = """
+import ctypes, os, sys
+from pathlib import Path
+from mx.storage.own_weights import has_weights
+os.chdir(Path(sys.argv[1]).parent)
+names = [Path(each).name for each in sys.argv[1:]]
+if os.geteuid():
+    os.chmod(names[0], 0o311)
+else:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+print(*(has_weights(Path(each)) for each in names))
+"""
 
 
 def test_another_users_home_is_left_alone(tmp_path: Path) -> None:
