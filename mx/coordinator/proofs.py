@@ -104,7 +104,7 @@ class Proofs:
             purpose, key, record.ref.identity, record.source_id, blake3(secret).digest(),
             source.nonce,
         )  # fmt: skip
-        vouched = statement(key, record.ref.identity)
+        vouched = statement(key, record.ref.identity, replaces=source.replaces)
         if not (
             is_signed(record.commitment, source.proof, said)
             and is_signed(record.commitment, record.statement, vouched)

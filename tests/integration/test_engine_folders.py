@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mx
-from mx import config
+from mx import config, namekey
 from mx.core.variant import ProcessingKey
 from mx.engines.replica.choice import with_checkpoint
 from mx.engines.replica.names import Meant, meant_by
@@ -439,8 +440,17 @@ def test_file_systems_whose_stamps_prove_nothing(
     assert not remember(folder, state) and identity_of(folder)[1] == ()
 
 
-def test_a_page_that_is_to_be_written_back(coordinator: str, tmp_path: Path, state: Path) -> None:
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_page_that_is_to_be_written_back(
+    coordinator: str,
+    tmp_path: Path,
+    state: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    direct: bool,
+) -> None:
     """A program that has a file mapped may go on writing to such a page; no stamp says so."""
+    if not direct:  # as on file systems without O_DIRECT, whose reads write no page back
+        monkeypatch.setattr("mx.storage.disk_file._open_direct", lambda file: -1)
     folder = saved(tmp_path / "mapped", 20)
     file = folder / "model.safetensors"
     with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
@@ -553,6 +563,20 @@ def test_what_an_update_has_written_is_not_made_of_the_checkpoint(
                     assert state.identity_hex not in found.identities.values()
 
 
+def test_an_update_cannot_be_listed_as_what_it_replaced(coordinator: str) -> None:
+    """Whoever lists it: its owner has said that it is an update."""
+    model = Plain()
+    with lent(model, "listed", "ab" * 32, coordinator) as state:
+        key = namekey.load(config.load())
+        (first,) = mx.list_sources("listed", coordinator=coordinator)
+        assert key.vouched(first.record)
+        with state.changing():
+            model.second.weight.data.add_(1)
+        (then,) = mx.list_sources("listed", coordinator=coordinator)
+        assert then.record.model.revision == "main.2" and key.vouched(then.record)
+        assert not key.vouched(replace(then.record, model=first.record.model))
+
+
 def test_an_update_is_lent_as_one(coordinator: str, tmp_path: Path) -> None:
     """A replica that started from it has the key of what it replaced, too."""
     folder = saved(tmp_path / "first", 22)
@@ -595,10 +619,12 @@ def test_a_folders_state_is_believed_by_the_own_key_alone(
     name, key = folder.name, None if whose == "own" else tmp_path / "stranger.key"
     with lent(Plain(), name, "ab" * 32, coordinator, key) as first:  # who has the name now
         assert first.model.name == name
-        with mx.serve(folder, coordinator=coordinator) as source:
-            with lent(Plain(), name, source.identity_hex, coordinator, key) as state:
-                found = chosen(folder, coordinator).choice
-                assert (found.state == "processed") == (whose == "own")
-                assert (state.identity_hex in found.identities.values()) == (whose == "own")
-                if whose != "own":
-                    assert found.state == "checkpoint" and found.refused
+        with (
+            mx.serve(folder, coordinator=coordinator) as source,
+            lent(Plain(), name, source.identity_hex, coordinator, key) as state,
+        ):
+            found = chosen(folder, coordinator).choice
+            assert (found.state == "processed") == (whose == "own")
+            assert (state.identity_hex in found.identities.values()) == (whose == "own")
+            if whose != "own":
+                assert found.state == "checkpoint" and found.refused

@@ -61,7 +61,7 @@ def signed(record: SourceRecord, nonce: bytes, *, key: NameKey = KEY, **said: An
     model = replace(what.model, revision=replaces or what.model.revision)
     text = proof(purpose, model, what.ref.identity, what.source_id, blake3(secret).digest(), nonce)
     name = record.model.name
-    vouched = statement(record.model, record.ref.identity)
+    vouched = statement(record.model, record.ref.identity, replaces=replaces)
     record = replace(record, commitment=key.commitment(name), statement=key.sign(name, vouched))
     return codec.source_to_wire(
         record,
