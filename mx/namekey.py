@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,11 +64,12 @@ class NameKey:
 
     def vouched(self, record: SourceRecord) -> bool:
         """Return True if a holder of this key vouches for a source's weights, as what the record's
-        name and variant stand for. It does not matter who says so."""
-        name = record.model.name
-        text = statement(record.model, record.ref.identity)
-        return record.commitment == self.commitment(name) and is_signed(
-            record.commitment, record.statement, text
+        name and variant stand for. It does not matter who says so. What was vouched for as an
+        update's is believed of no revision that is not called so."""
+        model, identity = record.model, record.ref.identity
+        texts = {statement(replace(model, revision=""), identity), statement(model, identity)}
+        return record.commitment == self.commitment(model.name) and any(
+            is_signed(record.commitment, record.statement, text) for text in texts
         )
 
 

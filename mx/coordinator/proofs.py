@@ -107,7 +107,7 @@ class Proofs:
             purpose, key, record.ref.identity, record.source_id, record.endpoint,
             blake3(secret).digest(), source.nonce,
         )  # fmt: skip
-        vouched = statement(key, record.ref.identity)
+        vouched = statement(key, record.ref.identity, replaces=source.replaces)
         if not (
             is_signed(record.commitment, source.proof, said)
             and is_signed(record.commitment, record.statement, vouched)

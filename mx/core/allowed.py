@@ -21,20 +21,18 @@ class AllowedHosts:
                 "*.example" for all names that end so).
 
         Raises:
-            ConfigError: An entry is empty, or a malformed network.
+            ConfigError: An entry is empty, no text, has spaces, or is a malformed network.
         """
         self._networks: list[_Network] = []
         self._names: set[str] = set()
         for entry in entries:
+            if not isinstance(entry, str) or not entry or any(map(str.isspace, entry)):
+                raise _malformed(entry)
             try:
                 self._networks.append(ipaddress.ip_network(entry.strip("[]"), strict=False))
             except ValueError:
-                if not entry or "/" in entry or ":" in entry or "*" in entry.removeprefix("*."):
-                    raise ConfigError(
-                        f"`allow` has {entry!r}",
-                        hint='write hosts: "10.0.0.0/8", "10.0.0.7", "replica-1.example" or '
-                        '"*.example"',
-                    ) from None
+                if "/" in entry or ":" in entry or "*" in entry.removeprefix("*."):
+                    raise _malformed(entry) from None
                 self._names.add(entry.lower().rstrip("."))
 
     def allows(self, host: str) -> bool:
@@ -50,3 +48,10 @@ class AllowedHosts:
     def allows_endpoint(self, endpoint: str) -> bool:
         """Return True if the host of a HOST:PORT is on the list, or there is none ("")."""
         return not endpoint or self.allows(endpoint.rpartition(":")[0])
+
+
+def _malformed(entry: object) -> ConfigError:
+    return ConfigError(
+        f"`allow` has {entry!r}",
+        hint='write hosts: "10.0.0.0/8", "10.0.0.7", "replica-1.example" or "*.example"',
+    )

@@ -16,6 +16,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from mx.core.revisions import may_be_update
 from mx.core.types import ModelKey
 from mx.errors import ConfigError
 
@@ -32,6 +33,7 @@ class Purpose(enum.Enum):
     """What a signature is for."""
 
     STATEMENT = b"statement"
+    UPDATE_STATEMENT = b"statement of an update"
     REGISTER = b"register"
     UPDATE = b"update"
 
@@ -84,9 +86,20 @@ class Receipt:
             raise ConfigError("a receipt of another version") from None
 
 
-def statement(key: ModelKey, identity: bytes) -> bytes:
-    """Return what a holder of the name key signs to vouch for a variant's weights."""
-    return _text(Purpose.STATEMENT, key.name.encode(), key.variant.encode(), identity)
+def statement(key: ModelKey, identity: bytes, *, replaces: str = "") -> bytes:
+    """Return what a holder of the name key signs to vouch for a variant's weights.
+
+    It says whether they are an update's: a variant's name may say what its first weights are made
+    of. It does not say which, since the coordinator numbers updates.
+
+    Args:
+        key: Of the weights.
+        identity: Theirs.
+        replaces: The revision that they update, if they are registered so.
+    """
+    updated = bool(replaces) or may_be_update(key.revision)
+    purpose = Purpose.UPDATE_STATEMENT if updated else Purpose.STATEMENT
+    return _text(purpose, key.name.encode(), key.variant.encode(), identity)
 
 
 def proof(

@@ -106,13 +106,19 @@ def read_tensor_file(location: Path, path: str) -> DiskFile:
 def settled(fd: int) -> os.stat_result:
     """Return the status of an open file, once any later change will change the status, too.
 
-    Waits 20 ms at most, where the file was changed a moment ago.
+    Waits 20 ms at most, where the file was changed a moment ago, and until what was written to it
+    is on the disk: a page of a shared map that is to be written back can change without a trace.
+
+    Raises:
+        OSError: The disk fails.
     """
     status = os.fstat(fd)
     age_ns = time.time_ns() - status.st_ctime_ns
     if 0 <= age_ns < _CLOCK_STEP_NS:
         time.sleep((_CLOCK_STEP_NS - age_ns) / 1e9)
         status = os.fstat(fd)
+    if is_local(fd):
+        os.fdatasync(fd)  # after the status: what is changed in between differs from it
     return status
 
 

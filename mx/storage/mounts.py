@@ -1,21 +1,23 @@
-"""Tells file systems of this machine, whose kernel sees and dates every change, from others."""
+"""Tells disks of this machine, whose kernel sees and dates every change, from other places."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-#: Those whose kernel code keeps device, inode, size, mtime and ctime itself. On network file
-#: systems others change files behind the kernel's back, and on FUSE a program makes all of it up.
+#: Those on disks, whose kernel code keeps device, inode, size, mtime and ctime itself, and dates a
+#: write to a shared map once the page has been written back. Not of them: network file systems,
+#: where others change files behind the kernel's back; FUSE, where a program makes all of it up;
+#: tmpfs and ramfs, which never write a page back; and images, whose times are their maker's.
 _LOCAL = {
-    *("bcachefs", "btrfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay"),
-    *("ramfs", "reiserfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs"),
+    *("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay", "reiserfs"),
+    *("xfs", "zfs"),
 }
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 def is_local(fd: int) -> bool:
-    """Return True if an open file is on a file system that is known to be of this machine."""
+    """Return True if an open file is on a file system that is known to date every change."""
     return file_system_of(fd) in _LOCAL
 
 

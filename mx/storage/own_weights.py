@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from dataclasses import dataclass
@@ -25,12 +24,15 @@ _OTHER = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", 
 
 
 def has_weights(path: Path) -> bool:
-    """Return True if a path that exists is a file, or a folder with files of weights."""
-    if path.is_file():
+    """Return True if a path is a file, or a folder with files of weights, or one that can't be
+    listed and so may have some; False if there is nothing."""
+    try:
+        with os.scandir(path) as entries:
+            return any(e.name.endswith(_SUFFIXES) and e.name not in _OTHER for e in entries)
+    except FileNotFoundError:
+        return False
+    except OSError:
         return True
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        return any(e.name.endswith(_SUFFIXES) and e.name not in _OTHER for e in entries)
-    return False
 
 
 @dataclass(frozen=True)

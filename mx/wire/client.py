@@ -528,7 +528,7 @@ def _proved(
     record = replace(
         record,
         commitment=name_key.commitment(key.name),
-        statement=name_key.sign(key.name, statement(key, identity)),
+        statement=name_key.sign(key.name, statement(key, identity, replaces=replaces)),
     )
     return record, name_key.sign(key.name, said)
 

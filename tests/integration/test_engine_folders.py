@@ -6,13 +6,19 @@ A small engine stands for vLLM and SGLang; what it decides with is theirs.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import random
 import shutil
 import socket
 import stat
 import struct
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mx
-from mx import config
+from mx import config, namekey
+from mx.core.variant import ProcessingKey
+from mx.engines.replica.choice import with_checkpoint
 from mx.engines.replica.names import Meant, meant_by
 from mx.engines.replica.options import LoaderOptions
 from mx.engines.replica.ranks import Ranks
@@ -33,7 +41,7 @@ from mx.storage.disk_file import FileStamp, Stamp
 from mx.storage.folder_hash import identity_of, remember
 from mx.storage.folder_index import FolderIndex
 from mx.storage.load import load_checkpoint
-from mx.storage.mounts import is_local
+from mx.storage.mounts import file_system_of, is_local
 from mx.wire.same_files import sources_of
 from tests.support.daemon import daemon
 
@@ -56,6 +64,19 @@ class _Group:
 def coordinator() -> Iterator[str]:
     with daemon(lease_s=2.0) as (_, address):
         yield address
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk, where stamps prove something."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    in_memory = file_system_of(fd) == "tmpfs"
+    os.close(fd)
+    if not in_memory:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -314,8 +335,6 @@ while True:
 def test_another_users_source_is_not_asked(tmp_path: Path, user: str) -> None:
     """The kernel says whose it is, even where its socket is in this user's folder."""
     import json
-    import subprocess
-    import sys
 
     folder = tmp_path / "sockets"
     folder.mkdir(mode=0o700)
@@ -421,6 +440,64 @@ def test_file_systems_whose_stamps_prove_nothing(
     assert not remember(folder, state) and identity_of(folder)[1] == ()
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_page_that_is_to_be_written_back(
+    coordinator: str,
+    tmp_path: Path,
+    state: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    direct: bool,
+) -> None:
+    """A program that has a file mapped may go on writing to such a page; no stamp says so."""
+    if not direct:  # as on file systems without O_DIRECT, whose reads write no page back
+        monkeypatch.setattr("mx.storage.disk_file._open_direct", lambda file: -1)
+    folder = saved(tmp_path / "mapped", 20)
+    file = folder / "model.safetensors"
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+        mapped[-1] ^= 1
+        with mx.serve(folder, coordinator=coordinator) as source:
+            _, stamps = identity_of(folder)
+            assert [each.identity for each in sources_of(stamps)] == [source.identity_hex]
+            assert not meant_by(str(folder)).refused
+            mapped[-1] ^= 1
+            assert meant_by(str(folder)).refused
+        assert remember(folder, state) and not meant_by(str(folder)).refused
+        mapped[-1] ^= 1
+        assert meant_by(str(folder)).refused
+
+
+def test_files_in_memory_prove_nothing() -> None:
+    """There a page is never written back."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        assert file_system_of(file.fileno()) == "tmpfs" and not is_local(file.fileno())
+
+
+def test_a_folder_that_cannot_be_listed_may_have_weights(tmp_path: Path) -> None:
+    """It may be entered: the ordinary loader reads what it knows by name."""
+    folder = saved(tmp_path / "model", 24)
+    folder.chmod(0o711)
+    tmp_path.chmod(0o711)
+    said = subprocess.run(
+        [sys.executable, "-c", _WEIGHTS_OF, str(folder), str(tmp_path / "none")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert said.stdout == "True False\n"
+
+
+_WEIGHTS_OF = """
+import ctypes, os, sys
+from pathlib import Path
+from mx.storage.own_weights import has_weights
+os.chdir(Path(sys.argv[1]).parent)
+names = [Path(each).name for each in sys.argv[1:]]
+if os.geteuid():
+    os.chmod(names[0], 0o311)
+else:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+print(*(has_weights(Path(each)) for each in names))
+"""
+
+
 def test_another_users_home_is_left_alone(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may give a folder to another user")
@@ -431,3 +508,123 @@ def test_another_users_home_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(NotAllowedError, match="another user's"):
         FolderIndex(home / ".local" / "state" / "mx").record([stamp], "ab" * 32, 10**10)
     assert not list(home.iterdir())
+
+
+KEY = ProcessingKey(engine="test", version="1", dtype="fp32", state="processed", config="00ff00ff")
+
+
+def chosen(called: Path | str, coordinator: str, **options: Any) -> Run:
+    """Return the run of an engine that takes processed states, too, once it has chosen."""
+    read = LoaderOptions.read({"coordinator": coordinator, "fallback": True, **options})
+    group: Any = _Group()
+    meant = meant_by(str(called), given=read.model)
+    return Run("Engine", meant, read, {"processed": KEY}, Ranks(group, group, (0, 1)), Path(called))
+
+
+def lent(
+    model: Plain, name: str, identity: str, coordinator: str, name_key: Path | None = None
+) -> mx.Source:
+    """Lend a model's weights as the processed state of a checkpoint."""
+    made = {} if name_key is None else {"name_key": str(name_key)}
+    return mx.serve(
+        dict(model.named_parameters()), model=name, variant=with_checkpoint(KEY, identity[:16]),
+        copy=False, embed=False, settings=config.load({"coordinator": coordinator, **made}),
+    )  # fmt: skip
+
+
+def test_what_an_update_has_written_is_not_made_of_the_checkpoint(
+    coordinator: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "rl", 21)
+    model = Plain()
+    model.load_state_dict(loads(folder))
+    with mx.serve(folder, coordinator=coordinator) as source:
+        state = lent(model, "rl", source.identity_hex, coordinator)
+        called: list[tuple[Path | str, dict[str, str]]] = [
+            (folder, {}),
+            (tmp_path / "none", {"model": source.pinned}),
+            (tmp_path / "none", {"model": "rl", "checkpoint": source.identity_hex[:8]}),
+        ]
+        with state:
+            for path, how in called:
+                assert chosen(path, coordinator, **how).choice.state == "processed"
+            with state.changing():
+                model.second.weight.data.add_(1)
+            assert state.model.revision == "main.2"
+            for path, how in called:
+                assert chosen(path, coordinator, **how).choice.state == "checkpoint"
+            # Another replica still has what was made of the checkpoint.
+            before = Plain()
+            before.load_state_dict(loads(folder))
+            with lent(before, "rl", source.identity_hex, coordinator) as kept:
+                assert kept.model.revision in ("main", "main.2", "main.3")
+                for path, how in called:
+                    found = chosen(path, coordinator, **how).choice
+                    assert state.identity_hex not in found.identities.values()
+
+
+def test_an_update_cannot_be_listed_as_what_it_replaced(coordinator: str) -> None:
+    """Whoever lists it: its owner has said that it is an update."""
+    model = Plain()
+    with lent(model, "listed", "ab" * 32, coordinator) as state:
+        key = namekey.load(config.load())
+        (first,) = mx.list_sources("listed", coordinator=coordinator)
+        assert key.vouched(first.record)
+        with state.changing():
+            model.second.weight.data.add_(1)
+        (then,) = mx.list_sources("listed", coordinator=coordinator)
+        assert then.record.model.revision == "main.2" and key.vouched(then.record)
+        assert not key.vouched(replace(then.record, model=first.record.model))
+
+
+def test_an_update_is_lent_as_one(coordinator: str, tmp_path: Path) -> None:
+    """A replica that started from it has the key of what it replaced, too."""
+    folder = saved(tmp_path / "first", 22)
+    model = Plain()
+    model.load_state_dict(loads(folder))
+    with mx.serve(folder, model="checkpoint", coordinator=coordinator) as source:
+        identity = source.identity_hex
+    with lent(model, "lent", identity, coordinator) as state:
+        with state.changing():
+            model.second.weight.data.add_(1)
+        run = chosen("lent", coordinator)
+        assert (run.choice.state, run.choice.revision) == ("processed", "main.2")
+        replica = Plain()
+        slots = slots_of(replica, non_persistent=False)
+        run.fill(slots)
+        assert run.agreed(True) and equal(replica, dict(model.named_parameters()))
+        updated = state.identity_hex
+    run.lend(slots, before_processing=False)
+    run.end()
+    lender = run.loading.lender
+    assert lender is not None
+    try:
+        until_s = time.monotonic() + 60
+        while lender.state == "starting" and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert lender.source is not None and lender.source.identity_hex == updated
+        found = chosen("none", coordinator, model=f"lent@{identity}").choice
+        assert updated not in found.identities.values()
+        assert chosen("lent", coordinator).choice.state == "processed"
+    finally:
+        lender.close()
+
+
+@pytest.mark.parametrize("whose", ["own", "stranger's"])
+def test_a_folders_state_is_believed_by_the_own_key_alone(
+    coordinator: str, tmp_path: Path, whose: str
+) -> None:
+    """The owner of a name may be anybody: the folder has it by chance."""
+    folder = saved(tmp_path / whose / f"final-{len(whose)}", 23)
+    name, key = folder.name, None if whose == "own" else tmp_path / "stranger.key"
+    with lent(Plain(), name, "ab" * 32, coordinator, key) as first:  # who has the name now
+        assert first.model.name == name
+        with (
+            mx.serve(folder, coordinator=coordinator) as source,
+            lent(Plain(), name, source.identity_hex, coordinator, key) as state,
+        ):
+            found = chosen(folder, coordinator).choice
+            assert (found.state == "processed") == (whose == "own")
+            assert (state.identity_hex in found.identities.values()) == (whose == "own")
+            if whose != "own":
+                assert found.state == "checkpoint" and found.refused

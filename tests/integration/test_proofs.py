@@ -64,7 +64,7 @@ def signed(record: SourceRecord, nonce: bytes, *, key: NameKey = KEY, **said: An
         nonce,
     )  # fmt: skip
     name = record.model.name
-    vouched = statement(record.model, record.ref.identity)
+    vouched = statement(record.model, record.ref.identity, replaces=replaces)
     record = replace(record, commitment=key.commitment(name), statement=key.sign(name, vouched))
     return codec.source_to_wire(
         record,

@@ -120,6 +120,25 @@ def test_newest_revision_or_the_named_one() -> None:
     assert choose({"loaded": KEY}, bundles, {}, revision="main").revision == "main"
 
 
+@pytest.mark.parametrize("revision", ["main.2", "main.10", "abc.3"])
+def test_an_update_is_made_of_no_checkpoint(revision: str) -> None:
+    """Its key is that of the weights that it has replaced."""
+    updated = replicas(IDENTITY[:16], revision=revision)
+    for checkpoint in (IDENTITY, IDENTITY[:16], "abab"):
+        bundles = [updated, listed("checkpoint")]
+        found = choose({"loaded": KEY}, bundles, {"main": IDENTITY}, checkpoint=checkpoint)
+        assert (found.state, found.refused) == ("checkpoint", True)
+        assert "may be an update" in found.why
+        found = choose({"loaded": KEY}, bundles[:1], {}, checkpoint=checkpoint)
+        assert (found.state, found.refused) == ("", True)
+        kept = [updated, replicas(IDENTITY[:16])]
+        assert choose({"loaded": KEY}, kept, {}, checkpoint=checkpoint).revision == "main"
+    # Where the user asks for no checkpoint, or for that revision, it is what he means.
+    assert choose({"loaded": KEY}, [updated], {}).revision == revision
+    found = choose({"loaded": KEY}, [updated], {}, revision=revision, checkpoint=IDENTITY)
+    assert found.revision == revision
+
+
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 import mx
 from mx import namekey
+from mx.core.revisions import may_be_update
 from mx.core.types import SourceRecord
 from mx.core.variant import ProcessingKey, differences, nearest
 from mx.errors import UnknownModelError
@@ -67,14 +68,16 @@ def look(
     revision: str = "",
     checkpoint: str = "",
     pin: str = "",
+    identity: str = "",
     coordinator: str | None = None,
     settings: mx.config.Settings | None = None,
 ) -> Choice:
     """Ask the coordinator what there is, and choose.
 
     No checkpoint says what an engine has made of it: a state is believed only from the name's
-    owner, who is known by the name key. Without a pin the coordinator says whose a source is. Under
-    a pin it is not believed: then this process has to hold the key itself, which proves it.
+    owner, who is known by the name key. Where the user has a name only, the coordinator says whose
+    a source is. Where he has a pin, or weights of his own, neither the coordinator nor the name's
+    owner is believed: then this process has to hold the key itself, which proves it.
 
     Args:
         name: The model's name.
@@ -82,6 +85,8 @@ def look(
         revision: The only revision to take; "" for the newest.
         checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
         pin: The checkpoint's pin; "" for none.
+        identity: The identity of the user's own weights, in hexadecimal; "" if it is not known.
+            Then the choice is a state that is made of them, or none.
         coordinator: HOST:PORT; None takes the address in the settings.
         settings: Settings to use; None loads them.
 
@@ -95,29 +100,34 @@ def look(
     listed = mx.list_models(coordinator=coordinator, settings=settings)
     # What a shortened key has is known once its sources are, too: see `variant.differences`.
     sources = mx.list_sources(name, coordinator=coordinator, settings=settings)
-    if pin:
+    if pin or identity:
         pin = pin.lower()
         key = namekey.load(settings or mx.config.load())
         owned = states_of(sources, key.vouched)
-        whole = [
-            each.ref.identity.hex()
-            for each in listed
-            if each.model.name == name
-            and (each.ref.identity.hex().startswith(pin) or each.ref.pin.hex().startswith(pin))
-        ]
+        refs = [each.ref for each in listed if each.model.name == name]
+        whole = identity or next(
+            (
+                each.identity.hex()
+                for each in refs
+                if each.identity.hex().startswith(pin) or each.pin.hex().startswith(pin)
+            ),
+            "",
+        )
         found = choose(
             keys,
             bundles if whole else (),
-            dict.fromkeys((each.revision for each in bundles), whole[0] if whole else ""),
+            {},
             owned,
             revision=revision,
-            checkpoint=whole[0] if whole else "",
-            any_revision=True,
+            checkpoint=whole,
+            pinned=True,
         )
         if found.state in keys:
             return found
         why = found.why if found.refused else ""
-        digits = (whole[0] if whole else pin)[:CHECKPOINT_DIGITS]
+        if identity:
+            return Choice(why=why, refused=bool(why))
+        digits = (whole or pin)[:CHECKPOINT_DIGITS]
         return Choice(CHECKPOINT, revision, digits, why, bool(why))
     owned = states_of(sources, lambda record: record.by_owner)
     identities = {
@@ -152,12 +162,15 @@ def choose(
     *,
     revision: str = "",
     checkpoint: str = "",
-    any_revision: bool = False,
+    pinned: bool = False,
 ) -> Choice:
     """Choose among what is listed.
 
     A state is taken if its key agrees in every field, every rank of it is served and is the name's
-    owner's, and it is made of the checkpoint that is listed now, if one is.
+    owner's, and it is made of the checkpoint that is listed now, if one is. What an update has
+    written is made of no checkpoint: it keeps the key of what it replaces. So where a checkpoint is
+    asked for, revisions that are called as updates are (ROOT.2 …) are not taken, unless `revision`
+    names one.
 
     Args:
         keys: The states that this rank can take, best first, each with its key.
@@ -166,7 +179,8 @@ def choose(
         owned: By revision and variant, the identity of what the name's owner serves.
         revision: The only revision to take; "" for the newest.
         checkpoint: The beginning of the identity of the only checkpoint to take; "" for any.
-        any_revision: Whether to take any revision, where `revision` names none.
+        pinned: Whether only weights made of `checkpoint` will do: in any revision, where `revision`
+            names none, but for updates.
 
     Returns:
         The choice; with the state "" if there is nothing to take.
@@ -174,7 +188,7 @@ def choose(
     current = [
         each
         for each in bundles
-        if (each.revision == revision if revision else any_revision or each.named)
+        if (each.revision == revision if revision else pinned or each.named)
     ]
     source = next(
         (
@@ -189,8 +203,16 @@ def choose(
     whole = "" if source is None else identities.get(source.revision, "")
     digits = (whole or checkpoint)[:CHECKPOINT_DIGITS]
     refused: list[str] = []
+    as_made = bool(checkpoint) and (pinned or not revision)
     for state, key in keys.items():
         fitting = [each for each in current if _made_as(each, key)]
+        if as_made:
+            refused += [
+                f"{each} may be an update of what was made of checkpoint {digits}"
+                for each in fitting
+                if may_be_update(each.revision)
+            ]
+            fitting = [each for each in fitting if not may_be_update(each.revision)]
         made_of = [(each, _made_of(each)) for each in fitting]
         if digits:
             refused += [
@@ -211,7 +233,7 @@ def choose(
         made_of = [(each, of) for each, of in made_of if each.complete]
         refused += [
             f"{each} is not taken: its source does not hold the name key of {each.name}'s owner"
-            + (", as far as this process can tell by its own" if any_revision else "")
+            + (", as far as this process can tell by its own" if pinned else "")
             for each, _ in made_of
             if not _is_owned(each, owned)
         ]

@@ -16,6 +16,7 @@ import torch
 
 import mx
 from mx import config
+from mx.core.revisions import may_be_update
 from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
 from mx.engines.replica import choice as choices
@@ -159,8 +160,9 @@ class Run:
             name,
             self.keys,
             revision=self.revision,
-            checkpoint=identity or self.options.checkpoint,
+            checkpoint=self.options.checkpoint,
             pin=self.pin,
+            identity=identity,
             settings=settings,
         )
         if found.state or not identity:
@@ -351,7 +353,7 @@ class Run:
                 self._lent_as(),
                 self.options,
                 engine=self._engine,
-                revision=self.revision,
+                revision=self._lent_revision(),
                 files=self._files if self._files.is_dir() else None,
                 before_processing=before_processing,
             )
@@ -370,6 +372,13 @@ class Run:
         if not self.choice.state and self.meant.identity and self._still_the_same():
             digits = self.meant.identity[: choices.CHECKPOINT_DIGITS]
         return choices.with_checkpoint(self.keys[self.lends], digits)
+
+    def _lent_revision(self) -> str:
+        """Return the revision to lend it as. An update stays one: its key is that of what it has
+        replaced, and only the revision says that it is no longer made of that checkpoint."""
+        taken = self.choice
+        updated = taken.state not in ("", CHECKPOINT) and may_be_update(taken.revision)
+        return taken.revision if updated else self.revision
 
     def _still_the_same(self) -> bool:
         """Return True if the folder that the ordinary loader has read is what it was before."""
