@@ -276,6 +276,7 @@ def restarting() -> Iterator[Restarting]:
     made.close()
 
 
+@pytest.mark.timeout(240)  # the name is free after a minute
 def test_a_name_that_was_taken_leaves_the_pin(
     restarting: Restarting, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -307,7 +308,8 @@ def test_a_name_that_was_taken_leaves_the_pin(
         with serving(other_weights("m"), address) as another:
             assert another.stats().pin_only
         run(state.deregister(usurper.source_id, SECRET))
-        until(lambda: not server.stats().pin_only)
+        # Once the usurper has not come back for a minute.
+        until(lambda: not server.stats().pin_only, 120.0)
         expect_right("m", address, held)
 
 
