@@ -136,7 +136,8 @@ def main(text: str) -> None:
     module = net(seed, options.pop("wide", WIDE), options.pop("deep", DEEP))
     small = options.pop("small", 0)
     weights: Any = small_tensors(seed, small) if small else module
-    settings = config.load(environ={"HOME": "/nonexistent"})
+    state = os.environ["XDG_STATE_HOME"]  # it is of the test's own user
+    settings = config.load(environ={"HOME": "/nonexistent", "XDG_STATE_HOME": state})
     settings = replace(settings, **options.pop("settings", {}))
     pulled = options.pop("pull", None)
     before, where = pss_bytes(), pointers(module)

@@ -60,7 +60,7 @@ class _Group:
     rank_in_group, world_size = 0, 1
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def coordinator() -> Iterator[str]:
     with daemon(lease_s=2.0) as (_, address):
         yield address
