@@ -147,13 +147,18 @@ class LoopThread:
         """True if the loop has a user, or a thread waits for it."""
         return bool(self.users or self._calls)
 
+    @property
+    def is_current(self) -> bool:
+        """True on the loop's own thread."""
+        return threading.current_thread() is self._thread
+
     def require_other_thread(self) -> None:
         """Refuse a blocking call on the loop's own thread, which would wait for itself.
 
         Raises:
             ConfigError: This is the loop's thread.
         """
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             raise ConfigError(
                 "a blocking call of mx was made in a callback of mx",
                 hint="make it on a thread of your own",

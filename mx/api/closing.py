@@ -105,6 +105,12 @@ class Closable:
             warning = f"{what}: close it, or use it in a `with` block"
             warnings.warn(warning, ResourceWarning, stacklevel=3, source=self)
 
+    def _close_off_loop(self) -> None:
+        """Close the dropped object, unless this is the loop's thread: no other thread can start
+        once the interpreter ends, and then the exit closes what is open (see `runtime.opened`)."""
+        if not self._loop.is_current:
+            self.close()
+
     def forked(self) -> None:
         """Mark the object as closed in a forked child."""
         self._step_lock = threading.RLock()
@@ -175,6 +181,6 @@ def _close_dropped(dropped: Closable) -> None:
 
 async def _closed(dropped: Closable) -> None:
     try:
-        await runtime.in_thread(dropped.close)
+        await runtime.in_thread(dropped._close_off_loop)
     except Exception as error:  # noqa: BLE001 - there is no caller
         log.warning("closing a dropped object failed: %s", str(error))

@@ -29,6 +29,9 @@ LEFT_OPEN = {
     "just begun": "pull = api.pull('slow', coordinator=coordinator)",
     "waiting": "pull = api.pull('nothing', coordinator=coordinator, wait_s=600); time.sleep(0.5)",
     "dropped": "api.pull('m', coordinator=coordinator).wait()",
+    # From Python 3.12 on no thread can start any more when the loop is given the pull.
+    "dropped at exit": "pulls = [api.pull('m', coordinator=coordinator)]; pulls[0].wait();"
+    " atexit.register(lambda: (pulls.clear(), time.sleep(0.3)))",
     "writing": "pull = api.pull('slow', coordinator=coordinator, out=sys.argv[3] + '/out');"
     " next(pull.layers())",
     "holding": "pull = api.pull('m', coordinator=coordinator, hold=True); source = pull.hold()",
