@@ -24,6 +24,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+import grpc.aio
+
 from mx import forks
 from mx.calls import Call, Waiter
 from mx.errors import ConfigError, ForkError, MxError
@@ -110,12 +112,15 @@ class LoopThread:
         self._thread = threading.current_thread()
         try:
             self.loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self.loop)
+            # gRPC's poller is a thread, and none can start once the interpreter ends: a channel
+            # that is made then would crash the process (3.12). So it runs as long as the loop.
+            grpc.aio.init_grpc_aio()
         except BaseException as error:  # noqa: BLE001 - raised where the loop is started
             self._error = error
             return
         finally:
             self._ready.release()
-        asyncio.set_event_loop(self.loop)
         self.loop.call_later(LINGER_S, self._look)
         try:
             self.loop.run_forever()
@@ -126,6 +131,7 @@ class LoopThread:
             self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             # There is no executor to shut down: see `in_thread`.
+            grpc.aio.shutdown_grpc_aio()
             self.loop.close()
 
     def _look(self) -> None:

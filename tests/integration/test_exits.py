@@ -157,3 +157,19 @@ waiting.cancel()
 runtime.release(loop)
 """
     assert ran(script, "no coordinator") == (0, "over\n", "")
+
+
+def test_a_channel_may_be_made_while_the_interpreter_ends() -> None:
+    """A pull that has just begun dials then. No thread can start any more, gRPC's poller neither:
+    where it did not run yet, the process died of SIGSEGV on Python 3.12."""
+    script = """
+from mx import runtime
+from mx.wire.channel import dial
+
+async def dialled():
+    await dial("127.0.0.1:9").close()
+
+loop = runtime.acquire()
+atexit.register(lambda: loop.submit(dialled()).result(10))
+"""
+    assert ran(script, "no coordinator") == (0, "", "")
