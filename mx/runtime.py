@@ -115,7 +115,7 @@ class LoopThread:
             asyncio.set_event_loop(self.loop)
             # gRPC's poller is a thread, and none can start once the interpreter ends: a channel
             # that is made then would crash the process (3.12). So it runs as long as the loop.
-            grpc.aio.init_grpc_aio()
+            grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # not in its stubs
         except BaseException as error:  # noqa: BLE001 - raised where the loop is started
             self._error = error
             return
@@ -131,7 +131,7 @@ class LoopThread:
             self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             # There is no executor to shut down: see `in_thread`.
-            grpc.aio.shutdown_grpc_aio()
+            grpc.aio.shutdown_grpc_aio()  # type: ignore[attr-defined]
             self.loop.close()
 
     def _look(self) -> None:
