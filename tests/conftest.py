@@ -33,6 +33,8 @@ import tqdm
 #: programs use the processors, this process may not have run at all in the time.
 SETTLE_S = 5.0
 SETTLE_LOOKS = 50
+#: How many looks follow one collection, during which no other thread can go on.
+LOOKS_A_COLLECTION = 10
 
 # Name keys and receipts of the tests, and of the processes that they start, are not the user's.
 _state = tempfile.TemporaryDirectory(prefix="mx-tests-state-", ignore_cleanup_errors=True)
@@ -124,12 +126,12 @@ class _Settling:
 
     def __init__(self) -> None:
         self._until_s = time.monotonic() + SETTLE_S
-        self._looks = 0
+        self.looks = 0
 
     def is_over(self) -> bool:
         """Count a look, and return True if it was one too many."""
-        self._looks += 1
-        return self._looks > SETTLE_LOOKS and time.monotonic() > self._until_s
+        self.looks += 1
+        return self.looks > SETTLE_LOOKS and time.monotonic() > self._until_s
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,8 @@ def nothing_left_behind(
     while left := Holdings.now().beyond(before):
         if settling.is_over():
             pytest.fail("left behind:\n  " + "\n  ".join(sorted(left)), pytrace=False)
-        gc.collect()
+        if settling.looks % LOOKS_A_COLLECTION == 1:
+            gc.collect()
         time.sleep(0.02)
 
 
