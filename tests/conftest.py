@@ -29,8 +29,8 @@ import hypothesis
 import pytest
 import tqdm
 
-#: How long what is left of a test may take to end: so long, and for so many looks at it. Where other
-#: programs use the processors, this process may not have run at all in the time.
+#: How long what is left of a test may take to end: so long, and for so many looks at it. Where
+#: other programs use the processors, this process may not have run at all in the time.
 SETTLE_S = 5.0
 SETTLE_LOOKS = 50
 #: How many looks follow one collection, during which no other thread can go on.
