@@ -89,6 +89,11 @@ class Binding:
         """True while it has a source."""
         return any(group.sources for group in self.groups)
 
+    def is_held_by(self, commitment: bytes) -> bool:
+        """Return True while it has a source, if the first that has proved a commitment proved
+        this one."""
+        return self.in_use and self.commitment == commitment
+
     def group_of(self, ref: ManifestRef) -> Group | None:
         """Return the group with the layout and the chunk size of `ref`, or None."""
         return next((group for group in self.groups if group.ref.same_chunks(ref)), None)
