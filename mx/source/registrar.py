@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -12,10 +13,16 @@ from typing import Any
 
 from mx import trace
 from mx.core.reference import pinned_name
-from mx.core.revisions import MAIN, is_main, update_number
+from mx.core.revisions import placed
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
-from mx.errors import LocalError, MxError, NotAllowedError
+from mx.errors import (
+    BindingError,
+    CoordinatorError,
+    LocalError,
+    MxError,
+    NotAllowedError,
+)
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
@@ -25,6 +32,10 @@ from mx.source.served import Served
 from mx.wire.client import CoordinatorClient, Registered
 
 log = logging.getLogger(__name__)
+
+#: For how long a source that begins as an update looks whether its name has meant others before,
+#: the time in which a coordinator that has restarted believes receipts; and how often.
+_SETTLE_S, _SETTLE_LOOK_S = 60.0, 1.0
 
 
 class Registrar:
@@ -63,6 +74,7 @@ class Registrar:
         self._replaced: set[ModelKey] = set()  # of these, by updates
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
+        self._settling: dict[HeldModel, asyncio.Task[None]] = {}
         self._listing = asyncio.Lock()
         self._renamed: set[HeldModel] = set()  # since they were registered last
         self.registered = False
@@ -146,6 +158,79 @@ class Registrar:
             self._receipts.pop(key, None)
         self._replaced &= used
 
+    async def list_as_newest(self, held: HeldModel) -> ModelKey:
+        """Register a model as what its name means: as an update, unless the newest revision has
+        these weights or there is none. Raises as `list`.
+
+        A coordinator that has just started may learn of earlier revisions a little later. So where
+        nothing is bound it is asked again for a minute.
+        """
+        asked = held.key
+        for last in (False, True):
+            bound = await self._bound(asked.name)
+            place = placed(asked, held.manifest.ref.identity, bound)
+            try:
+                if place.updates:
+                    return await self.list(held, replaces=place.revision)
+                held.key = replace(asked, revision=place.revision)
+                listed = await self.list(held)
+            except BindingError:
+                if place.updates or last:
+                    raise
+                continue  # it was bound meanwhile
+            if listed not in bound:
+                settling = self._settle(held)
+                self._settling[held] = asyncio.create_task(settling, name="mx-settle")
+            return listed
+        raise AssertionError
+
+    async def _settle(self, held: HeldModel) -> None:
+        """Register a model as an update after all, if its name turns out to mean weights that it
+        meant before the model was registered."""
+        until_s = time.monotonic() + _SETTLE_S
+        while time.monotonic() < until_s:
+            await asyncio.sleep(_SETTLE_LOOK_S)
+            try:
+                replaces = await self._outdated_by(held)
+                if replaces:
+                    held.key = await uncut(self.list(held, replaces=replaces))
+                    return
+            except MxError as error:
+                if type(error) is not CoordinatorError:  # else it does not answer
+                    log.warning("%s is not what its name means: %s", held.key, error)
+                    return
+
+    async def _outdated_by(self, held: HeldModel) -> str:
+        """Return the revision that a model has to update to be what its name means; "" for none.
+
+        That is one that has a receipt of the coordinator's earlier life: it has taken the model's
+        own revision, or relays alone hold it. What another holder of the key has listed stands.
+        """
+        bound = await self._bound(held.key.name)
+        place = placed(held.key, held.manifest.ref.identity, bound)
+        if not place.updates:
+            return ""
+        sources = [each.record for each in await self._client.list_sources(held.key.name)]
+        if any(each.source_id == held.source_id and each.pin_only for each in sources):
+            self._receipts.pop(held.key, None)  # it says what the name does not mean any more
+            return place.revision
+        key = replace(held.key, revision=place.revision)
+        newest = [each for each in sources if each.model == key and not each.pin_only]
+        return place.revision if newest and not any(each.by_owner for each in newest) else ""
+
+    async def end_settling(self, held: HeldModel) -> None:
+        """Leave a model registered as it is now."""
+        settling = self._settling.pop(held, None)
+        if settling is not None:
+            settling.cancel()
+            await asyncio.gather(settling, return_exceptions=True)
+
+    async def _bound(self, name: str) -> dict[ModelKey, bytes]:
+        """Return the identities that a name's revisions and variants stand for. Raises as
+        `CoordinatorClient.list_models`."""
+        listed = [each for each in await self._client.list_models() if each.model.name == name]
+        return {each.model: each.ref.identity for each in listed if not each.pin_only}
+
     async def key_of(self, held: HeldModel) -> ModelKey:
         """Return the key that a model's weights are bound to under its name.
 
@@ -194,6 +279,7 @@ class Registrar:
     async def unlist(self, held: HeldModel, *, keeps_name: bool = False) -> None:
         """Deregister a model, and no longer keep it listed. With `keeps_name` its name stays bound
         for a while."""
+        await self.end_settling(held)
         self._news.pop(held, None)
         keeping = self._keeping.pop(held, None)
         if keeping is not None:
@@ -203,19 +289,6 @@ class Registrar:
             await self._client.deregister(held.source_id, keeps_name=keeps_name)
         except MxError as error:
             log.debug("could not deregister; the lease will end by itself: %s", error)
-
-    async def newest_revision(self, key: ModelKey) -> str:
-        """Return the newest bound revision of a variant, of `key.revision` and its updates; "" if
-        none is bound. Raises as `CoordinatorClient.list_models`."""
-        root = MAIN if is_main(key.revision) else key.revision
-        bound = {
-            update_number(each.model.revision, root): each.model.revision
-            for each in await self._client.list_models()
-            if (each.model.name, each.model.variant) == (key.name, key.variant)
-            and not each.pin_only
-            and (each.model.revision == root or update_number(each.model.revision, root))
-        }
-        return bound[max(bound)] if bound else ""
 
     async def named_revision(self, key: ModelKey) -> str:
         """Return the revision that NAME means for the bundle of a variant, "" for none. Raises as
@@ -239,6 +312,8 @@ class Registrar:
 
     async def close(self) -> None:
         """Deregister every model, and close the client."""
+        for held in list(self._settling):
+            await self.end_settling(held)
         keeping = list(self._keeping.values())
         for task in keeping:
             task.cancel()
