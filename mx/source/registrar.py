@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from mx.source.adoption import adopted, register_adopting
 from mx.source.model import HeldModel
 from mx.source.served import Served
 from mx.wire.client import CoordinatorClient, Registered
+from mx.wire.listing import ModelStatus
 
 log = logging.getLogger(__name__)
 
@@ -167,21 +168,22 @@ class Registrar:
         """
         asked = held.key
         for last in (False, True):
-            bound = await self._bound(asked.name)
+            listed = await self._listed(asked.name)
+            bound = {each.model: each.ref.identity for each in listed}
             place = placed(asked, held.manifest.ref.identity, bound)
             try:
                 if place.updates:
                     return await self.list(held, replaces=place.revision)
                 held.key = replace(asked, revision=place.revision)
-                listed = await self.list(held)
+                key = await self.list(held)
             except BindingError:
                 if place.updates or last:
                     raise
                 continue  # it was bound meanwhile
-            if listed not in bound:
+            if key not in bound:
                 settling = self._settle(held)
                 self._settling[held] = asyncio.create_task(settling, name="mx-settle")
-            return listed
+            return key
         raise AssertionError
 
     async def _settle(self, held: HeldModel) -> None:
@@ -203,20 +205,17 @@ class Registrar:
     async def _outdated_by(self, held: HeldModel) -> str:
         """Return the revision that a model has to update to be what its name means; "" for none.
 
-        That is one that has a receipt of the coordinator's earlier life: it has taken the model's
-        own revision, or relays alone hold it. What another holder of the key has listed stands.
+        That is one that a receipt of the coordinator's earlier life has bound. What another holder
+        of the key has registered since then stands.
         """
-        bound = await self._bound(held.key.name)
+        listed = await self._listed(held.key.name)
+        bound = {each.model: each.ref.identity for each in listed}
         place = placed(held.key, held.manifest.ref.identity, bound)
-        if not place.updates:
-            return ""
-        sources = [each.record for each in await self._client.list_sources(held.key.name)]
-        if any(each.source_id == held.source_id and each.pin_only for each in sources):
-            self._receipts.pop(held.key, None)  # it says what the name does not mean any more
-            return place.revision
         key = replace(held.key, revision=place.revision)
-        newest = [each for each in sources if each.model == key and not each.pin_only]
-        return place.revision if newest and not any(each.by_owner for each in newest) else ""
+        if not place.updates or not any(each.model == key and each.restored for each in listed):
+            return ""
+        self._receipts.pop(key, None)  # if the revision was its own: it is not any more
+        return place.revision
 
     async def end_settling(self, held: HeldModel) -> None:
         """Leave a model registered as it is now."""
@@ -225,11 +224,11 @@ class Registrar:
             settling.cancel()
             await asyncio.gather(settling, return_exceptions=True)
 
-    async def _bound(self, name: str) -> dict[ModelKey, bytes]:
-        """Return the identities that a name's revisions and variants stand for. Raises as
+    async def _listed(self, name: str) -> Sequence[ModelStatus]:
+        """Return what a name's revisions and variants stand for. Raises as
         `CoordinatorClient.list_models`."""
-        listed = [each for each in await self._client.list_models() if each.model.name == name]
-        return {each.model: each.ref.identity for each in listed if not each.pin_only}
+        listed = await self._client.list_models()
+        return [each for each in listed if each.model.name == name and not each.pin_only]
 
     async def key_of(self, held: HeldModel) -> ModelKey:
         """Return the key that a model's weights are bound to under its name.
