@@ -147,7 +147,7 @@ class Registrar:
             endpoint=self._current(held).endpoint,
             coordinator=self._client.remote.address,
         )
-        self._on_pin_only(held, listed.pin_only)
+        self._on_pin_only(held, listed.pin_only, listed.model)
         return listed.model
 
     def _forget_replaced(self, before: ModelKey, now: ModelKey, held: HeldModel) -> None:
@@ -271,7 +271,7 @@ class Registrar:
             gb_per_s=lambda: self._gb_per_s(held.source_id),
             news=self._news[held],
             on_state=self._on_registered,
-            on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only),
+            on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only, held.key),
         )
         self._keeping[held] = asyncio.create_task(keeping, name="mx-keep-alive")
 
@@ -337,15 +337,15 @@ class Registrar:
             event(log, name, level=level, endpoint=next(iter(endpoints), ""), text=why)
         self.registered = registered
 
-    def _on_pin_only(self, held: HeldModel, pin_only: bool) -> None:
+    def _on_pin_only(self, held: HeldModel, pin_only: bool, key: ModelKey) -> None:
         served = self._models.get(held.source_id)
         if served is None or served.pin_only == pin_only:
             return
-        name = pinned_name(held.key, held.manifest.ref)
-        who: dict[str, Any] = {"model": str(held.key), "source": held.source_id, "pinned": name}
+        name = pinned_name(key, held.manifest.ref)
+        who: dict[str, Any] = {"model": str(key), "source": held.source_id, "pinned": name}
         if pin_only:
-            text = f"{held.key} does not stand for these weights there: readers find {name} only"
+            text = f"{key} does not stand for these weights there: readers find {name} only"
             event(log, "source.pin_only", level=logging.WARNING, **who, text=text)
         else:
-            event(log, "source.named", **who, text=f"readers find these as {held.key} again")
+            event(log, "source.named", **who, text=f"readers find these as {key} again")
         served.pin_only = pin_only  # who sees it finds the event, too
