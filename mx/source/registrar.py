@@ -22,6 +22,7 @@ from mx.errors import (
     LocalError,
     MxError,
     NotAllowedError,
+    UnknownModelError,
 )
 from mx.log import event
 from mx.namekey import NameKey
@@ -234,12 +235,14 @@ class Registrar:
         """Return the key that a model's weights are bound to under its name.
 
         Raises:
-            UnknownModelError: They are bound to none.
+            UnknownModelError: They are bound to none: they are found by their pin at most.
             CoordinatorError: The coordinator does not answer.
         """
-        name = f"{held.key.name}@{held.manifest.ref.identity.hex()}"
-        found = await self._client.resolve(name, variant=held.key.variant, documents=False)
-        return found.model
+        identity, variant = held.manifest.ref.identity, held.key.variant
+        for each in await self._listed(held.key.name):
+            if each.ref.identity == identity and each.model.variant == variant:
+                return each.model
+        raise UnknownModelError(f"{held.key.name} stands for no such weights")
 
     async def _rename(self, held: HeldModel) -> None:
         """Take another source id. After a coordinator's restart a stranger may have registered the

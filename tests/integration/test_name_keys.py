@@ -228,6 +228,22 @@ def test_processes_of_one_user_are_one_owner_and_those_of_two_are_not(site: Site
     assert site.means(4)
 
 
+def test_weights_that_a_stranger_has_listed_by_their_pin_are_not_what_the_name_means(
+    site: Site,
+) -> None:
+    """Whoever lends memory and does not own the name may change it to bound weights only."""
+    owner, lender, stranger = site.user("owner"), site.user("lender"), site.user("stranger")
+    owner.must("source = mx.serve(tensors(1), model='m', embed=False)")
+    lender.must(LENDS.format(seed=1))
+    stranger.must("source = mx.serve(tensors(2), model='m', embed=False)")
+    said = lender.does(f"exec({CHANGES.format(seed=2)!r})")
+    assert said.startswith("BindingError") and "another name key" in said
+    assert "another name key" in lender.does("source.withdrawn")
+    owner.must("key = source.update(tensors(2))")
+    lender.must(CHANGES.format(seed=2))
+    assert lender.does("source.model.revision, source.withdrawn") == "('main.2', '')"
+
+
 def test_a_stranger_who_registers_first_after_a_restart_does_not_get_the_name(site: Site) -> None:
     owner, stranger = site.user("owner"), site.user("stranger")
     owner.must("source = mx.serve(tensors(1), model='m', embed=False)")
