@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from mx import trace
+from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
 from mx.core.revisions import placed
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
@@ -181,6 +182,8 @@ class Registrar:
                 if place.updates or last:
                     raise
                 continue  # it was bound meanwhile
+            if self._models[held.source_id].pin_only:
+                raise not_the_owner(asked.name, "bind another revision or variant of it")
             if key not in bound:
                 settling = self._settle(held)
                 self._settling[held] = asyncio.create_task(settling, name="mx-settle")

@@ -220,6 +220,10 @@ def test_processes_of_one_user_are_one_owner_and_those_of_two_are_not(site: Site
     assert second.does("str(source.update(tensors(2)))") == "'m:main.2'"
     said = other.does("source.update(tensors(3))")
     assert said.startswith("BindingError")
+    for variant in ("checkpoint", "lora"):
+        said = other.does(f"mx.serve(tensors(3), model='m', variant={variant!r}, update=True)")
+        assert said.startswith("BindingError") and "another name key" in said
+    assert len(site.sources()) == 3
     assert site.means(2)
     # The other holder of the key has not seen that update: its own would undo it.
     assert first.does("source.update(tensors(4))").startswith("BindingError")
