@@ -39,6 +39,8 @@ def _setting(default: object, help_text: str, read: Callable[[object], object]) 
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError('must be a string, like "text"')
+    if "\0" in value:
+        raise ValueError("must be without NUL characters")
     return value
 
 

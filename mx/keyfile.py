@@ -125,7 +125,7 @@ def kept(path: Path, *, named: str = "") -> tuple[bytes, str]:
     """
     try:
         if not named:
-            _require_own_folder(path)
+            require_own_folder(path)
         return read_or_make(path), ""
     except OSError as error:
         why = f"{path} can't be kept: {error.strerror or error}"
@@ -138,12 +138,19 @@ def kept(path: Path, *, named: str = "") -> tuple[bytes, str]:
         raise
 
 
-def _require_own_folder(path: Path) -> None:
-    """Raise PermissionError if the file would be below another user's folder, as with another
-    user's HOME."""
-    folder = path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+def require_own_folder(path: Path) -> None:
+    """Raise PermissionError if a default file would be below another user's folder, as with another
+    user's HOME: also if this user has folders of its own in there, as root may."""
+    folder = next(each for each in path.parents if each.exists())
+    _require_owner(folder, os.geteuid())
+    base = path.parent.parent  # $XDG_STATE_HOME, or ~/.local/state
+    home = (base.parent, base.parent.parent) if base.parts[-2:] == (".local", "state") else ()
+    for folder in (path.parent, base, *home):
+        if folder.exists():
+            _require_owner(folder, os.geteuid(), 0)
+
+
+def _require_owner(folder: Path, *users: int) -> None:
     owner = folder.stat().st_uid
-    if owner != os.geteuid():
+    if owner not in users:
         raise PermissionError(errno.EPERM, f"{folder} belongs to user {owner}")

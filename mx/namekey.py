@@ -110,10 +110,11 @@ def load(settings: Settings) -> NameKey:
     Raises:
         ConfigError: The file is not a key file of this user alone.
     """
-    if not settings.name_key:
-        _say_random("can't be kept: there is no home folder")
-        return _of_this_process()
     named = settings.origin("name_key") if settings.is_set("name_key") else ""
+    if not settings.name_key:
+        why = f"{named} names no file" if named else "there is no home folder"
+        _say_random(f"can't be kept: {why}")
+        return _of_this_process()
     key, why = keyfile.kept(Path(settings.name_key), named=named)
     if why:
         _say_random(why)

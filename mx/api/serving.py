@@ -400,5 +400,4 @@ async def offer(
     """
     await server.offer(held)
     if coordinator is not None:
-        replaces = await server.newest_revision(held, coordinator) if update else ""
-        await server.register(coordinator, replaces=replaces)
+        await server.register(coordinator, update=update)

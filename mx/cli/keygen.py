@@ -44,6 +44,8 @@ def keygen(
     if not path.name:
         raise ConfigError("there is no home folder to keep a key in", hint="name a FILE")
     try:
+        if not (file or settings.is_set("name_key")):
+            keyfile.require_own_folder(path)
         keyfile.make(path)
     except FileExistsError:
         raise ConfigError(

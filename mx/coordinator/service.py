@@ -266,6 +266,7 @@ class CoordinatorServicer(PullsServicer):
                 layers=model.layers,
                 sources=model.sources,
                 pin_only=model.pin_only,
+                restored=model.restored,
             )
             for model in found
         )

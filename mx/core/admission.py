@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from mx.core.bindings import Admission, Bindings
-from mx.core.bound_name import BoundName, bound_to_others, not_the_owner
-from mx.core.groups import by_age
+from mx.core.bound_name import BoundName, bound_to_others, not_the_owner, updated_by_another
+from mx.core.groups import Binding, by_age
 from mx.core.ownership import Receipt
 from mx.core.types import ManifestRef, ModelKey
 from mx.errors import BindingError
@@ -145,13 +145,17 @@ def _update(
         if receipt is None or not _restores(name, key, receipt, claim):
             return refusal
         name = None
-    elif receipt is not None and name is not None:
-        receipt = receipt if _restores(name, key, receipt, claim) else None
+    missed: Binding | None = None  # other weights under the key, of which the source does not know
+    if receipt is not None and name is not None and not _restores(name, key, receipt, claim):
+        receipt, missed = None, name.get(key)
     name = name or BoundName(claim.commitment)
     try:
         following = name.update(key, ref, receipt)
     except BindingError as error:
         return error
+    joins = name.get(following) is not None
+    if missed is not None and missed.is_held_by(claim.commitment) and not joins:
+        return updated_by_another(key, missed)
     root = (receipt.base if receipt else "") or name.root(key.revision)
     base = root if following.revision != root else ""
     return Admission(following, receipt=receipt, base=base)

@@ -41,7 +41,8 @@ class Resolved:
 class ModelSummary:
     """One variant. `nbytes` and `layers` come from the origins' tables; 0 without origins.
 
-    With `pin_only` the name stands for other weights.
+    With `pin_only` the name stands for other weights. `restored`: a receipt of an earlier life of
+    the coordinator has bound it.
     """
 
     model: ModelKey
@@ -50,6 +51,7 @@ class ModelSummary:
     layers: int
     sources: int
     pin_only: bool = False
+    restored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

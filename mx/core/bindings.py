@@ -326,6 +326,7 @@ class Bindings:
                 self._mean_anew(key.name, binding.member.bundle)
         if receipt is not None and receipt.key == key:
             binding.issued_s = max(binding.issued_s, receipt.issued_s)
+            binding.restored |= not receipt.this_life
         return binding
 
     def _evict(self, receipt: Receipt) -> None:

@@ -122,12 +122,7 @@ class BoundName:
                 return last.key
         elif any(binding.in_use for number, binding in family.items() if number > replaced):
             assert last is not None
-            raise BindingError(
-                f"another holder of the name key has updated {key} to {last.key.revision} with "
-                f"other weights, {last.identity.hex()[:16]}",
-                hint=f"replace {last.key.revision} if these weights are to come after it, or let "
-                "one process alone update the name",
-            )
+            raise updated_by_another(key, last)
         reached = max(replaced, *family, self._reached.get((root, key.variant), 0))
         if receipt is not None:
             reached = max(reached, receipt.newest)
@@ -150,6 +145,19 @@ class BoundName:
 
 #: What to do about weights that a name does not stand for, for the owner of the name.
 UPDATE_HINT = "register them as an update (`update`), or under another name or `revision`"
+
+
+def updated_by_another(key: ModelKey, other: Binding) -> BindingError:
+    """Return the error for an update of a key that another holder of the name key has bound to
+    other weights meanwhile, or updated."""
+    made = f"updated {key} to {other.key.revision} with"
+    if other.key == key:
+        made = f"bound {key} to"
+    return BindingError(
+        f"another holder of the name key has {made} other weights, {other.identity.hex()[:16]}",
+        hint="let one process alone update the name; or serve these weights anew with `update`, if "
+        "they are to come after those",
+    )
 
 
 def not_the_owner(name: str, what: str) -> BindingError:

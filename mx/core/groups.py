@@ -41,15 +41,16 @@ class Binding:
 
     `member` says which bundle the variant is a rank of. `commitment` is that of the first source
     that has proved one, b"" before. `issued_s` is when the receipt was issued that came with it
-    after a restart of the coordinator, 0.0 without one. `bound` is False if the name does not stand
+    after a restart of the coordinator, 0.0 without one; `restored` is True if that was of an
+    earlier life of the coordinator. `bound` is False if the name does not stand
     for these weights: then readers find them by their pin. `groups` has the oldest group first, and
     is never empty once a source has joined. `files` is a manifest with the bound files: those of
     the first origin that had any.
     """
 
     __slots__ = (
-        "key", "member", "identity", "commitment", "issued_s", "bound", "groups", "files",
-        "_packaged", "_all_files",
+        "key", "member", "identity", "commitment", "issued_s", "restored", "bound", "groups",
+        "files", "_packaged", "_all_files",
     )  # fmt: skip
 
     def __init__(self, key: ModelKey, ref: ManifestRef, *, bound: bool) -> None:
@@ -64,6 +65,7 @@ class Binding:
         self.identity = ref.identity
         self.commitment = b""
         self.issued_s = 0.0
+        self.restored = False
         self.bound = bound
         self.groups: list[Group] = []
         self.files = ref
@@ -88,6 +90,11 @@ class Binding:
     def in_use(self) -> bool:
         """True while it has a source."""
         return any(group.sources for group in self.groups)
+
+    def is_held_by(self, commitment: bytes) -> bool:
+        """Return True while it has a source, if the first that has proved a commitment proved
+        this one."""
+        return self.in_use and self.commitment == commitment
 
     def group_of(self, ref: ManifestRef) -> Group | None:
         """Return the group with the layout and the chunk size of `ref`, or None."""

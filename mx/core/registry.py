@@ -361,6 +361,7 @@ class Registry:
                     max((o.table.held[-1][1] for o in origins if o.table.held), default=0),
                     len(listed),
                     pin_only=not binding.bound,
+                    restored=binding.restored,
                 )
             )
         return found

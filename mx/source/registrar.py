@@ -5,17 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mx import trace
+from mx.core.bound_name import not_the_owner
 from mx.core.reference import pinned_name
-from mx.core.revisions import MAIN, is_main, update_number
+from mx.core.revisions import placed
 from mx.core.types import ManifestRef, ModelKey, SourceRecord, SourceRole
 from mx.core.variant import membership
-from mx.errors import LocalError, MxError, NotAllowedError
+from mx.errors import (
+    BindingError,
+    CoordinatorError,
+    LocalError,
+    MxError,
+    NotAllowedError,
+    UnknownModelError,
+)
 from mx.log import event
 from mx.namekey import NameKey
 from mx.runtime import in_thread, uncut
@@ -23,8 +32,13 @@ from mx.source.adoption import adopted, register_adopting
 from mx.source.model import HeldModel
 from mx.source.served import Served
 from mx.wire.client import CoordinatorClient, Registered
+from mx.wire.listing import ModelStatus
 
 log = logging.getLogger(__name__)
+
+#: For how long a source that begins as an update looks whether its name has meant others before,
+#: the time in which a coordinator that has restarted believes receipts; and how often.
+_SETTLE_S, _SETTLE_LOOK_S = 60.0, 1.0
 
 
 class Registrar:
@@ -63,6 +77,7 @@ class Registrar:
         self._replaced: set[ModelKey] = set()  # of these, by updates
         self._keeping: dict[HeldModel, asyncio.Task[None]] = {}
         self._news: dict[HeldModel, asyncio.Event] = {}
+        self._settling: dict[HeldModel, asyncio.Task[None]] = {}
         self._listing = asyncio.Lock()
         self._renamed: set[HeldModel] = set()  # since they were registered last
         self.registered = False
@@ -134,7 +149,7 @@ class Registrar:
             endpoint=self._current(held).endpoint,
             coordinator=self._client.remote.address,
         )
-        self._on_pin_only(held, listed.pin_only)
+        self._on_pin_only(held, listed.pin_only, listed.model)
         return listed.model
 
     def _forget_replaced(self, before: ModelKey, now: ModelKey, held: HeldModel) -> None:
@@ -146,16 +161,91 @@ class Registrar:
             self._receipts.pop(key, None)
         self._replaced &= used
 
+    async def list_as_newest(self, held: HeldModel) -> ModelKey:
+        """Register a model as what its name means: as an update, unless the newest revision has
+        these weights or there is none. Raises as `list`.
+
+        A coordinator that has just started may learn of earlier revisions a little later. So where
+        nothing is bound it is asked again for a minute.
+        """
+        asked = held.key
+        for last in (False, True):
+            listed = await self._listed(asked.name)
+            bound = {each.model: each.ref.identity for each in listed}
+            place = placed(asked, held.manifest.ref.identity, bound)
+            try:
+                if place.updates:
+                    return await self.list(held, replaces=place.revision)
+                held.key = replace(asked, revision=place.revision)
+                key = await self.list(held)
+            except BindingError:
+                if place.updates or last:
+                    raise
+                continue  # it was bound meanwhile
+            if self._models[held.source_id].pin_only:
+                raise not_the_owner(asked.name, "bind another revision or variant of it")
+            if key not in bound:
+                settling = self._settle(held)
+                self._settling[held] = asyncio.create_task(settling, name="mx-settle")
+            return key
+        raise AssertionError
+
+    async def _settle(self, held: HeldModel) -> None:
+        """Register a model as an update after all, if its name turns out to mean weights that it
+        meant before the model was registered."""
+        until_s = time.monotonic() + _SETTLE_S
+        while time.monotonic() < until_s:
+            await asyncio.sleep(_SETTLE_LOOK_S)
+            try:
+                replaces = await self._outdated_by(held)
+                if replaces:
+                    held.key = await uncut(self.list(held, replaces=replaces))
+                    return
+            except MxError as error:
+                if type(error) is not CoordinatorError:  # else it does not answer
+                    log.warning("%s is not what its name means: %s", held.key, error)
+                    return
+
+    async def _outdated_by(self, held: HeldModel) -> str:
+        """Return the revision that a model has to update to be what its name means; "" for none.
+
+        That is one that a receipt of the coordinator's earlier life has bound. What another holder
+        of the key has registered since then stands.
+        """
+        listed = await self._listed(held.key.name)
+        bound = {each.model: each.ref.identity for each in listed}
+        place = placed(held.key, held.manifest.ref.identity, bound)
+        key = replace(held.key, revision=place.revision)
+        if not place.updates or not any(each.model == key and each.restored for each in listed):
+            return ""
+        self._receipts.pop(key, None)  # if the revision was its own: it is not any more
+        return place.revision
+
+    async def end_settling(self, held: HeldModel) -> None:
+        """Leave a model registered as it is now."""
+        settling = self._settling.pop(held, None)
+        if settling is not None:
+            settling.cancel()
+            await asyncio.gather(settling, return_exceptions=True)
+
+    async def _listed(self, name: str) -> Sequence[ModelStatus]:
+        """Return what a name's revisions and variants stand for. Raises as
+        `CoordinatorClient.list_models`."""
+        listed = await self._client.list_models()
+        return [each for each in listed if each.model.name == name and not each.pin_only]
+
     async def key_of(self, held: HeldModel) -> ModelKey:
         """Return the key that a model's weights are bound to under its name.
 
         Raises:
-            UnknownModelError: They are bound to none.
+            UnknownModelError: They are bound to none: they are found by their pin at most.
             CoordinatorError: The coordinator does not answer.
         """
-        name = f"{held.key.name}@{held.manifest.ref.identity.hex()}"
-        found = await self._client.resolve(name, variant=held.key.variant, documents=False)
-        return found.model
+        identity, variant = held.manifest.ref.identity, held.key.variant
+        for each in await self._listed(held.key.name):
+            if each.ref.identity == identity and each.model.variant == variant:
+                return each.model
+        raise UnknownModelError(f"{held.key.name} stands for no such weights")
 
     async def _rename(self, held: HeldModel) -> None:
         """Take another source id. After a coordinator's restart a stranger may have registered the
@@ -187,13 +277,14 @@ class Registrar:
             gb_per_s=lambda: self._gb_per_s(held.source_id),
             news=self._news[held],
             on_state=self._on_registered,
-            on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only),
+            on_pin_only=lambda pin_only: self._on_pin_only(held, pin_only, held.key),
         )
         self._keeping[held] = asyncio.create_task(keeping, name="mx-keep-alive")
 
     async def unlist(self, held: HeldModel, *, keeps_name: bool = False) -> None:
         """Deregister a model, and no longer keep it listed. With `keeps_name` its name stays bound
         for a while."""
+        await self.end_settling(held)
         self._news.pop(held, None)
         keeping = self._keeping.pop(held, None)
         if keeping is not None:
@@ -203,19 +294,6 @@ class Registrar:
             await self._client.deregister(held.source_id, keeps_name=keeps_name)
         except MxError as error:
             log.debug("could not deregister; the lease will end by itself: %s", error)
-
-    async def newest_revision(self, key: ModelKey) -> str:
-        """Return the newest bound revision of a variant, of `key.revision` and its updates; "" if
-        none is bound. Raises as `CoordinatorClient.list_models`."""
-        root = MAIN if is_main(key.revision) else key.revision
-        bound = {
-            update_number(each.model.revision, root): each.model.revision
-            for each in await self._client.list_models()
-            if (each.model.name, each.model.variant) == (key.name, key.variant)
-            and not each.pin_only
-            and (each.model.revision == root or update_number(each.model.revision, root))
-        }
-        return bound[max(bound)] if bound else ""
 
     async def named_revision(self, key: ModelKey) -> str:
         """Return the revision that NAME means for the bundle of a variant, "" for none. Raises as
@@ -239,6 +317,8 @@ class Registrar:
 
     async def close(self) -> None:
         """Deregister every model, and close the client."""
+        for held in list(self._settling):
+            await self.end_settling(held)
         keeping = list(self._keeping.values())
         for task in keeping:
             task.cancel()
@@ -263,15 +343,15 @@ class Registrar:
             event(log, name, level=level, endpoint=next(iter(endpoints), ""), text=why)
         self.registered = registered
 
-    def _on_pin_only(self, held: HeldModel, pin_only: bool) -> None:
+    def _on_pin_only(self, held: HeldModel, pin_only: bool, key: ModelKey) -> None:
         served = self._models.get(held.source_id)
         if served is None or served.pin_only == pin_only:
             return
-        name = pinned_name(held.key, held.manifest.ref)
-        who: dict[str, Any] = {"model": str(held.key), "source": held.source_id, "pinned": name}
+        name = pinned_name(key, held.manifest.ref)
+        who: dict[str, Any] = {"model": str(key), "source": held.source_id, "pinned": name}
         if pin_only:
-            text = f"{held.key} does not stand for these weights there: readers find {name} only"
+            text = f"{key} does not stand for these weights there: readers find {name} only"
             event(log, "source.pin_only", level=logging.WARNING, **who, text=text)
         else:
-            event(log, "source.named", **who, text=f"readers find these as {held.key} again")
+            event(log, "source.named", **who, text=f"readers find these as {key} again")
         served.pin_only = pin_only  # who sees it finds the event, too

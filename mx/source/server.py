@@ -231,12 +231,12 @@ class SourceServer:
         )
         return expose(held, self._transports, options)
 
-    async def register(self, coordinator: str, *, replaces: str = "") -> None:
+    async def register(self, coordinator: str, *, update: bool = False) -> None:
         """Register every model and stay registered, even if the coordinator restarts.
 
         Args:
             coordinator: The coordinator's address.
-            replaces: Register them as updates of this revision; "" for none.
+            update: Register them as updates, where their names mean other weights.
 
         Raises:
             ConfigError: The coordinator is elsewhere and others cannot dial this source.
@@ -247,23 +247,13 @@ class SourceServer:
             self.registrar = self._new_registrar(coordinator)
         registrar = self.registrar
         for served in list(self._servicer.models.values()):
-            served.held.key = await uncut(registrar.list(served.held, replaces=replaces))
+            listing = registrar.list_as_newest if update else registrar.list
+            served.held.key = await uncut(listing(served.held))
             if served.newer:  # withdrawn meanwhile
                 await registrar.unlist(served.held)
             else:
                 registrar.keep_listed(served.held)
         registrar.registered = True
-
-    async def newest_revision(self, held: HeldModel, coordinator: str) -> str:
-        """Return the revision that an update of a model's name replaces, "" if there is none.
-
-        Raises:
-            CoordinatorError: The coordinator does not answer.
-        """
-        if self.registrar is None:
-            await in_thread(require_dialable, self.endpoint, coordinator)
-            self.registrar = self._new_registrar(coordinator)
-        return await self.registrar.newest_revision(held.key)
 
     def _new_registrar(self, coordinator: str) -> Registrar:
         client = CoordinatorClient(
@@ -340,6 +330,7 @@ class SourceServer:
                 raise ConfigError("only a registered source can be updated")
             held.key, held.generation = old.held.key, old.held.generation + 1
             await self.offer(held)
+            await registrar.end_settling(old.held)
             # A coordinator that has restarted may not know yet what is replaced.
             await registrar.list(old.held, again=True, keeps_layout=True)
             # To its end: what is taken back has to be listed before, or not at all.

@@ -541,6 +541,7 @@ def _model_status(model: pb.Model) -> ModelStatus:
         model.layers,
         model.sources,
         model.pin_only,
+        model.restored,
     )
 
 

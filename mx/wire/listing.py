@@ -29,7 +29,8 @@ _MAX_SAID = 64
 class ModelStatus:
     """A model as the coordinator lists it. `nbytes` and `layers` are an origin's; 0 without one.
 
-    With `pin_only` the name stands for other weights: readers find these by their pin.
+    With `pin_only` the name stands for other weights: readers find these by their pin. `restored`:
+    a receipt has bound them again since the coordinator started.
     """
 
     model: ModelKey
@@ -38,6 +39,7 @@ class ModelStatus:
     layers: int
     sources: int
     pin_only: bool = False
+    restored: bool = False
 
     @property
     def pinned(self) -> str:

@@ -144,6 +144,74 @@ def test_a_lender_that_was_killed_starts_with_new_weights(site: Site) -> None:
     assert third.does("str(source.model)") == "'m:main.2'"
 
 
+@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("by", ["replica", "owner"])
+def test_an_owner_begins_anew_before_who_holds_the_old_weights_brings_a_receipt(
+    site: Site, updated: bool, by: str
+) -> None:
+    """At a coordinator that has restarted, too, and so knows nothing of the old weights."""
+    owner, other = site.user("owner"), site.user(by)
+    owner.must(LENDS.format(seed=1))
+    if updated:
+        owner.must(CHANGES.format(seed=3))
+    if by == "replica":
+        other.must("pull = mx.pull('m', hold=True); pull.wait(60); source = pull.hold()")
+    else:
+        other.must(f"source = mx.serve(tensors({3 if updated else 1}), model='m', update=True)")
+    until(lambda: len(site.sources()) == 2)
+    os.kill(other.pid, signal.SIGSTOP)
+    try:
+        owner.kill()
+        site.stop()
+        site.start()
+        again = site.user("owner")
+        again.must("source = mx.serve(tensors(2), model='m', embed=False, update=True)")
+        assert again.does("str(source.model)") == "'m'"
+    finally:
+        os.kill(other.pid, signal.SIGCONT)
+    number = 3 if updated else 2
+    until(lambda: again.does("source.model.revision") == f"'main.{number}'")
+    assert again.does("source.stats().pin_only") == "False"
+    assert site.means(2)
+    assert site.means(3 if updated else 1, "m:main.2" if updated else "m:main")
+    assert again.does("source.update(tensors(4)).revision") == f"'main.{number + 1}'"
+
+
+def test_what_another_holder_registers_later_is_not_updated_again(site: Site) -> None:
+    first, second = site.user("owner"), site.user("owner")
+    first.must("source = mx.serve(tensors(1), model='m', embed=False, update=True)")
+    second.must("source = mx.serve(tensors(2), model='m', embed=False, update=True)")
+    assert second.does("str(source.model)") == "'m:main.2'"
+    until_s = time.monotonic() + 4.0  # the first one looks every second
+    while time.monotonic() < until_s:
+        assert site.means(2) and first.does("str(source.model)") == "'m'"
+
+
+def test_a_rank_that_starts_again_stays_with_the_others(site: Site) -> None:
+    key = "mx.ProcessingKey(engine='x', version='1', tp=({}, 2), dtype='bf16')"
+    serves = "source = mx.serve(tensors({}), model='m', variant={}, embed=False, update=True)"
+    ranks = [site.user("owner") for _ in range(2)]
+    for rank, each in enumerate(ranks):
+        each.must(serves.format(rank + 1, key.format(rank)))
+    ranks[0].kill()
+    again = site.user("owner")
+    again.must(serves.format(1, key.format(0)))
+    assert again.does("source.model.revision") == "'main'"
+    (bundle,) = api.list_bundles("m", coordinator=site.address)
+    assert bundle.complete and bundle.named
+    # With new weights both go on, and so does one that has missed an update.
+    again.kill()
+    for number in (2, 3):
+        assert ranks[1].does(f"source.update(tensors({number + 1})).revision") == f"'main.{number}'"
+    third = site.user("owner")
+    third.must(serves.format(5, key.format(0)))
+    assert third.does("source.model.revision") == "'main.3'"
+    named = [
+        each.revision for each in api.list_bundles("m", coordinator=site.address) if each.named
+    ]
+    assert named == ["main.3"]
+
+
 def test_processes_of_one_user_are_one_owner_and_those_of_two_are_not(site: Site) -> None:
     first, second, other = (site.user(name) for name in ("one", "one", "two"))
     first.must("source = mx.serve(tensors(1), model='m', embed=False)")
@@ -152,12 +220,32 @@ def test_processes_of_one_user_are_one_owner_and_those_of_two_are_not(site: Site
     assert second.does("str(source.update(tensors(2)))") == "'m:main.2'"
     said = other.does("source.update(tensors(3))")
     assert said.startswith("BindingError")
+    for variant in ("checkpoint", "lora"):
+        said = other.does(f"mx.serve(tensors(3), model='m', variant={variant!r}, update=True)")
+        assert said.startswith("BindingError") and "another name key" in said
+    assert len(site.sources()) == 3
     assert site.means(2)
     # The other holder of the key has not seen that update: its own would undo it.
     assert first.does("source.update(tensors(4))").startswith("BindingError")
     assert first.does("str(source.update(tensors(2)))") == "'m:main.2'"
     assert first.does("str(source.update(tensors(4)))") == "'m:main.3'"
     assert site.means(4)
+
+
+def test_weights_that_a_stranger_has_listed_by_their_pin_are_not_what_the_name_means(
+    site: Site,
+) -> None:
+    """Whoever lends memory and does not own the name may change it to bound weights only."""
+    owner, lender, stranger = site.user("owner"), site.user("lender"), site.user("stranger")
+    owner.must("source = mx.serve(tensors(1), model='m', embed=False)")
+    lender.must(LENDS.format(seed=1))
+    stranger.must("source = mx.serve(tensors(2), model='m', embed=False)")
+    said = lender.does(f"exec({CHANGES.format(seed=2)!r})")
+    assert said.startswith("BindingError") and "another name key" in said
+    assert "another name key" in lender.does("source.withdrawn")
+    owner.must("key = source.update(tensors(2))")
+    lender.must(CHANGES.format(seed=2))
+    assert lender.does("source.model.revision, source.withdrawn") == "('main.2', '')"
 
 
 def test_a_stranger_who_registers_first_after_a_restart_does_not_get_the_name(site: Site) -> None:

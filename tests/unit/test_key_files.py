@@ -149,6 +149,57 @@ def test_no_key_is_kept_in_another_users_home(
     assert "belongs to user 65534" in caplog.text and "`name_key`" in caplog.text
 
 
+@needs_root
+@pytest.mark.parametrize("state", ["home", "XDG_STATE_HOME"])
+def test_nor_in_a_folder_of_this_users_in_another_users_home(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    """Such as one that an earlier command has made there."""
+    home = tmp_path / "home"
+    folder = home / ".local" / "state" / "mx"
+    folder.mkdir(parents=True)
+    os.chown(home if state == "home" else folder.parent, NOBODY, NOBODY)
+    environ = {"HOME": str(home)}
+    if state != "home":
+        environ["XDG_STATE_HOME"] = str(folder.parent)
+    settings = config.load(environ=environ)
+    namekey.load(settings)
+    key, why = keyfile.kept(Path(settings.receipt_key))
+    assert os.listdir(folder) == [] and len(key) == 32
+    assert "belongs to user 65534" in caplog.text and "belongs to user 65534" in why
+
+
+@needs_root
+def test_keygen_makes_none_in_another_users_home(tmp_path: Path) -> None:
+    os.chown(tmp_path, NOBODY, NOBODY)
+    made = mx_command("keygen", HOME=str(tmp_path))
+    assert made.returncode == 2 and "belongs to user 65534" in made.stderr
+    assert os.listdir(tmp_path) == []
+    file = tmp_path / "there.key"  # the user says so
+    assert mx_command("keygen", str(file), HOME=str(tmp_path)).returncode == 0
+    assert len(file.read_bytes()) == 32
+
+
+def mx_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mx", *arguments],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'transports'}", **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_setting_that_names_no_file_is_not_called_a_missing_home(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    namekey.load(config.load(environ={"HOME": str(tmp_path)}, flags={"name_key": ""}))
+    assert "`name_key` names no file" in caplog.text and os.listdir(tmp_path) == []
+    with pytest.raises(ConfigError, match="NUL"):
+        config.load(environ={}, flags={"name_key": "a\0b"})
+
+
 def test_the_key_is_in_the_state_folder_or_where_the_user_says(tmp_path: Path) -> None:
     state, home = tmp_path / "state", tmp_path / "home"
     home.mkdir()

@@ -128,6 +128,43 @@ def test_of_two_updates_of_one_revision_the_second_is_refused_unless_it_is_the_s
     assert again.model.revision == "main.4"
 
 
+def test_a_holder_that_was_away_updates_only_what_it_knows_of() -> None:
+    """The revision has come to stand for another holder's weights meanwhile."""
+    registry = Owned(lease_s=LEASE_S, binding_grace_s=GRACE_S)
+    away = make_record(WEIGHTS["A"])
+    registry.register(0, away, ALICE)
+    was = receipt_of(away, ALICE)
+    registry.deregister(1, away.source_id, ALICE)
+    other = listed(registry, 1, make_record(WEIGHTS["B"]), ALICE)
+    relay = make_record(WEIGHTS["B"], role=SourceRole.RELAY)
+    registry.register(1, relay, BOB, keeps_pin=True)
+    was = replace(was, this_life=True)
+    with pytest.raises(BindingError, match="another holder of the name key has bound llama to"):
+        registry.register(2, make_record(WEIGHTS["C"]), ALICE, replaces="main", receipt=was)
+    # With the same weights it joins the other.
+    same = make_record(WEIGHTS["B"])
+    joined = listed(registry, 2, same, ALICE, replaces="main", receipt=was)
+    assert joined.model.revision == "main" and not joined.pin_only
+    registry.deregister(2, joined.source_id, ALICE)
+    # Who has seen it comes after it.
+    after = listed(registry, 2, make_record(WEIGHTS["C"]), ALICE, replaces="main")
+    assert after.model.revision == "main.2"
+    assert registry.resolve("llama", "main").ref == other.ref
+
+
+def test_a_receipt_that_has_displaced_an_owners_weights_does_not_keep_it_from_updating() -> None:
+    """A relay's, after a restart of everybody: no other holder of the key has these weights."""
+    registry = machine()
+    fresh = make_record(WEIGHTS["B"])
+    assert listed(registry, 0, fresh, ALICE) == fresh
+    now = replace(receipt_of(fresh, ALICE, issued_s=2.0), this_life=True)
+    relay = make_record(WEIGHTS["A"], role=SourceRole.RELAY)
+    registry.register(0, relay, BOB, keeps_pin=True, receipt=receipt_of(relay, ALICE))
+    assert registry.source(fresh.source_id).record.pin_only
+    update = listed(registry, 1, make_record(WEIGHTS["C"]), ALICE, replaces="main", receipt=now)
+    assert update.model.revision == "main.2" and not update.pin_only
+
+
 def test_a_name_without_a_commitment_is_never_updated() -> None:
     registry = Registry(lease_s=LEASE_S, binding_grace_s=GRACE_S)
     registry.register(0, make_record(WEIGHTS["A"]), ALICE)

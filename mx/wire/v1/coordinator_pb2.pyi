@@ -244,20 +244,22 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("model", "manifest", "nbytes", "layers", "sources", "pin_only")
+    __slots__ = ("model", "manifest", "nbytes", "layers", "sources", "pin_only", "restored")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     PIN_ONLY_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelKey
     manifest: _common_pb2.ManifestRef
     nbytes: int
     layers: int
     sources: int
     pin_only: bool
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., nbytes: _Optional[int] = ..., layers: _Optional[int] = ..., sources: _Optional[int] = ..., pin_only: bool = ...) -> None: ...
+    restored: bool
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelKey, _Mapping]] = ..., manifest: _Optional[_Union[_common_pb2.ManifestRef, _Mapping]] = ..., nbytes: _Optional[int] = ..., layers: _Optional[int] = ..., sources: _Optional[int] = ..., pin_only: bool = ..., restored: bool = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
