@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -220,6 +221,37 @@ sys.exit(main())
 """
 
 
+#: A daemon whose program opens files of its own, once it listens.
+_OTHERS = """
+import os, resource, sys
+from mx.coordinator.daemon import Options, run
+soft, own = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+files = []
+
+def say(address):
+    while len(os.listdir("/proc/self/fd")) < own:
+        files.append(os.open(os.devnull, os.O_RDONLY))
+    print(address, file=sys.stderr, flush=True)
+
+sys.exit(run(Options(listen="127.0.0.1:0"), say))
+"""
+#: A program that embeds a source, and has files of its own.
+_EMBEDS = """
+import os, resource, signal, sys
+import mx
+soft, own = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+checkpoint, coordinator = sys.argv[3:]
+with mx.serve(checkpoint, model="honest", coordinator=coordinator, max_bandwidth=8_000_000):
+    files = []
+    while len(os.listdir("/proc/self/fd")) < own:
+        files.append(os.open(os.devnull, os.O_RDONLY))
+    print("serves", file=sys.stderr, flush=True)
+    signal.pause()
+"""
+
+
 class Crowd:
     """The load generator of the benchmark, as a child: it holds connections."""
 
@@ -325,6 +357,32 @@ async def test_one_address_does_not_take_all_connections() -> None:
         said = process.stderr.read()
     assert said.count("connections.crowded") == 1 and "mostly_from=127.0.1.1" in said, said
     assert "ulimit -n" in said
+
+
+async def test_a_crowd_that_takes_every_descriptor_at_once_loses_them() -> None:
+    """The coordinator's process has files of its own, and none is left beside the crowd."""
+    with ended(python(_OTHERS, "256", "90")) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().strip()
+        process.send_signal(signal.SIGSTOP)  # so that all are there before it can look
+        with Crowd(address, 400, "--every", "1", hosts=1) as crowd:
+            process.send_signal(signal.SIGCONT)
+            assert await at_most(crowd, 256 - 90)
+            assert await answers(address) == "1 found"
+
+
+async def test_the_files_of_a_program_are_no_crowd(tmp_path: Path) -> None:
+    """Seventy descriptors are left to a source, of which honest readers take a few."""
+    save_file({"w": np.ones(4 * MIB, np.float32)}, tmp_path / "model.safetensors")
+    with daemon() as (_, coordinator):
+        child = python(_EMBEDS, "1024", "954", str(tmp_path), coordinator)
+        with ended(child) as process:
+            assert process.stderr is not None
+            while process.stderr.readline() != "serves\n":
+                assert process.poll() is None
+            command = ("pull", "honest", "--coordinator", coordinator, "--transport", "tcp")
+            ran = await asyncio.to_thread(mx, *command)
+            assert ran.returncode == 0, ran
 
 
 async def test_connections_that_take_no_answer_are_ended() -> None:
