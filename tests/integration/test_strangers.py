@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -29,6 +31,7 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon, ended, python
 from tests.support.records import by_digest, make_documents, make_record
@@ -483,3 +486,43 @@ async def test_refusals_of_one_address_are_one_line_in_a_while() -> None:
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_what_peers_send_wrongly_is_one_line_in_a_while(checkpoint: Path) -> None:
+    """A stranger opens streams to a source, each as another peer, and sends nonsense."""
+    with daemon() as (_, coordinator):
+        serve = ("serve", str(checkpoint), "--model", "honest", "--coordinator", coordinator)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "mx", *serve),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'transports'}"},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stderr is not None
+            while b"stop with Ctrl-C" not in await process.stderr.readline():
+                pass
+            async with client_of(coordinator) as client:
+                (source,) = (await client.resolve("honest")).sources
+            channel: Any = dial(source.endpoint)
+            for port in range(1, 301):
+                own = replace(source, source_id=str(uuid.uuid4()), endpoint=f"10.0.0.1:{port}")
+                hello = peer_pb2.Hello(source_id=source.source_id, own=codec.source_to_wire(own))
+                stream = channel.stream_stream("/mx.wire.v1.Peer/Trade")(metadata=headers())
+                for message in (hello, peer_pb2.Hello()):
+                    sent = peer_pb2.SwarmMessage(hello=message).SerializeToString()
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await stream.write(sent)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await stream.done_writing()
+                    async for _ in stream:
+                        pass
+            await channel.close(None)
+            process.terminate()
+            said = (await process.stderr.read()).decode()
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        lines = [line for line in said.splitlines() if "sent hello to an origin" in line]
+        assert 0 < len(lines) < 20, said[:2000]
