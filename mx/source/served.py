@@ -41,6 +41,9 @@ class Participant(Protocol):
             record: The peer, as it describes itself.
             have: The chunks that it holds, as a bit set.
             stream: The stream.
+
+        Raises:
+            PeerProtocolError: The peer has sent what it must not.
         """
 
     def gives(self, chunk: int) -> bool:

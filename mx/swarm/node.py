@@ -304,7 +304,11 @@ class Node:
         self._do(self._receiver.gone(number, time.monotonic()))
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
-        """Serve the stream of a peer that has sent a hello; returns when the stream has ended."""
+        """Serve the stream of a peer that has sent a hello; returns when the stream has ended.
+
+        Raises:
+            PeerProtocolError: The peer has sent what it must not.
+        """
         # While a reader comes after all others (it lost a slot here), it is refused as neighbour.
         if self._uploads.standing.comes_last(Reader(stream.address, record.source_id)):
             await stream.refuse()

@@ -4,7 +4,6 @@ the other pulls that read from it to each new one."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -19,8 +18,6 @@ from mx.swarm.stream import PeerStream, from_bytes, to_bytes
 from mx.swarm.uploads import Sent, Uploads
 from mx.wire.v1 import peer_pb2
 from mx.wire.v1.peer_pb2 import SwarmMessage
-
-log = logging.getLogger(__name__)
 
 TICK_S = 0.2
 #: How many other pulls an origin names to a new one.
@@ -84,7 +81,8 @@ class Origin:
         """Serve the stream of a peer that has sent a hello; returns when the stream has ended.
 
         Raises:
-            PeerProtocolError: `have` names chunks that do not exist.
+            PeerProtocolError: `have` names chunks that do not exist, or the peer has sent what it
+                must not.
         """
         held = from_bytes(have, self._chunk_count)
         reader = Reader(stream.address, record.source_id)
@@ -105,7 +103,7 @@ class Origin:
         try:
             error = await stream.listen(lambda message: self._heard(number, peer, message))
             if error is not None:
-                log.warning("dropped %s: %s", stream.peer, str(error))
+                raise error
         finally:
             del self._peers[number]
             self._uploads.gone(number)

@@ -190,7 +190,9 @@ class Peers:
                 self._host.coordinate()
 
         try:
-            complain(stream, await stream.listen(heard))
+            wrong = await stream.listen(heard)
+            if wrong is not None:
+                log.warning("dropped %s: %s", stream.peer, str(wrong))
         finally:
             timeout.cancel()
             if number >= 0:
@@ -208,7 +210,11 @@ class Peers:
             self._greet_all(neighbours.answered(key, False))
 
     async def trade(self, record: SourceRecord, have: bytes, stream: PeerStream) -> None:
-        """Answer the hello of a peer; if it becomes a neighbour, serve the stream until it ends."""
+        """Answer the hello of a peer; if it becomes a neighbour, serve the stream until it ends.
+
+        Raises:
+            PeerProtocolError: The peer has sent what it must not.
+        """
         key = record.key
         # When two peers dial at the same time, the stream from the lesser id is kept.
         crossed = key in self._greeting and self._own_id < record.source_id
@@ -229,7 +235,9 @@ class Peers:
         stream.send(SwarmMessage(welcome=welcome))
         number = self._begin(record, stream, have, seeds=False, neighbours=self._neighbours)
         try:
-            complain(stream, await stream.listen(lambda message: self._host.heard(number, message)))
+            error = await stream.listen(lambda message: self._host.heard(number, message))
+            if error is not None:
+                raise error
         finally:
             self._end(key, number, self._neighbours)
 
@@ -270,9 +278,3 @@ class Peers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def complain(stream: PeerStream, error: MxError | None) -> None:
-    """Log what the peer did wrong, if anything."""
-    if error is not None:
-        log.warning("dropped %s: %s", stream.peer, str(error))

@@ -316,6 +316,10 @@ class FakeSession:
             raise StaleGenerationError(f"{peer}: its memory has changed", peer=peer)
 
 
+def _same(one: str, other: str) -> bool:
+    return pathlib.Path(one).read_bytes() == pathlib.Path(other).read_bytes()
+
+
 class FakeTransport:
     """See `mx.transport.Transport`. Exposures live in the instance that made them."""
 
@@ -355,7 +359,9 @@ class FakeTransport:
         expected = exposure.secrets.get(grant_id, "")
         if not self.admits(expected, secret):
             raise PeerRefusedError(f"{grant.peer}: wrong secret", peer=grant.peer)
-        self.check_certificate(exposure, grant)
+        tls = exposure.tls, grant.tls
+        if not (self.admits_reader(*tls) and self.trusts_source(*tls)):
+            raise PeerRefusedError(f"{grant.peer}: the certificates do not fit", peer=grant.peer)
         self.check_trust(exposure.hosts, grant.trusted_fabric)
         if grant.rail is not None and grant.rail.remote_address not in exposure.hosts:
             raise PeerProtocolError(f"{grant.peer} does not listen there", peer=grant.peer)
@@ -366,14 +372,18 @@ class FakeTransport:
             raise PeerProtocolError(message, peer=grant.peer)
         return self.session_type(grant, exposure, grant_id, expected)
 
-    def check_certificate(self, exposure: FakeExposure, grant: Grant) -> None:
-        """Raise PeerRefusedError unless both sides have the files of one authority, or none."""
-        ours, theirs = (
-            None if files is None else pathlib.Path(files.authority).read_bytes()
-            for files in (exposure.tls, grant.tls)
+    def admits_reader(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        """Return True if a source with TLS accepts a reader's certificate: that of its authority,
+        which has only the one."""
+        return source is None or (
+            reader is not None and _same(reader.certificate, source.authority)
         )
-        if ours != theirs:
-            raise PeerRefusedError(f"{grant.peer}: the certificates do not fit", peer=grant.peer)
+
+    def trusts_source(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        """Return True if a reader with TLS accepts a source's certificate."""
+        return reader is None or (
+            source is not None and _same(source.certificate, reader.authority)
+        )
 
     def send(self, data: memoryview, tls: TlsFiles | None) -> None:
         """Have bytes go over the network, with TLS files as if they were encrypted."""

@@ -17,8 +17,9 @@ _PIECE_BYTES = 32
 
 
 def encrypts(bench: Bench) -> None:
-    """With TLS no byte of the memory goes over the network in the clear, and a reader without the
-    right certificate gets none. A path whose data TLS can't cover is `plain`, and so `trusting`."""
+    """With TLS no byte of the memory goes over the network in the clear, a reader without the
+    right certificate gets none, and a source without it is not read from. A path whose data TLS
+    can't cover is `plain`, and so `trusting`."""
     path = network_path(bench)
     if path is None:  # as `reach` says: nothing leaves the host
         return
@@ -28,8 +29,14 @@ def encrypts(bench: Bench) -> None:
     with tempfile.TemporaryDirectory(prefix="mx-suite-") as folder:
         ours, theirs = certificates(Path(folder))
         _look_at_the_wire(bench, ours)
-        for stranger in (None, theirs):
-            _try_to_read(bench, ours, stranger)
+        # It trusts our authority: only the other side can find that it is a stranger's.
+        shown = TlsFiles(theirs.certificate, theirs.key, ours.authority)
+        strange = "a certificate of another authority"
+        for reader, what in ((None, "no certificate"), (shown, strange)):
+            require(not _reads(bench, ours, reader), f"a reader with {what} got the bytes")
+        require(not _reads(bench, shown, ours), f"a source with {strange} was read from")
+        if bench.harness.tls is None:
+            require(not _reads(bench, None, ours), "a source without TLS was read from with TLS")
 
 
 def _look_at_the_wire(bench: Bench, tls: TlsFiles) -> None:
@@ -50,14 +57,14 @@ def _look_at_the_wire(bench: Bench, tls: TlsFiles) -> None:
     )
 
 
-def _try_to_read(bench: Bench, tls: TlsFiles, stranger: TlsFiles | None) -> None:
-    source = bench.source(MIB, tls=tls)
+def _reads(bench: Bench, of_source: TlsFiles | None, of_reader: TlsFiles | None) -> bool:
+    """Return True if a reader with these files gets the bytes of a source with those."""
+    source = bench.source(MIB, tls=of_source)
     grant_id, ticket = source.grant()
     view = bench.destination(MIB)
     try:
-        session = bench.open_ticket(grant_id, ticket, source.sizes, tls=stranger)
+        session = bench.open_ticket(grant_id, ticket, source.sizes, tls=of_reader)
         bench.finish(bench.read(session, 0, 0, view))
     except MxError:
         pass
-    who = "no certificate" if stranger is None else "a certificate of another authority"
-    require(bench.peek(view) != source.memories[0].expected, f"a reader with {who} got the bytes")
+    return bench.peek(view) == source.memories[0].expected

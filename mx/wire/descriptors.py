@@ -1,20 +1,23 @@
 """The descriptors of a server's process, and its connections when they become few.
 
 Each connection takes a descriptor. gRPC tells Python neither of a new connection nor that it could
-not accept one, so a server looks at its process's own descriptors.
+not accept one, so a server looks at its process's own descriptors. What else the process has open
+leaves that many fewer to connections: all parts below are of the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import random
 import resource
 import socket
 import stat
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import unquote
@@ -25,8 +28,10 @@ from mx.wire.address import address_of_peer
 #: More are not asked for: a connection also takes 15 KB, and a coordinator's other bounds allow
 #: about twenty thousand.
 MOST_DESCRIPTORS = 32_768
-#: From this part of the limit on, connections without a running call are ended, and from the next
-#: on others too, until the lowest is reached. gRPC accepts none beyond the last.
+#: As many as Linux allows a process by default.
+_NO_LIMIT = 1 << 20
+#: From this part on, connections without a running call are ended, and from the next on others
+#: too, until the lowest is reached. gRPC accepts none beyond the last.
 _LOWEST, _CROWDED, _FULL, _ACCEPTED = 10 / 16, 12 / 16, 14 / 16, 15 / 16
 
 _OWN = "/proc/self/fd"
@@ -43,30 +48,28 @@ def raise_limit() -> None:
 
 
 def limit() -> int:
-    """Return how many descriptors this process may have, at most `MOST_DESCRIPTORS`."""
+    """Return how many descriptors this process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MOST_DESCRIPTORS)
+    return _NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def most_connections() -> int:
     """Return how many connections gRPC may accept: a few descriptors stay for everything else."""
-    return int(limit() * _ACCEPTED)
+    return max(1, int(_room(in_use()) * _ACCEPTED))
 
 
 def in_use() -> int:
     """Return the number of descriptors of this process."""
-    found = os.stat(_OWN).st_size  # the number itself since Linux 6.2, else 0
-    return found or len(os.listdir(_OWN))
-
-
-def crowded() -> bool:
-    """Return True if few descriptors are left."""
-    return in_use() > limit() * _CROWDED
+    try:
+        found = os.stat(_OWN).st_size  # the number itself since Linux 6.2, else 0
+        return found or len(os.listdir(_OWN))
+    except OSError:  # none is left to list them by
+        return limit()
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What `make_room` has done: `count` connections were ended, most of them from
+    """What `Connections.make_room` has done: `count` connections were ended, most of them from
     `address`, while `used` of `limit` descriptors were in use."""
 
     used: int
@@ -75,82 +78,143 @@ class Ended:
     address: str
 
 
-def make_room(port: int, busy: frozenset[str]) -> Ended | None:
-    """End connections of a server, if few descriptors are left.
+class Connections:
+    """The accepted connections of one server, found by its port among the process's descriptors.
 
-    The addresses with the most connections lose theirs until all is level: first those without a
-    running call, chosen at random, so that an address that others flood keeps some. Blocks; call
-    it on a thread.
-
-    Args:
-        port: Where the server listens.
-        busy: The connections that have running calls, as gRPC names their other ends.
-
-    Returns:
-        What was done; None if there is room.
+    Works where no descriptor is left, too: it keeps one for that. `close` it.
     """
-    most, used = limit(), in_use()
-    if used <= most * _CROWDED:
-        return None
-    excess = used - int(most * _LOWEST)
-    running = {_endpoint_of(peer) for peer in busy}
-    idle: dict[str, list[int]] = {}
-    others: dict[str, list[int]] = {}
-    for descriptor, endpoint in _accepted(port):
-        kind = others if endpoint in running else idle
-        kind.setdefault(address_of_peer(_peer_of(endpoint)), []).append(descriptor)
-    counts = {a: len(idle.get(a, ())) + len(others.get(a, ())) for a in idle.keys() | others.keys()}
-    kinds = [idle, others] if used > most * _FULL else [idle]
-    ended: Counter[str] = Counter()
-    for address, share in level_down(counts, excess).items():
-        for kind in kinds:
-            found = kind.get(address, [])
-            random.shuffle(found)
-            for descriptor in found[: share - ended[address]]:
-                ended[address] += _end(descriptor, port)
-    return Ended(used, most, ended.total(), ended.most_common(1)[0][0] if ended else "")
+
+    def __init__(self, port: int) -> None:
+        """
+        Args:
+            port: Where the server listens.
+
+        Raises:
+            OSError: No descriptor is left.
+        """
+        self._port = port
+        self._others = 0  # the descriptors that were no connections of this server, lately
+        self._lock = threading.Lock()
+        self._nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._copy = os.dup(self._nothing)
+        except OSError:
+            os.close(self._nothing)
+            raise
+
+    def close(self) -> None:
+        """Let the descriptors go. Idempotent."""
+        with self._lock:
+            copy, self._copy = self._copy, -1
+            nothing, self._nothing = self._nothing, -1
+        for each in (copy, nothing):
+            if each >= 0:
+                os.close(each)
+
+    def crowded(self) -> bool:
+        """Return True if few descriptors may be left for connections."""
+        return in_use() > self._part(_CROWDED)
+
+    def make_room(self, busy: frozenset[str]) -> Ended | None:
+        """End connections, if few descriptors are left.
+
+        The addresses with the most connections lose theirs until all is level: first those without
+        a running call, chosen at random, so that an address that others flood keeps some. Blocks;
+        call it on a thread.
+
+        Args:
+            busy: The connections that have running calls, as gRPC names their other ends.
+
+        Returns:
+            What was done; None if there is room.
+        """
+        used = in_use()
+        if used <= self._part(_CROWDED):
+            return None
+        running = {_endpoint_of(peer) for peer in busy}
+        idle: dict[str, list[int]] = {}
+        others: dict[str, list[int]] = {}
+        for descriptor, endpoint in self._accepted():
+            kind = others if endpoint in running else idle
+            kind.setdefault(address_of_peer(_peer_of(endpoint)), []).append(descriptor)
+        counts = {
+            each: len(idle.get(each, ())) + len(others.get(each, ()))
+            for each in idle.keys() | others.keys()
+        }
+        self._others = max(0, used - sum(counts.values()))
+        if used <= self._part(_CROWDED):
+            return None
+        kinds = [idle, others] if used > self._part(_FULL) else [idle]
+        ended: Counter[str] = Counter()
+        for address, share in level_down(counts, used - self._part(_LOWEST)).items():
+            for kind in kinds:
+                found = kind.get(address, [])
+                random.shuffle(found)
+                for descriptor in found[: share - ended[address]]:
+                    ended[address] += self._end(descriptor)
+        return Ended(used, limit(), ended.total(), ended.most_common(1)[0][0] if ended else "")
+
+    def end(self, peers: frozenset[str]) -> None:
+        """End these connections, which are named as gRPC names their other ends. Blocks; call it
+        on a thread."""
+        endpoints = {_endpoint_of(peer) for peer in peers}
+        for descriptor, endpoint in self._accepted():
+            if endpoint in endpoints:
+                self._end(descriptor)
+
+    def _part(self, part: float) -> int:
+        """Return how many descriptors are in use once connections have this part of theirs."""
+        return self._others + int(_room(self._others) * part)
+
+    def _accepted(self) -> Iterator[tuple[int, tuple[str, int]]]:
+        """Yield the descriptor and the other end of each connection."""
+        for descriptor in _all():
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
+                with self._borrowed(descriptor) as sock:
+                    there = _other_end(sock, self._port)
+                if there is not None:
+                    yield descriptor, there
+
+    def _end(self, descriptor: int) -> bool:
+        """Shut a connection down, as if its other end had; gRPC then closes it. Return False if the
+        descriptor has come to be something else."""
+        with contextlib.suppress(OSError), self._borrowed(descriptor) as sock:
+            if _other_end(sock, self._port) is not None:
+                sock.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
+
+    @contextmanager
+    def _borrowed(self, descriptor: int) -> Iterator[socket.socket]:
+        # A copy: gRPC may close its own at any time, and another file may get the number. It takes
+        # the place of one that is open, since there may be no other.
+        with self._lock:
+            if self._copy < 0:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            os.dup2(descriptor, self._copy, inheritable=False)
+            try:
+                sock = socket.socket(fileno=self._copy)
+                try:
+                    yield sock
+                finally:
+                    sock.detach()
+            finally:
+                os.dup2(self._nothing, self._copy, inheritable=False)
 
 
-def end(port: int, peers: frozenset[str]) -> None:
-    """End these connections of a server. Blocks; call it on a thread.
-
-    Args:
-        port: Where the server listens.
-        peers: The connections, as gRPC names their other ends.
-    """
-    endpoints = {_endpoint_of(peer) for peer in peers}
-    for descriptor, endpoint in _accepted(port):
-        if endpoint in endpoints:
-            _end(descriptor, port)
+def _room(others: int) -> int:
+    """Return how many descriptors there are for connections, beside so many others."""
+    return min(max(0, limit() - others), MOST_DESCRIPTORS)
 
 
-def _accepted(port: int) -> Iterator[tuple[int, tuple[str, int]]]:
-    """Yield the descriptor and the other end of each accepted connection of a port."""
-    for name in os.listdir(_OWN):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with _borrowed(int(name)) as sock:
-                there = _other_end(sock, port)
-            if there is not None:
-                yield int(name), there
-
-
-def _end(descriptor: int, port: int) -> bool:
-    """Shut a connection of this port down, as if its other end had; gRPC then closes it. Return
-    False if the descriptor has come to be something else."""
-    with contextlib.suppress(OSError), _borrowed(descriptor) as sock:
-        if _other_end(sock, port) is not None:
-            sock.shutdown(socket.SHUT_RDWR)
-            return True
-    return False
-
-
-@contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    # A copy: gRPC may close its own at any time, and another file may get the number.
-    with socket.socket(fileno=os.dup(descriptor)) as sock:
-        yield sock
+def _all() -> Iterable[int]:
+    """Return the process's descriptors; where none is left to list them by, all there may be."""
+    try:
+        return [int(name) for name in os.listdir(_OWN)]
+    except OSError:
+        return range(limit())
 
 
 def _other_end(sock: socket.socket, port: int) -> tuple[str, int] | None:

@@ -398,13 +398,13 @@ async def listen(
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
+        upkeep = Upkeep(0 if is_unix else port, calls, _refusals)
+    except (RuntimeError, OSError) as error:
         await server.stop(0)
         why = why_not_unix(address.removeprefix("unix:")) if is_unix else ""
         raise LocalError(f"cannot listen on {address}: {why or error}") from error
     await server.start()
     runtime.stop_at_exit(server)
-    upkeep = Upkeep(0 if is_unix else port, calls, _refusals)
     upkeep.start()
     found = address if is_unix else join_address(host, port)
     return Listening(server, found, port, health, upkeep)

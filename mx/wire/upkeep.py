@@ -7,10 +7,9 @@ import logging
 
 from mx.log import Throttle, event
 from mx.runtime import in_thread
-from mx.wire import descriptors
 from mx.wire.address import address_of_peer
 from mx.wire.calls import UNREAD_S, Calls
-from mx.wire.descriptors import Ended
+from mx.wire.descriptors import Connections, Ended
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.2
@@ -26,8 +25,11 @@ class Upkeep:
             port: Where the server listens; 0 for a unix socket.
             calls: Those of the server.
             refusals: What the server's log of refusals leaves out.
+
+        Raises:
+            OSError: No descriptor is left.
         """
-        self._port = port
+        self._connections = Connections(port) if port else None
         self._calls = calls
         self._refusals = refusals
         self._ended = Throttle()
@@ -44,6 +46,8 @@ class Upkeep:
             self._timer = None
         if self._ending is not None:
             self._ending.cancel()
+        if self._connections is not None:
+            self._connections.close()
 
     def _tick(self) -> None:
         self.start()
@@ -51,19 +55,22 @@ class Upkeep:
             fields = cause if isinstance(cause, tuple) else ()
             event(_log, "request.refused", **dict(fields), held_back=count)
         self._ended.left_out()
-        if self._port and self._ending is None:
+        connections = self._connections
+        if connections is not None and self._ending is None:
             stuck, greedy = self._calls.stuck(), self._calls.greedy()
-            if stuck or greedy or descriptors.crowded():
-                ending = self._end(stuck, greedy)
+            if stuck or greedy or connections.crowded():
+                ending = self._end(connections, stuck, greedy)
                 self._ending = asyncio.create_task(ending, name="mx-end-connections")
 
-    async def _end(self, stuck: frozenset[str], greedy: frozenset[str]) -> None:
+    async def _end(
+        self, connections: Connections, stuck: frozenset[str], greedy: frozenset[str]
+    ) -> None:
         try:
             if stuck or greedy:
-                await in_thread(descriptors.end, self._port, stuck | greedy)
+                await in_thread(connections.end, stuck | greedy)
                 self._say(stuck, "stuck", f"a connection took no answer for {UNREAD_S:g} s")
                 self._say(greedy, "greedy", "a connection had very many of the running calls")
-            ended = await in_thread(descriptors.make_room, self._port, self._calls.peers)
+            ended = await in_thread(connections.make_room, self._calls.peers)
             if ended is not None:
                 self._say_crowded(ended)
         finally:

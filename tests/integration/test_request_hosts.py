@@ -16,10 +16,14 @@ import pytest
 import mx
 from mx import api, config
 from mx.core.versions import own
+from mx.testing.certificates import certificates
+from mx.transport import TlsFiles
+from mx.wire.address import read_tls
 from mx.wire.v1 import coordinator_pb2 as pb
 from mx.wire.v1 import coordinator_pb2_grpc as rpc
 from tests.integration.test_bounds import until
 from tests.integration.test_router_example import Router
+from tests.support.daemon import daemon
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -61,7 +65,7 @@ def victim() -> Iterator[Victim]:
 
 
 @contextmanager
-def reporting(coordinator: str, host: str, port: int) -> Iterator[str]:
+def reporting(coordinator: str, host: str, port: int, tls: TlsFiles | None = None) -> Iterator[str]:
     """A process that reports a loaded pull of "m", with requests at this host; yields its id."""
     pull_id, end = str(uuid.uuid4()), threading.Event()
     report = pb.PullProgress(
@@ -81,7 +85,7 @@ def reporting(coordinator: str, host: str, port: int) -> Iterator[str]:
             if end.wait(1.0):
                 return
 
-    with grpc.insecure_channel(coordinator) as channel:
+    with dialled(coordinator, tls) as channel:
         stub = rpc.CoordinatorStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Progress.future(messages(), metadata=(("mx-versions", own().encode()),))
         try:
@@ -89,6 +93,15 @@ def reporting(coordinator: str, host: str, port: int) -> Iterator[str]:
         finally:
             end.set()
             call.cancel()
+
+
+def dialled(coordinator: str, tls: TlsFiles | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(coordinator)
+    certificate, key, authority = read_tls(tls)
+    return grpc.secure_channel(
+        coordinator, grpc.ssl_channel_credentials(authority, key, certificate)
+    )
 
 
 def requests_of(router: mx.Router, replica_id: str) -> str:
@@ -101,6 +114,25 @@ def test_a_report_names_no_other_host(coordinator: str, host: str) -> None:
     with mx.Router(coordinator) as router, reporting(coordinator, host, 8000) as pull_id:
         until(lambda: any(r.replica_id == pull_id for r in router.replicas("m")), "report")
         assert requests_of(router, pull_id) in ("", "127.0.0.1:8000")
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("localhost", "localhost:8000"), ("victim.example", "127.0.0.1:8000")],
+)
+def test_a_report_names_a_host_that_its_certificate_names(
+    tmp_path: Path, host: str, told: str
+) -> None:
+    tls, _ = certificates(tmp_path)  # names localhost
+    files = (tls.certificate, tls.key, tls.authority)
+    settings = config.load(dict(zip(("tls_cert", "tls_key", "tls_ca"), files, strict=True)))
+    with (
+        daemon(tls=files) as (_, coordinator),
+        mx.Router(coordinator, settings=settings) as router,
+        reporting(coordinator, host, 8000, tls) as pull_id,
+    ):
+        until(lambda: any(r.replica_id == pull_id for r in router.replicas("m")), "report")
+        assert requests_of(router, pull_id) == told
 
 
 def test_a_prompt_does_not_reach_a_host_that_a_report_names(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -28,6 +31,7 @@ from mx.wire.channel import dial
 from mx.wire.client import CoordinatorClient
 from mx.wire.documents import pages
 from mx.wire.v1 import coordinator_pb2 as pb
+from mx.wire.v1 import peer_pb2
 from mx.wire.versions import headers
 from tests.support.daemon import ROOT, daemon, ended, python
 from tests.support.records import by_digest, make_documents, make_record
@@ -220,6 +224,37 @@ sys.exit(main())
 """
 
 
+#: A daemon whose program opens files of its own, once it listens.
+_OTHERS = """
+import os, resource, sys
+from mx.coordinator.daemon import Options, run
+soft, own = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+files = []
+
+def say(address):
+    while len(os.listdir("/proc/self/fd")) < own:
+        files.append(os.open(os.devnull, os.O_RDONLY))
+    print(address, file=sys.stderr, flush=True)
+
+sys.exit(run(Options(listen="127.0.0.1:0"), say))
+"""
+#: A program that embeds a source, and has files of its own.
+_EMBEDS = """
+import os, resource, signal, sys
+import mx
+soft, own = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft))
+checkpoint, coordinator = sys.argv[3:]
+with mx.serve(checkpoint, model="honest", coordinator=coordinator, max_bandwidth=8_000_000):
+    files = []
+    while len(os.listdir("/proc/self/fd")) < own:
+        files.append(os.open(os.devnull, os.O_RDONLY))
+    print("serves", file=sys.stderr, flush=True)
+    signal.pause()
+"""
+
+
 class Crowd:
     """The load generator of the benchmark, as a child: it holds connections."""
 
@@ -327,6 +362,32 @@ async def test_one_address_does_not_take_all_connections() -> None:
     assert "ulimit -n" in said
 
 
+async def test_a_crowd_that_takes_every_descriptor_at_once_loses_them() -> None:
+    """The coordinator's process has files of its own, and none is left beside the crowd."""
+    with ended(python(_OTHERS, "256", "90")) as process:
+        assert process.stderr is not None
+        address = process.stderr.readline().strip()
+        process.send_signal(signal.SIGSTOP)  # so that all are there before it can look
+        with Crowd(address, 400, "--every", "1", hosts=1) as crowd:
+            process.send_signal(signal.SIGCONT)
+            assert await at_most(crowd, 256 - 90)
+            assert await answers(address) == "1 found"
+
+
+async def test_the_files_of_a_program_are_no_crowd(tmp_path: Path) -> None:
+    """Seventy descriptors are left to a source, of which honest readers take a few."""
+    save_file({"w": np.ones(4 * MIB, np.float32)}, tmp_path / "model.safetensors")
+    with daemon() as (_, coordinator):
+        child = python(_EMBEDS, "1024", "954", str(tmp_path), coordinator)
+        with ended(child) as process:
+            assert process.stderr is not None
+            while process.stderr.readline() != "serves\n":
+                assert process.poll() is None
+            command = ("pull", "honest", "--coordinator", coordinator, "--transport", "tcp")
+            ran = await asyncio.to_thread(mx, *command)
+            assert ran.returncode == 0, ran
+
+
 async def test_connections_that_take_no_answer_are_ended() -> None:
     """They have a running call, and answer pings."""
     with ended(python(_FEW, "1024", str(HARD), "600")) as process:
@@ -425,3 +486,43 @@ async def test_refusals_of_one_address_are_one_line_in_a_while() -> None:
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_what_peers_send_wrongly_is_one_line_in_a_while(checkpoint: Path) -> None:
+    """A stranger opens streams to a source, each as another peer, and sends nonsense."""
+    with daemon() as (_, coordinator):
+        serve = ("serve", str(checkpoint), "--model", "honest", "--coordinator", coordinator)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "mx", *serve),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'transports'}"},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stderr is not None
+            while b"stop with Ctrl-C" not in await process.stderr.readline():
+                pass
+            async with client_of(coordinator) as client:
+                (source,) = (await client.resolve("honest")).sources
+            channel: Any = dial(source.endpoint)
+            for port in range(1, 301):
+                own = replace(source, source_id=str(uuid.uuid4()), endpoint=f"10.0.0.1:{port}")
+                hello = peer_pb2.Hello(source_id=source.source_id, own=codec.source_to_wire(own))
+                stream = channel.stream_stream("/mx.wire.v1.Peer/Trade")(metadata=headers())
+                for message in (hello, peer_pb2.Hello()):
+                    sent = peer_pb2.SwarmMessage(hello=message).SerializeToString()
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await stream.write(sent)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await stream.done_writing()
+                    async for _ in stream:
+                        pass
+            await channel.close(None)
+            process.terminate()
+            said = (await process.stderr.read()).decode()
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        lines = [line for line in said.splitlines() if "sent hello to an origin" in line]
+        assert 0 < len(lines) < 20, said[:2000]

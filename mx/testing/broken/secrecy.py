@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from mx.testing.broken.base import BrokenFake, transport
-from mx.testing.fake import FakeExposure
-from mx.transport import Grant, TlsFiles
+from mx.transport import TlsFiles
 
 
 @transport("encrypts")
 class IgnoresTls(BrokenFake):
     """Sends in the clear, whatever files there are, and asks for no certificate."""
 
-    def check_certificate(self, exposure: FakeExposure, grant: Grant) -> None:
-        del exposure, grant
+    def admits_reader(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        del source, reader
+        return True
+
+    def trusts_source(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        del source, reader
+        return True
 
     def send(self, data: memoryview, tls: TlsFiles | None) -> None:
         del tls
@@ -29,6 +33,33 @@ class SendsInTheClear(BrokenFake):
 
 
 @transport("encrypts")
+class AdmitsAnyReader(BrokenFake):
+    """Its sources ask for no certificate."""
+
+    def admits_reader(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        del source, reader
+        return True
+
+
+@transport("encrypts")
 class AdmitsAnyCertificate(BrokenFake):
-    def check_certificate(self, exposure: FakeExposure, grant: Grant) -> None:
-        del exposure, grant
+    """Its sources ask for a certificate, of any authority."""
+
+    def admits_reader(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        return source is None or reader is not None
+
+
+@transport("encrypts")
+class TrustsAnyCertificate(BrokenFake):
+    """Its readers ask for a certificate, of any authority."""
+
+    def trusts_source(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        return reader is None or source is not None
+
+
+@transport("encrypts")
+class FallsBackToPlain(BrokenFake):
+    """Its readers do without TLS where a source has none."""
+
+    def trusts_source(self, source: TlsFiles | None, reader: TlsFiles | None) -> bool:
+        return source is None or super().trusts_source(source, reader)
