@@ -62,6 +62,8 @@ class Giving:
         with self._memory.lock:
             if self._released:
                 raise ClosedError("the pull has given back its memory (`release`)")
+            if self._source is not None and self._source.wait(0):
+                raise ClosedError("the source that `hold` has returned was closed")
             if self._source is None:
                 self._source = self._begin_to_hold()
                 if self._requests_port:

@@ -334,7 +334,8 @@ class Pull(Described, Closable):
 
         Raises:
             ConfigError: The pull was made without `hold=True`.
-            ClosedError: The pull was closed, or has given its memory back (`release`).
+            ClosedError: The pull, or the source, was closed, or the pull has given its memory back
+                (`release`).
             MxError: The error that ended the pull, see `pull`, or that `serve` raises.
         """
         self.wait()

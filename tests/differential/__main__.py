@@ -22,6 +22,7 @@ def main() -> int:
         # Nothing of the user's own: neither settings nor keys.
         for name in [each for each in os.environ if each.startswith("MX_PEER_")]:
             del os.environ[name]
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # coordinators are killed
         os.environ["XDG_STATE_HOME"] = os.environ["XDG_CONFIG_HOME"] = f"{folder}/home"
         from tests.differential.run import run
 

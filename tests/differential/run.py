@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from tests.differential.steps import STEPS
+from tests.differential.steps import KINDS, STEPS
 from tests.differential.world import Coordinator, World, descriptors, expecting, settles
 from tests.integration.conftest import environment
 from tests.support import forkserver
@@ -20,13 +20,13 @@ from tests.support import forkserver
 SPARE_DESCRIPTORS = 24
 
 
-def play(coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str]) -> None:
-    """Play one round. Raises AssertionError if it breaks a rule."""
+def play(coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str]) -> World:
+    """Play one round, and return what is left of it. Raises AssertionError if it breaks a rule."""
     world = World(coordinator, folder, seed, tally)
     rng = world.rng
     try:
         for name in world.names:
-            kind, speed = rng.choice(["folder", "memory", "lent"]), rng.choice(["", "10MB", "20MB"])
+            kind, speed = rng.choice(KINDS), rng.choice(["", "8MB", "8MB"])
             with expecting(world, f"serve {name.name} ({kind}, {speed or 'any speed'})"):
                 world.serve(name, kind, speed=speed)
         for _ in range(rng.randint(2, 5)):
@@ -41,6 +41,7 @@ def play(coordinator: Coordinator, folder: Path, seed: int, tally: Counter[str])
         raise
     finally:
         world.close()
+    return world
 
 
 def run(rounds: int, seed: int, folder: Path) -> int:
@@ -54,7 +55,8 @@ def run(rounds: int, seed: int, folder: Path) -> int:
             for number in range(seed, seed + rounds):
                 here = folder / str(number)
                 try:
-                    play(coordinator, here, number, tally)
+                    world = play(coordinator, here, number, tally)
+                    assert not settles(world.listed, 0), "sources are listed that were closed"
                     found = settles(descriptors, most) if most else descriptors()
                     assert not most or found <= most, f"{found} descriptors, of {most} at most"
                 except Exception:  # noqa: BLE001 - whatever it is, the round has failed

@@ -31,12 +31,12 @@ def shapes(rng: random.Random) -> dict[str, int]:
     return found
 
 
-def make(sizes: Mapping[str, int], version: int) -> Tensors:
-    """Return tensors no two of which, of any version, have equal blocks."""
+def make(sizes: Mapping[str, int], salt: int, version: int) -> Tensors:
+    """Return tensors no two of which, of any salt and version, have equal blocks."""
     made = {}
     for index, (name, size) in enumerate(sizes.items()):
         values = torch.arange(size, dtype=torch.int32)
-        made[name] = values * 64 + (version * 8191 + index * 131)
+        made[name] = values * 64 + (salt * (MIB + 1) + version * 8191 + index * 131)
     return made
 
 
@@ -49,11 +49,20 @@ def _digest(tensor: torch.Tensor) -> str:
     return blake3(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def write(folder: Path, tensors: Tensors, version: int) -> dict[str, bytes]:
-    """Write a checkpoint, in place of the one that is there. Returns its side files."""
+def write(
+    folder: Path, tensors: Tensors, version: int, *, in_place: bool = False
+) -> dict[str, bytes]:
+    """Write a checkpoint, in place of the one that is there; with `in_place` into its very file.
+    Returns its side files."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "new")
-    (folder / "new").replace(folder / "model.safetensors")
+    new, path = folder / "new", folder / "model.safetensors"
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, new)
+    if in_place:
+        with path.open("r+b") as file:
+            file.write(new.read_bytes())
+        new.unlink()
+    else:
+        new.replace(path)
     config = json.dumps({"model_type": "llama", "version": version}).encode()
     (folder / "config.json").write_bytes(config)
     return {"config.json": config}
@@ -73,6 +82,9 @@ class Truth:
 
     versions: dict[Print, Version] = field(default_factory=dict)
     newest: int = -1  # the number of the last version that was published for certain
+    #: The versions that were published for certain: by NAME:REVISION, and by identity.
+    revisions: dict[str, Version] = field(default_factory=dict)
+    identities: dict[str, Version] = field(default_factory=dict)
 
     def may_mean(self, tensors: Mapping[str, torch.Tensor], files: dict[str, bytes]) -> Print:
         """Record weights before they are published: from now on a reader may get them."""
@@ -80,6 +92,12 @@ class Truth:
         self.versions.setdefault(key, Version(len(self.versions), files))
         return key
 
-    def means(self, key: Print) -> None:
-        """Record that they were published."""
-        self.newest = self.versions[key].number
+    def means(self, key: Print, model: str, identity: str) -> None:
+        """Record that they were published, under this NAME:REVISION."""
+        version = self.versions[key]
+        self.newest = version.number
+        self.revisions[model] = self.identities[identity] = version
+
+    def of(self, some: Print) -> list[Version]:
+        """Return the versions that have all of these tensors."""
+        return [each for key, each in self.versions.items() if set(some) <= set(key)]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mx import api, config
 from mx.errors import CoordinatorError, MxError
@@ -19,6 +20,8 @@ from tests.integration.conftest import Command, environment, free_port
 
 #: How long anything may take before a round fails: far longer than it ever takes.
 LIMIT_S = 60.0
+#: Leases that no process loses only because the machine is busy.
+LEASE_S = "10"
 
 
 class Coordinator:
@@ -26,7 +29,7 @@ class Coordinator:
 
     def __init__(self, folder: Path) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self._env = environment(XDG_STATE_HOME=str(folder), MX_PEER_LEASE_S="2")
+        self._env = environment(XDG_STATE_HOME=str(folder), MX_PEER_LEASE_S=LEASE_S)
         self._command = self._start()
 
     def _start(self) -> Command:
@@ -66,6 +69,7 @@ class Name:
     name: str
     folder: Path
     sizes: dict[str, int]
+    salt: int  # names of one salt have the same weights
     truth: Truth = field(default_factory=Truth)
     lender: Lender | None = None
     #: Replicas that are held: each with the number of its version.
@@ -77,12 +81,12 @@ class Name:
     def fresh(self) -> tuple[Tensors, int]:
         """Return weights that were never there."""
         self.versions += 1
-        return make(self.sizes, self.versions), self.versions
+        return make(self.sizes, self.salt, self.versions), self.versions
 
 
 def _settings(**more: str) -> config.Settings:
-    quick = {"lease_s": "2", "reader_lease_s": "1"}
-    return config.load({"cache_socket": "off", **quick, **more}, environ=dict(os.environ))
+    leases = {"lease_s": LEASE_S, "reader_lease_s": "5"}
+    return config.load({"cache_socket": "off", **leases, **more}, environ=dict(os.environ))
 
 
 class World:
@@ -100,10 +104,11 @@ class World:
         self.settings = _settings()
         last = f"final-{seed}"  # both folders end in it
         sizes = shapes(self.rng)
-        alike = self.rng.random() < 0.7
+        alike, twins = self.rng.random() < 0.7, self.rng.random() < 0.2
+        others = sizes if alike else shapes(self.rng)
         self.names = [
-            Name(f"{which}-{seed}", folder / which / last, sizes if alike else shapes(self.rng))
-            for which in ("x", "y")
+            Name(f"x-{seed}", folder / "x" / last, sizes, 0),
+            Name(f"y-{seed}", folder / "y" / last, others, 0 if twins else 1),
         ]
 
     def note(self, what: str) -> None:
@@ -118,19 +123,20 @@ class World:
             files = write(name.folder, tensors, version)
         key = name.truth.may_mean(tensors, files)
         what: object = name.folder if kind == "folder" else tensors
+        replaces: dict[str, Any] = {"update": True} if update else {}
         source = api.serve(
             what,
             model=name.name,
             coordinator=self.coordinator.address,
             copy=kind != "lent",
-            update=update,
+            **replaces,
             settings=_settings(max_bandwidth=speed) if speed else self.settings,
         )
         name.lender = Lender(kind, source, tensors)
-        name.truth.means(key)
+        name.truth.means(key, str(source.model), source.identity_hex)
 
-    def update(self, name: Name, *, grace_s: float) -> None:
-        """Publish new weights."""
+    def update(self, name: Name, *, grace_s: float, restarts: bool = False) -> None:
+        """Publish new weights; the coordinator may restart in the middle of it."""
         self.changes += 1
         lender = name.lender
         assert lender is not None
@@ -140,17 +146,20 @@ class World:
                 for each, tensor in lender.tensors.items():
                     tensor.copy_(tensors[each])
                 key = name.truth.may_mean(lender.tensors, {})
+                if restarts:
+                    self.restart_coordinator()
         else:
             files = write(name.folder, tensors, version) if lender.kind == "folder" else {}
             key = name.truth.may_mean(tensors, files)
             what: object = name.folder if lender.kind == "folder" else tensors
             lender.source.update(what, grace_s=grace_s)
             lender.tensors = tensors
-        name.truth.means(key)
+        name.truth.means(key, str(lender.source.model), lender.source.identity_hex)
 
     def restart_coordinator(self) -> None:
         """Restart it; what names mean has to settle then."""
         self.changes += 1
+        self.tally["coordinator restarts"] += 1
         self.coordinator.restart()
         for name in self.names:
             name.settled = False
@@ -193,6 +202,12 @@ class World:
             if name.lender is not None:
                 name.lender.source.close()
                 name.lender = None
+
+    def listed(self) -> int:
+        """Return how many sources are listed under the round's names."""
+        found = api.list_sources(coordinator=self.coordinator.address, settings=self.settings)
+        ours = [name.name for name in self.names] + [name.folder.name for name in self.names]
+        return sum(each.record.model.name in ours for each in found)
 
 
 def descriptors() -> int:

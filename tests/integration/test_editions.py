@@ -161,17 +161,23 @@ def test_each_layer_is_reported_again_with_its_own_bytes(coordinator: str) -> No
     assert not wrong
 
 
+@pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("kind", [None, "tensors"])
-def test_memory_that_was_given_back_is_not_held_again(coordinator: str, kind: str | None) -> None:
-    lent = tensors(3)
+def test_memory_that_was_given_back_is_not_held_again(
+    coordinator: str, kind: str | None, closed: bool
+) -> None:
+    lent, model = tensors(3), f"r-{kind}-{closed}"
     with (
-        api.serve(lent, model=f"r-{kind}", coordinator=coordinator, copy=False),
-        api.pull(f"r-{kind}", coordinator=coordinator, hold=True, **into(kind)) as pull,
+        api.serve(lent, model=model, coordinator=coordinator, copy=False),
+        api.pull(model, coordinator=coordinator, hold=True, **into(kind)) as pull,
     ):
-        with pull.hold() as source:
-            endpoint = source.endpoint
+        source = pull.hold()
+        assert pull.hold() is source
+        if closed:
+            source.close()
+            with pytest.raises(ClosedError):
+                pull.hold()
         pull.release()
-        with pytest.raises(ClosedError, match="release"):
+        with pytest.raises(ClosedError):
             pull.hold()
-        assert endpoint
         assert versions(pull.state_dict()) == {3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -28,7 +29,7 @@ from mx.source.doubts import wrong_tensors
 from mx.source.model import hold_checkpoint, hold_tensors
 from mx.transport import DeviceView
 from mx.units import MIB
-from tests.integration.conftest import free_port
+from tests.integration.conftest import error_of, free_port
 from tests.support import fake_kernels
 from tests.support.described import describe
 from tests.support.fake_cuda import FakeDriver, fake_uuid
@@ -270,6 +271,38 @@ def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_into_is_host_memory(fake: FakeDriver) -> None:
     with pytest.raises(ConfigError, match="host memory"):
         api.pull("m", device="cuda:0", into=memoryview(bytearray(10)))
+
+
+@pytest.mark.parametrize("holder", ["source", "replica"])
+def test_a_process_that_writes_to_a_gpus_memory_is_no_liar(
+    fake: FakeDriver, checkpoint: Path, settings: config.Settings, holder: str
+) -> None:
+    """The chunk is hashed again where it is, and withdrawn."""
+    device = "cuda:0" if holder == "source" else "cpu"
+    with api.serve(checkpoint, model="m", device=device, settings=settings) as source:
+        giver: api.Source | api.Pull = source
+        if holder == "replica":
+            giver = pull(source, settings, hold=True)
+        with contextlib.ExitStack() as ends:
+            if isinstance(giver, api.Pull):
+                ends.enter_context(giver)
+                endpoint = giver.hold().endpoint
+                source.close()
+            else:
+                endpoint = giver.endpoint
+            view, manifest = giver.memory(), giver.manifest
+            assert isinstance(view, DeviceView) and manifest is not None
+            with api.pull("m", peer=endpoint, settings=settings) as reader:
+                reader.wait(30)
+            layer = manifest.layout.layers[1]
+            ctypes.memset(view.address + layer.arena_offset + layer.extents[0][0], 0x55, 64)
+            with api.pull("m", peer=endpoint, settings=settings) as reader:
+                error = error_of(reader)
+            assert "changed" in str(error), error
+            assert "match the model's identity" not in str(error) and "lies" not in error.hint
+            name = manifest.layout.tensors[layer.first_tensor].name
+            held = giver.hold() if isinstance(giver, api.Pull) else giver
+            assert name in held.withdrawn
 
 
 def test_what_was_written_to_a_gpus_memory_is_found_by_hashing_the_chunk_again(
