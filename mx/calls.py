@@ -8,9 +8,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from mx.errors import ClosedError
 from mx.tasks import in_thread, uncut
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,8 @@ class Call(Generic[T]):
         task: asyncio.Task[None],
     ) -> None:
         coroutine.close()  # if it was cancelled before its first step
-        error = CancelledError() if task.cancelled() else task.exception()
+        # Else only the end of the loop cancels it.
+        error = ClosedError("this process ends") if task.cancelled() else task.exception()
         self._task = None
         if self._abandoned:  # maybe after the work's last step
             self._discard(calls)

@@ -111,11 +111,14 @@ class LoopThread:
             return  # an interrupted start was repeated
         self._thread = threading.current_thread()
         try:
-            self.loop = asyncio.new_event_loop()
-            asyncio.set_event_loop(self.loop)
-            # gRPC's poller is a thread, and none can start once the interpreter ends: a channel
-            # that is made then would crash the process (3.12). So it runs as long as the loop.
-            grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # not in its stubs
+            with contextlib.ExitStack() as undo:
+                self.loop = asyncio.new_event_loop()
+                undo.callback(self.loop.close)
+                asyncio.set_event_loop(self.loop)
+                # gRPC's poller is a thread, and none can start once the interpreter ends: a channel
+                # that is made then would crash the process (3.12). So it runs as long as the loop.
+                grpc.aio.init_grpc_aio()  # type: ignore[attr-defined]  # not in its stubs
+                undo.pop_all()
         except BaseException as error:  # noqa: BLE001 - raised where the loop is started
             self._error = error
             return
@@ -251,9 +254,9 @@ def _the_loop() -> LoopThread:
         _current = LoopThread()
     try:
         _current.start()
-    except Exception:  # an interrupt leaves it to the next call
+    except Exception as error:  # an interrupt leaves it to the next call
         _current = None
-        raise
+        raise unexpected(error) from error
     return _current
 
 

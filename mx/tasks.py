@@ -16,6 +16,8 @@ from mx.errors import ClosedError, LocalError, MxError
 
 T = TypeVar("T")
 
+#: What Python says where there are too many threads.
+_STARTS_NONE = "can't start new thread"
 #: The threads of `in_thread`, some of which may still run when they are no longer awaited.
 workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -73,6 +75,11 @@ async def beside(work: Coroutine[Any, Any, None], *others: Coroutine[Any, Any, N
         raise failed
 
 
+def _ends(error: BaseException) -> bool:
+    """Return True if no thread can start, or none of an executor, since the interpreter ends."""
+    return isinstance(error, RuntimeError) and "interpreter shutdown" in str(error)
+
+
 def unexpected(error: BaseException) -> MxError:
     """Return any exception as an MxError, with the original as its cause."""
     if isinstance(error, MxError):
@@ -80,7 +87,9 @@ def unexpected(error: BaseException) -> MxError:
     found: MxError
     if isinstance(error, asyncio.CancelledError):
         found = ClosedError("the pull was closed before it was complete")
-    elif isinstance(error, OSError | MemoryError):
+    elif _ends(error):
+        found = ClosedError("this process ends, and can start no thread any more")
+    elif isinstance(error, OSError | MemoryError) or _STARTS_NONE in str(error):
         found = LocalError(f"this process could not go on: {error or type(error).__name__}")
     else:
         found = LocalError(
@@ -108,8 +117,8 @@ def _started(work: Callable[[], T]) -> Future[T]:
     worker = threading.Thread(target=_work, args=arguments, name="mx-work", daemon=True)
     try:
         worker.start()
-    except RuntimeError:
-        if threading.main_thread().is_alive():
+    except RuntimeError as error:
+        if not _ends(error):
             raise  # there are too many threads
         _work(*arguments)
     else:

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from mx.cuda.device import Device, DeviceMemory
 from mx.cuda.digest import BlockDigester, DeviceHasher
@@ -14,6 +14,7 @@ from mx.cuda.driver import load
 from mx.cuda.ring import PinnedRing
 from mx.cuda.vmm import VmmMemory
 from mx.errors import CapacityError, ClosedError, LocalError
+from mx.threads import Threads
 from mx.transport import DeviceView, Span, View
 from mx.units import MIB, format_bytes
 from mx.views import HostView
@@ -61,7 +62,7 @@ class DeviceArena:
 
     def __init__(self, nbytes: int, device: str) -> None:
         self._ring: PinnedRing | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Threads | None = None
         self._digester: Future[BlockDigester] | None = None
         with contextlib.ExitStack() as undo:
             self.device = undo.enter_context(Device.open(load(), device))
@@ -101,7 +102,7 @@ class DeviceArena:
         """Start to compile what `hasher` needs, on a thread: the first time takes a second or
         two."""
         if self._digester is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="mx-digest")
+            self._pool = Threads(1, "mx-digest")
             self._digester = self._pool.submit(BlockDigester, self.device)
 
     def hasher(self, blocks: Sequence[Span]) -> DeviceHasher:

@@ -153,14 +153,14 @@ class Lending:
         async with self._busy:
             await uncut(self._server.retire_memory(self.held.arena, 0.0, changed=written))
 
-    def _say_withdrawn(self, why: str) -> None:
+    def _say_withdrawn(self, why: str, level: int = logging.ERROR) -> None:
         self._state.step(LentEvent.WITHDRAW, why)
         if self._is_closed():
             return
         event(
             log,
             "source.withdrawn",
-            level=logging.ERROR,
+            level=level,
             model=str(self.held.key),
             source=self.held.source_id,
             text=f"{why}; `changing` lists what is in memory again",
@@ -242,9 +242,13 @@ class Lending:
         except Exception as error:
             if self._is_closed():
                 return
-            interrupted = isinstance(error, ClosedError) and stopped()
-            why = INTERRUPTED if interrupted else str(error) or type(error).__name__
-            self._say_withdrawn(why)
+            found = unexpected(error)
+            if not isinstance(found, ClosedError):
+                self._say_withdrawn(str(found))
+            elif stopped():
+                self._say_withdrawn(INTERRUPTED)
+            else:  # the process ends
+                self._say_withdrawn(str(found), logging.INFO)
             raise
 
     async def _enter(self, change: Change) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +23,7 @@ from mx.storage.shards import check_paths, chosen_files, shards_of, weight_map
 from mx.storage.side_files import MAX_DEPTH, MAX_ENTRIES, SideFiles, take_side_files
 from mx.storage.stores import OBJECTS, Opening
 from mx.text import plain
+from mx.threads import Threads
 from mx.units import KIB, format_seconds
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def _open(requests: Requests) -> Checkpoint:
     if missing is not None:
         hint = "a shard is missing: upload the checkpoint again"
         raise CheckpointError(f"{where}/{missing} is not there", hint=hint)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="mx-store") as pool:
+    with Threads(THREADS, "mx-store") as pool:
         files = list(pool.map(lambda shard: _file(requests, listed[shard]), shards))
 
     def read(meta: ObjectMeta) -> bytes:

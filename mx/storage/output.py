@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 from mx.core.types import Manifest
 from mx.memory.device import HostReader
 from mx.memory.verify import wrong_tensors
 from mx.storage.writer import CheckpointWriter
+from mx.threads import Threads
 from mx.transport import View
 
 
@@ -44,7 +45,7 @@ class Output:
         self._manifest = manifest
         self._on_error = on_error
         self._reader = HostReader()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mx-out")
+        self._pool = Threads(1, "mx-out")
         self._futures: list[Future[None]] = []
         self._lock = threading.Lock()
 

@@ -12,7 +12,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from mx.core.grid import BLOCK_BYTES
@@ -22,6 +21,7 @@ from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.landing import Filled, Landing
 from mx.storage.safetensors import Checkpoint
 from mx.storage.spans import ArenaWriter, SpanReader
+from mx.threads import Threads
 from mx.units import MIB
 from mx.views import HostView, View, as_bytes, host_view
 
@@ -270,7 +270,7 @@ class _Job:
                 self._stop = True
                 raise
 
-        with ThreadPoolExecutor(threads, thread_name_prefix="mx-read") as pool:
+        with Threads(threads, "mx-read") as pool:
             try:
                 for future in [pool.submit(guarded) for _ in range(threads)]:
                     future.result()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from mx.buffers import copy_bytes
@@ -22,6 +21,7 @@ from mx.core.types import Manifest
 from mx.errors import DigestError
 from mx.target.delivery import Delivery
 from mx.target.transfer import Transfer
+from mx.threads import Threads
 from mx.transport import View, host_view
 
 #: One thread copies and hashes no faster than a fast network.
@@ -87,7 +87,7 @@ def reuse(
     for each in held:
         _learn_pages(each)
     copies = same_chunks(transfer.manifest, pages, held)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="mx-reuse") as pool:
+    with Threads(THREADS, "mx-reuse") as pool:
         for layer in range(len(transfer.manifest.layout.layers)):
             here = [copies[index] for index in grid.of_layer(layer) if index in copies]
             page = pages.get(layer)

@@ -8,7 +8,6 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mx.buffers import copy_bytes
@@ -22,6 +21,7 @@ from mx.storage.disk_file import DIRECT_ALIGNMENT_BYTES
 from mx.storage.header import StoredBytes
 from mx.storage.safetensors import Checkpoint
 from mx.text import shown
+from mx.threads import Threads
 from mx.transport import Piece, Read, Span, View, host_view
 from mx.units import MIB
 
@@ -200,7 +200,7 @@ def find_pages(
             model.read([(place, view)], buffer)
             return block_digest(view)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="mx-store") as pool:
+    with Threads(threads, "mx-store") as pool:
         for layer in pages.missing:
             place = manifest.layout.layers[layer]
             blocks = [

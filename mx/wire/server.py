@@ -32,6 +32,7 @@ from mx.errors import (
     UnknownSourceError,
 )
 from mx.log import Throttle, event
+from mx.tasks import uncut
 from mx.transport import TlsFiles
 from mx.wire.address import (
     WILDCARDS,
@@ -390,20 +391,26 @@ async def listen(
     for service in services:
         _add(server, service, calls)
     server.add_generic_rpc_handlers((_UnknownMethods(),))
-    health = await _add_health(
-        server, [service.descriptor.full_name for service in services], calls
-    )
+    upkeep: Upkeep | None = None
     try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-        upkeep = Upkeep(0 if is_unix else port, calls, _refusals)
-    except (RuntimeError, OSError) as error:
-        await server.stop(0)
-        why = why_not_unix(address.removeprefix("unix:")) if is_unix else ""
-        raise LocalError(f"cannot listen on {address}: {why or error}") from error
-    await server.start()
+        health = await _add_health(
+            server, [service.descriptor.full_name for service in services], calls
+        )
+        try:
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+            upkeep = Upkeep(0 if is_unix else port, calls, _refusals)
+        except (RuntimeError, OSError) as error:
+            why = why_not_unix(address.removeprefix("unix:")) if is_unix else ""
+            raise LocalError(f"cannot listen on {address}: {why or error}") from error
+        await server.start()
+    except BaseException:
+        if upkeep is not None:
+            upkeep.stop()
+        await uncut(server.stop(0))  # else gRPC logs that its loop is gone
+        raise
     runtime.stop_at_exit(server)
     upkeep.start()
     found = address if is_unix else join_address(host, port)

@@ -4,6 +4,7 @@ and what it had left open closed."""
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,34 @@ LEFT_OPEN = {
     " next(pull.layers())",
     "holding": "pull = api.pull('m', coordinator=coordinator, hold=True); source = pull.hold()",
     "serving": "source = api.serve(sys.argv[2], model='n', coordinator=coordinator)",
+    # A server that was made, and has not started yet.
+    "serving just begun": """
+import asyncio, contextlib, threading, grpc.aio._server
+begun = threading.Event()
+async def start(self):
+    begun.set()
+    await asyncio.sleep(600)
+grpc.aio._server.Server.start = start
+def serve():
+    with contextlib.suppress(MxError):
+        api.serve(sys.argv[2], model='n', coordinator=coordinator)
+threading.Thread(target=serve, daemon=True).start()
+begun.wait()""",
+    # Where no thread can start the tensors can't be lent again: nothing is to be said of it.
+    "changing at exit": """
+import contextlib, threading, numpy
+lent = {'a': numpy.zeros(1 << 20, numpy.uint8)}
+source = api.serve(lent, model='lent', coordinator=coordinator, copy=False)
+inside, leave, over = threading.Event(), threading.Event(), threading.Event()
+def change():
+    with contextlib.suppress(MxError), source.changing():
+        lent['a'] += 1
+        inside.set()
+        leave.wait()
+    over.set()
+threading.Thread(target=change, daemon=True).start()
+inside.wait()
+atexit.register(lambda: (leave.set(), over.wait(30)))""",
     "closing at exit": "pull = api.pull('slow', coordinator=coordinator); next(pull.layers());"
     " atexit.register(pull.close)",
     "ending at exit": "source = api.serve(sys.argv[2], model='n', coordinator=coordinator);"
@@ -157,6 +186,37 @@ waiting.cancel()
 runtime.release(loop)
 """
     assert ran(script, "no coordinator") == (0, "over\n", "")
+
+
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2), reason="there no thread can start any more"
+)
+def test_a_thread_that_outlives_the_main_one_uses_all_of_mx(
+    served: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    code = """
+import threading, numpy
+def work():
+    threading.main_thread().join()
+    with api.pull('m', coordinator=coordinator, attach=False) as pull:
+        pull.wait()
+        with api.pull('m', coordinator=coordinator, attach=False, reuse=pull) as other:
+            other.wait()
+    with api.pull('m', coordinator=coordinator, out=sys.argv[3] + '/out') as pull:
+        pull.wait()
+    with api.pull('m', path=sys.argv[2]) as pull:
+        pull.wait()
+    with api.serve(sys.argv[2], model='n', coordinator=coordinator):
+        pass
+    lent = {'a': numpy.zeros(1 << 20, numpy.uint8)}
+    with api.serve(lent, model='other', coordinator=coordinator, copy=False) as source:
+        with source.changing():
+            lent['a'] += 1
+        assert not source.withdrawn
+    print('over')
+threading.Thread(target=work).start()
+"""
+    assert ran(code, served, str(checkpoint), str(tmp_path)) == (0, "over\n", "")
 
 
 def test_a_channel_may_be_made_while_the_interpreter_ends() -> None:
