@@ -16,6 +16,7 @@ import torch
 
 import mx
 from mx import config
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.core.revisions import may_be_update
 from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
@@ -423,4 +424,5 @@ def _let_go(error: BaseException) -> None:
 
 def _can_be_read(folder: Path) -> bool:
     """Return True if a folder's weights are of the kind that can be compared."""
-    return any(each.suffix == ".safetensors" for each in [folder, *folder.glob("*.safetensors")])
+    files = folder.iterdir() if folder.is_dir() else [folder]
+    return any(each.name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)) for each in files)
