@@ -16,9 +16,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from mx.engines.transformers.counters import served
-from mx.engines.transformers.loads import Load
+from mx.engines.transformers.loads import LeftToDiskError, Load
 from mx.engines.transformers.lookup import Lookup, Served
-from mx.errors import MxError
 
 log = logging.getLogger(__name__)
 
@@ -178,19 +177,22 @@ def _from_pretrained(
         if made.here.loads is not None:
             return original(cls, name, *args, **kwargs)  # a part of a pipeline
         loads = made.here.loads = []
-        failures: list[MxError] = []
+        failures: list[BaseException] = []
         try:
-            found = _found(made, name, kwargs)
-            reason = _why_not(made, name, kwargs) if found is None else ""
-            if found is not None:
-                where = name if by_name else str(found.folder)
-                try:
-                    return original(cls, where, *args, **kwargs)
-                except Exception:
-                    failures = [load.failure for load in loads if load.failure is not None]
-                    if not failures:
-                        raise
-                    reason = str(failures[0])
+            with made.lookup.one_call():
+                found = _found(made, name, kwargs)
+                reason = _why_not(made, name, kwargs) if found is None else ""
+                if found is not None:
+                    where = name if by_name else str(found.folder)
+                    try:
+                        return original(cls, where, *args, **kwargs)
+                    except LeftToDiskError as left:  # of a model of transformers' in it
+                        failures, reason = [left.__cause__ or left], left.reason
+                    except Exception:
+                        failures = [load.failure for load in loads if load.failure is not None]
+                        if not failures:
+                            raise
+                        reason = str(failures[0])
                     log.warning("%s: not from peers: %s", name, reason)
             try:
                 with made.from_disk(reason):
