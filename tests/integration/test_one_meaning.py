@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import mx
 from mx import config
@@ -87,6 +94,19 @@ def after(function: Any, then: Callable[[], object]) -> Any:
     return made
 
 
+def auto(name: str, **more: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(name, **more)
+
+
+def piped(name: str, **more: Any) -> Any:
+    """Return the model of a pipeline of transformers, which reads the configuration by itself."""
+    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    made: Any = transformers.pipeline
+    fast: Any = PreTrainedTokenizerFast
+    tokenizer = fast(tokenizer_object=words)
+    return made("text-generation", model=name, tokenizer=tokenizer, model_kwargs=more).model
+
+
 @pytest.mark.parametrize("when", ["after the configuration", "after the look-up of the weights"])
 def test_an_update_in_the_middle(
     patches: None,
@@ -125,6 +145,43 @@ def test_a_call_soon_after_an_update(
         assert factors(AutoModelForCausalLM.from_pretrained("org/soon"), small) == (2, 2)
 
 
+def test_an_update_in_the_middle_of_a_pipeline(
+    patches: None, coordinator: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "FRESH_S", 0.0)
+    one, two = scaled(small, tmp_path / "one", 1), scaled(small, tmp_path / "two", 2)
+    with (
+        mx.serve(one, model="org/piped", coordinator=coordinator) as source,
+        mx.serve(one, model="org/piped", coordinator=coordinator),
+    ):
+        changed = after(AutoConfig.from_pretrained, lambda: source.update(two))
+        monkeypatch.setattr(AutoConfig, "from_pretrained", changed)
+        assert factors(piped("org/piped"), small) == (1, 1)
+        assert factors(piped("org/piped"), small) == (2, 2)
+
+
+def test_a_revision_that_was_resolved_stays(
+    patches: None, coordinator: str, small: Path, tmp_path: Path
+) -> None:
+    """Libraries resolve a revision once, and give what they got to each call after it."""
+    hub: Any = transformers.utils.hub
+    one, two = scaled(small, tmp_path / "one", 1), scaled(small, tmp_path / "two", 2)
+    with (
+        mx.serve(one, model="org/fixed", coordinator=coordinator) as source,
+        mx.serve(one, model="org/fixed", coordinator=coordinator),
+        mx.serve(two, model="org/other", coordinator=coordinator),
+    ):
+        revision = hub.resolve_revision("org/fixed")
+        assert revision == "main"
+        source.update(two)
+        for name, given, scale in (
+            ("org/fixed", revision, 1), ("org/fixed", None, 2), ("org/other", revision, 2)
+        ):  # fmt: skip
+            found = AutoModelForCausalLM.from_pretrained(name, revision=given)
+            assert factors(found, small) == (scale, scale)
+
+
+@pytest.mark.parametrize("loads", [auto, piped])
 @pytest.mark.parametrize("why", ["lost", "left to disk"])
 def test_weights_from_disk_have_the_configuration_of_the_disk(
     patches: None,
@@ -133,6 +190,7 @@ def test_weights_from_disk_have_the_configuration_of_the_disk(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     why: str,
+    loads: Any,
 ) -> None:
     """What the hub's cache has under this name is not what is served."""
     served, kept = scaled(small, tmp_path / "served", 2), scaled(small, tmp_path / "kept", 4)
@@ -140,10 +198,8 @@ def test_weights_from_disk_have_the_configuration_of_the_disk(
     in_cache(kept, cache, name)
     more = {"disable_mmap": True} if why == "left to disk" else {}
     with mx.serve(served, model=name, coordinator=coordinator) as source:
-        found = AutoModelForCausalLM.from_pretrained(name, cache_dir=cache)
-        assert factors(found, small) == (2, 2)
+        assert factors(loads(name, cache_dir=cache), small) == (2, 2)
         if why == "lost":
             changed = after(AutoConfig.from_pretrained, source.close)
             monkeypatch.setattr(AutoConfig, "from_pretrained", changed)
-        found = AutoModelForCausalLM.from_pretrained(name, cache_dir=cache, **more)
-        assert factors(found, small) == (4, 4)
+        assert factors(loads(name, cache_dir=cache, **more), small) == (4, 4)

@@ -61,6 +61,20 @@ class _Meaning:
     asked: bool = False  # a coordinator has answered
 
 
+class Resolved(str):
+    """A revision, as it was given, that stands for what a name meant when it was resolved."""
+
+    name: str
+    served: Served
+
+    @classmethod
+    def of(cls, revision: str | None, name: str, served: Served) -> Resolved:
+        """Return a text that equals the revision."""
+        made = cls(revision or "main")
+        made.name, made.served = name, served
+        return made
+
+
 class _Here(threading.local):
     """What names mean in the call that this thread is in; None: it is in none."""
 
@@ -109,11 +123,14 @@ class Lookup:
 
         Args:
             name: What was given to `from_pretrained`. A path that exists is no name.
-            revision: What was given as `revision`. "main" is the newest revision.
+            revision: What was given as `revision`, or what `resolved` returned; "main" is the
+                newest revision.
         """
         text = str(name)
         if os.path.exists(text) or os.path.isabs(text) or os.getpid() != self._pid:
             return None
+        if isinstance(revision, Resolved) and revision.name == text:
+            return revision.served
         wanted = "" if revision in (None, "main") else str(revision)
         meanings = self._here.meanings
         if meanings is None:
@@ -121,6 +138,14 @@ class Lookup:
         if (text, wanted) not in meanings:
             meanings[text, wanted] = self._meaning(text, wanted, asks_again=True)
         return meanings[text, wanted]
+
+    def resolved(self, name: object, revision: str | None) -> Resolved | None:
+        """Return a revision by which a name means the same from now on; None if it is to come from
+        disk. The arguments are those of `find`."""
+        found = self.find(name, revision)
+        if found is None:
+            return None
+        return Resolved.of(revision, str(name), found)
 
     def _meaning(self, text: str, wanted: str, *, asks_again: bool) -> Served | None:
         """Return what a name means; with `asks_again`, one that is served is asked for anew."""

@@ -71,6 +71,12 @@ class _Patched:
             return None
         return self.lookup.find(name, revision)
 
+    def resolved(self, name: object, revision: str | None) -> str | None:
+        """Return a revision by which `find` finds the same from now on; None if it finds none."""
+        if self.here.from_disk or name is None:
+            return None
+        return self.lookup.resolved(name, revision)
+
     def why_not(self, name: object, revision: str | None) -> str:
         """Return why `find` returned None."""
         return self.here.from_disk or self.lookup.why_not(name, revision)
@@ -236,6 +242,7 @@ def _install(made: _Patched) -> None:
             continue
         for each in _with_subclasses(auto):
             made.replace_method(each, "from_pretrained", functools.partial(_auto, made))
+    pipelines.when_imported(made, "transformers.pipelines", functools.partial(_pipeline, made))
     pipelines.install(made)
     sentences.install(made)
 
@@ -286,9 +293,8 @@ def _list_repo_templates(made: _Patched, original: Callable[..., Any]) -> Callab
 def _resolve_revision(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resolve_revision(path_or_repo_id: Any, revision: str | None = None, **kwargs: Any) -> Any:
-        if made.find(path_or_repo_id, revision) is not None:
-            return revision
-        return original(path_or_repo_id, revision, **kwargs)
+        found = made.resolved(path_or_repo_id, revision)
+        return original(path_or_repo_id, revision, **kwargs) if found is None else found
 
     return resolve_revision
 
@@ -314,17 +320,34 @@ def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("trust_remote_code"):
             with made.from_disk("`trust_remote_code` was given, and code never comes from peers"):
                 return original(cls, *args, **kwargs)
-        with made.lookup.one_call() as outermost:
-            try:
-                return original(cls, *args, **kwargs)
-            except LeftToDiskError as error:
-                if not outermost:
-                    raise
-                left = error
-        name, *rest = args or (kwargs.pop("pretrained_model_name_or_path"),)
-        return _from_disk(made, original, cls, name, rest, kwargs, left.reason, left.__cause__)
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        return _of_one_revision(made, name, lambda: original(cls, *args, **kwargs))
 
     return from_pretrained
+
+
+def _of_one_revision(made: _Patched, name: object, call: Callable[[], Any]) -> Any:
+    """Call what takes several files of a model; again, and all from disk, if the weights are."""
+    with made.lookup.one_call() as outermost:
+        try:
+            return call()
+        except LeftToDiskError as error:
+            if not outermost:
+                raise
+            left = error
+    return _from_disk(made, name, call, left.reason, left.__cause__)
+
+
+def _pipeline(made: _Patched, module: Any) -> None:
+    """Replace `transformers.pipeline`, which gives a configuration to the model that it makes."""
+    original = module.pipeline
+
+    @functools.wraps(original)
+    def pipeline(*args: Any, **kwargs: Any) -> Any:
+        name = args[1] if len(args) > 1 else kwargs.get("model")
+        return _of_one_revision(made, name, lambda: original(*args, **kwargs))
+
+    made.replace(module, "pipeline", pipeline)
 
 
 def _with_subclasses(owner: Any) -> set[Any]:
@@ -399,13 +422,14 @@ def _from_pretrained(
         if made.here.load is not None or made.here.from_disk or name is None:
             return original(cls, name, *args, **kwargs)  # a part of another model
         with made.lookup.one_call() as outermost:
+            from_disk = functools.partial(original, cls, name, *args, **kwargs)
             found, reason = begin(made.lookup, cls, name, args, kwargs, version)
             # Else the configuration would be the peers', and the weights another's.
             whole = outermost or kwargs.get("state_dict") is not None
             if found is None:
                 if not whole and has_peers_files(made.lookup, name, kwargs):
                     raise LeftToDiskError(reason)
-                return _from_disk(made, original, cls, name, args, kwargs, reason)
+                return _from_disk(made, name, from_disk, reason)
             made.here.load = found
             bound = functools.partial(original, cls)
             try:
@@ -427,7 +451,7 @@ def _from_pretrained(
                 if not whole:
                     raise LeftToDiskError(reason) from error
                 made.here.load = None
-                return _from_disk(made, original, cls, name, args, kwargs, reason, error)
+                return _from_disk(made, name, from_disk, reason, error)
             finally:
                 made.here.load = None
 
@@ -436,18 +460,16 @@ def _from_pretrained(
 
 def _from_disk(
     made: _Patched,
-    original: Callable[..., Any],
-    cls: Any,
-    name: Any,
-    args: Any,
-    kwargs: Any,
+    name: object,
+    call: Callable[[], Any],
     reason: str,
     cause: BaseException | None = None,
 ) -> Any:
-    """Load from disk what can't be had from peers; `cause` is the error that says so, if any."""
+    """Call what loads from disk what can't be had from peers; `cause` is the error that says so, if
+    any."""
     try:
         with made.from_disk(reason):
-            model = original(cls, name, *args, **kwargs)
+            model = call()
     except OSError as missing:
         if cause is None:
             raise

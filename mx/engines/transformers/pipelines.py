@@ -64,20 +64,34 @@ class Patched(Protocol):
 
 def install(made: Patched) -> None:
     """Patch diffusers now, as far as it is imported, and the rest when it is."""
-    waiting = {module for module, _, _ in _METHODS}
-    for name in sorted(waiting):
-        module = sys.modules.get(name)
-        if module is not None:
-            _replace(made, module)
-            waiting.discard(name)
-    if waiting:
-        finder = Finder(waiting, lambda module: _replace(made, module))
-        sys.meta_path.insert(0, finder)
-        made.when_undone(functools.partial(remove_finder, finder))
+    for name in sorted({module for module, _, _ in _METHODS}):
+        when_imported(made, name, functools.partial(_replace, made))
 
 
-def remove_finder(finder: Finder) -> None:
-    """Have a finder find nothing any more."""
+class Undone(Protocol):
+    """What calls functions when everything is put back."""
+
+    def when_undone(self, undo: Callable[[], None]) -> None: ...
+
+
+def when_imported(made: Undone, name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then` with a module: now, if it is imported, or when it is.
+
+    Args:
+        made: Ends the waiting.
+        name: The module's.
+        then: Called with it.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        then(module)
+        return
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    made.when_undone(functools.partial(_remove, finder))
+
+
+def _remove(finder: _Finder) -> None:
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)
 
@@ -89,22 +103,17 @@ def _replace(made: Patched, module: ModuleType) -> None:
             made.replace_method(vars(module)[owner], method, functools.partial(make, made))
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Calls `imported` with each of some modules once it is imported."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `imported` with a module once it is imported."""
 
-    def __init__(self, names: set[str], imported: Callable[[ModuleType], None]) -> None:
-        """
-        Args:
-            names: Of the modules.
-            imported: Called with each.
-        """
-        self._names = names
+    def __init__(self, name: str, imported: Callable[[ModuleType], None]) -> None:
+        self._name = name
         self._imported = imported
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._names:
+        if fullname != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
