@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,9 +16,10 @@ from mx.api.serving import serve, serve_held
 from mx.api.source import Source
 from mx.codec import check_model_key
 from mx.core import manifest as manifests
+from mx.core.digest import document_digest
 from mx.core.pages import Pages
 from mx.core.reference import parse_reference
-from mx.core.types import ModelKey, Packaging
+from mx.core.types import ModelKey, Packaging, SideFile
 from mx.errors import ConfigError
 from mx.memory.arena import MemfdArena
 from mx.source.model import HeldModel
@@ -25,8 +27,10 @@ from mx.storage.names import model_name_of
 from mx.storage.reader import fill_from_tensors
 from mx.storage.side_files import read_side_files
 
-#: The file that names a pipeline's components; also the one tensor of the pipeline's own model.
+#: The file that names a pipeline's components; also a tensor of the pipeline's own model.
 INDEX = "model_index.json"
+#: The file, and the tensor, that says of each component by which pin it is served.
+COMPONENTS = "mx_components.json"
 _TENSORS = ".safetensors"
 
 
@@ -82,8 +86,9 @@ def serve_pipeline(
 ) -> Pipeline:
     """Serve each component of a pipeline as NAME/COMPONENT, and its small files as NAME.
 
-    NAME has the configuration of all components, schedulers and tokenizers, and one tensor, the
-    bytes of model_index.json, so that its pin says which components belong together.
+    NAME has the configuration of all components, schedulers and tokenizers, and two tensors: the
+    bytes of model_index.json, and of a file with the pin of each component. So the pin of NAME
+    covers the weights of all of them, and an update of one is an update of NAME.
 
     Args:
         path: The pipeline's folder.
@@ -123,7 +128,11 @@ def serve_pipeline(
             # The first may be the coordinator of the others: it is closed last.
             failing.callback(source.close)
             sources.append(source)
-        held = _held_files(root, ModelKey(reference.name, revision, DEFAULT_VARIANT))
+        pins = {
+            component: source.pinned.rpartition("@")[2]
+            for component, source in zip(components, sources, strict=True)
+        }
+        held = _held_files(root, ModelKey(reference.name, revision, DEFAULT_VARIANT), pins)
         where, update = sources[0].coordinator_address, bool(more.get("update"))
         source = _serve_held(held, where, settings, update=update)
         failing.callback(source.close)
@@ -136,17 +145,23 @@ def _has_weights(entry: os.DirEntry[str]) -> bool:
     return any(name.endswith(_TENSORS) for name in os.listdir(entry.path))
 
 
-def _held_files(root: Path, key: ModelKey) -> HeldModel:
-    """Return a model of a pipeline's small files."""
+def _held_files(root: Path, key: ModelKey, pins: Mapping[str, str]) -> HeldModel:
+    """Return a model of a pipeline's small files, and of the pins of its components."""
     check_model_key(key)
     files, documents, _ = read_side_files(root, None, ())
-    index = (root / INDEX).read_bytes()
-    layout = manifests.plan_layout([manifests.TensorSpec(INDEX, "U8", (len(index),))], ())
+    said = json.dumps(pins, sort_keys=True).encode()
+    side = SideFile(COMPONENTS, len(said), document_digest(said))
+    documents = documents | {side.digest: said}
+    files = (*(each for each in files if each.path != COMPONENTS), side)
+    tensors = {INDEX: (root / INDEX).read_bytes(), COMPONENTS: said}
+    specs = [manifests.TensorSpec(name, "U8", (len(data),)) for name, data in tensors.items()]
+    layout = manifests.plan_layout(specs, ())
     arena = MemfdArena(layout.arena_nbytes, name=str(key))
     try:
         view = arena.view
         assert isinstance(view, memoryview)
-        filled = fill_from_tensors({INDEX: memoryview(index)}, layout, view, memfd=arena.memfd)
+        views = {name: memoryview(data) for name, data in tensors.items()}
+        filled = fill_from_tensors(views, layout, view, memfd=arena.memfd)
         del view
         arena.seal()
         packaging = Packaging((), files)

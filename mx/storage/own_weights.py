@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.errors import CheckpointError, MxError
 from mx.storage.disk_file import DiskFile, FileStamp, Stamp
 from mx.storage.header import FileTensor
 from mx.storage.mounts import is_local
 from mx.storage.osfile import open_regular, read_error
-from mx.storage.safetensors import tensor_files
+from mx.storage.safetensors import read_index, tensor_files
 
 SAMPLE_BYTES = 4096
 #: How files with weights are called, whatever can read them.
@@ -24,14 +26,25 @@ _OTHER = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", 
 
 
 def has_weights(path: Path) -> bool:
-    """Return True if a path is a file, or a folder with files of weights, or one that can't be
-    listed and so may have some; False if there is nothing."""
+    """Return True if a path is a file, or a folder with files of weights or an index of some that
+    are there, or one that can't be listed and so may have some; False if there is nothing."""
     try:
-        with os.scandir(path) as entries:
-            return any(e.name.endswith(_SUFFIXES) and e.name not in _OTHER for e in entries)
+        names = os.listdir(path)
     except FileNotFoundError:
         return False
     except OSError:
+        return True
+    if any(name.endswith(_SUFFIXES) and name not in _OTHER for name in names):
+        return True
+    return any(_has_shards(path, name) for name in names if name.endswith(INDEX_SUFFIX))
+
+
+def _has_shards(folder: Path, index: str) -> bool:
+    """Return True if a file that an index names is there, maybe in a folder below, or if the index
+    can't be read."""
+    try:
+        return any((folder / shard).exists() for shard in set(read_index(folder / index).values()))
+    except (MxError, OSError):
         return True
 
 
@@ -68,6 +81,9 @@ class OwnWeights:
                     raise read_error(error, file.location) from error
                 self._files[file.path] = file
                 self._tensors |= {each.spec.name: (file.path, each) for each in file.tensors}
+            #: The folder's safetensors files that are not among them, such as shards beside a
+            #: `model.safetensors`. Engines choose differently, and may read those.
+            self.others = _others(path, self._files)
             if not self.unchanged():
                 raise CheckpointError(f"the files of {path} are being changed")
         except BaseException:
@@ -112,6 +128,17 @@ class OwnWeights:
         """Close the files. Idempotent."""
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+
+def _others(path: Path, files: Container[str]) -> tuple[str, ...]:
+    if not path.is_dir():
+        return ()
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise read_error(error, path) from error
+    found = (name for name in names if name.endswith(TENSOR_SUFFIX) and name[0] != ".")
+    return tuple(name for name in found if name not in files)
 
 
 def stamps_in(folder: Path) -> tuple[Stamp, ...]:

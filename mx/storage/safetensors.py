@@ -68,7 +68,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files, index_path = tensor_files(path)
     root = path if path.is_dir() else path.parent
     shards = [file.path for file in files]
-    shard_of = None if index_path is None else _read_index(root / index_path)
+    shard_of = None if index_path is None else read_index(root / index_path)
     side: SideFiles = ((), {}, {})
     if path.is_dir():
         try:
@@ -146,14 +146,22 @@ def _find_shards(root: Path) -> tuple[list[str], str | None]:
     names = sorted((e.name for e in os.scandir(root) if e.name[0] != "."), key=natural_key)
     shards, index = chosen_files(names, str(root))
     if index is not None:
-        return shards_of(_read_index(root / index)), index
+        return shards_of(read_index(root / index)), index
     if not shards:
         raise no_checkpoint_folder(root)
     return shards, None
 
 
-def _read_index(location: Path) -> dict[str, str]:
-    """Return the weight map of an index: tensor name -> shard path. Raises CheckpointError."""
+def read_index(location: Path) -> dict[str, str]:
+    """Return the weight map of an index: tensor name -> shard path.
+
+    Args:
+        location: The index.
+
+    Raises:
+        CheckpointError: It is malformed, names a path that is not allowed, or is not there.
+        ConfigError, LocalError: As `open_checkpoint`.
+    """
     try:
         with open(open_regular(location), "rb") as file:
             data = file.read(MAX_HEADER_BYTES + 1)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 import mx
 from mx import config
+from mx.api.pipelines import serve_pipeline
 from mx.engines.transformers import load
 from mx.engines.transformers.lookup import Lookup
 from mx.engines.vllm import fetch_files
@@ -168,3 +169,77 @@ def test_a_word_of_a_vocabulary_is_no_code(coordinator: str, small: Path, tmp_pa
     with mx.serve({"w": torch.ones(4)}, model="v", coordinator=coordinator, files=theirs):
         fetch_files("v", tmp_path / "files", coordinator=coordinator)
     assert (tmp_path / "files" / "vocab.json").exists()
+
+
+def pipeline(folder: Path, factor: float) -> Path:
+    """Return a pipeline of two components; the weights of one are multiplied."""
+    from safetensors.torch import save_file
+
+    for name in ("unet", "vae"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text("{}")
+        tensors = {"w": torch.ones(8) * (factor if name == "unet" else 1)}
+        save_file(tensors, str(folder / name / "diffusion_pytorch_model.safetensors"))
+    index = {"unet": ["diffusers", "UNet2DModel"], "vae": ["diffusers", "AutoencoderKL"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_pipelines_of_other_weights_have_other_pins(coordinator: str, tmp_path: Path) -> None:
+    one, two = pipeline(tmp_path / "one", 1), pipeline(tmp_path / "two", 2)
+    with (
+        serve_pipeline(one, model="org/one", coordinator=coordinator) as first,
+        serve_pipeline(two, model="org/two", coordinator=coordinator) as second,
+    ):
+        pins = {each.sources[-1].pinned.rpartition("@")[2] for each in (first, second)}
+    assert len(pins) == 2
+
+
+def test_the_pin_of_a_pipeline_covers_its_components(
+    coordinator: str, tmp_path: Path, settings: config.Settings
+) -> None:
+    """Only one component is updated: NAME means the new one, and the pin the one of then."""
+    one, two = pipeline(tmp_path / "one", 1), pipeline(tmp_path / "two", 2)
+    lookup = Lookup(settings, coordinator)
+
+    def unet(name: str) -> str:
+        lookup._meanings.clear()
+        found = lookup.find(name, None)
+        assert found is not None and lookup.component(found, "vae") is not None
+        component = lookup.component(found, "unet")
+        return "" if component is None else component.identity
+
+    with serve_pipeline(one, model="org/sd", coordinator=coordinator) as first:
+        pinned = first.sources[-1].pinned
+        old = first.sources[0].identity_hex
+        assert unet("org/sd") == unet(pinned) == old
+        with serve_pipeline(two, model="org/sd", coordinator=coordinator, update=True) as second:
+            new = second.sources[0].identity_hex
+            assert unet("org/sd") == new != old
+            assert unet(pinned) == old
+            first.sources[0].close()  # others of the name's revision have other weights
+            lookup._models.clear()
+            assert unet(pinned) in ("", old)
+    lookup.close()
+
+
+def test_a_fallback_gives_files_and_weights(
+    coordinator: str, small: Path, settings: config.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source of other weights, without files, comes after the fallback's files were taken."""
+    from mx.engines.transformers import loader, loading
+
+    other = {name: tensor * 2 for name, tensor in weights(small).items()}
+    sources: list[mx.Source] = []
+    first = loader._first
+
+    def looked(*given: Any, **named: Any) -> Any:
+        found = first(*given, **named)
+        sources.append(mx.serve(other, model="late", coordinator=coordinator))
+        return found
+
+    monkeypatch.setattr(loader, "_first", looked)
+    model = load("late", coordinator=coordinator, fallback=small, settings=settings)
+    loading(model).wait()
+    sources.pop().close()
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in weights(small).items())

@@ -5,6 +5,7 @@ A small engine stands for vLLM and SGLang; what it decides with is theirs.
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
 import os
@@ -334,8 +335,6 @@ while True:
 @pytest.mark.parametrize("user", ["other", "own"])
 def test_another_users_source_is_not_asked(tmp_path: Path, user: str) -> None:
     """The kernel says whose it is, even where its socket is in this user's folder."""
-    import json
-
     folder = tmp_path / "sockets"
     folder.mkdir(mode=0o700)
     stamp = (1, 2, 3, 4, 5)
@@ -386,6 +385,42 @@ def test_weights_of_another_format_are_weights(tmp_path: Path) -> None:
     assert not meant_by(str(folder), given="m").refused
 
 
+@pytest.mark.parametrize("more", ["an index and its shards", "another precision"])
+def test_files_that_an_engine_reads_instead(coordinator: str, tmp_path: Path, more: str) -> None:
+    """Of several that are there, sources read those that transformers does: vLLM and SGLang read
+    what the index names, else all, and Mistral's own before the others."""
+    folder, other = saved(tmp_path / "model", 25), saved(tmp_path / "other", 26, shards=2)
+    if more == "another precision":
+        other.joinpath("part-0.safetensors").rename(folder / "consolidated.safetensors")
+    else:
+        index = {name: file.name for file in other.iterdir() for name in load_file(file)}
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (folder / "model.safetensors.index.json").write_text(text)
+        for file in other.iterdir():
+            shutil.copy2(file, folder)
+    with mx.serve(folder, coordinator=coordinator):
+        for _ in range(2):  # before it was hashed, and then
+            _, run = started(folder, coordinator)
+            assert run.loading.loads == {"ordinary": 1}
+            assert "which an engine may read instead" in run.meant.refused
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_index_of_files_in_a_folder_below(coordinator: str, tmp_path: Path, there: bool) -> None:
+    """Where they are there, the folder has weights of its own."""
+    served, own = saved(tmp_path / "x" / "model", 27), tmp_path / "y" / "model"
+    (own / "shards").mkdir(parents=True)
+    index = dict.fromkeys(load_file(served / "model.safetensors"), "shards/a.safetensors")
+    (own / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    if there:
+        saved(tmp_path / "z", 28).joinpath("model.safetensors").rename(own / "shards/a.safetensors")
+    with mx.serve(served, coordinator=coordinator):
+        _, run = started(own, coordinator)
+        assert run.loading.loads == ({"ordinary": 1} if there else {"checkpoint": 1})
+        _, run = started(own, coordinator, model="model")  # the user's word: a sample is compared
+        assert run.loading.loads == ({"ordinary": 1} if there else {"checkpoint": 1})
+
+
 def test_settings_come_from_the_options(coordinator: str) -> None:
     assert LoaderOptions.read({}).fallback is None
     assert LoaderOptions.read({"fallback": False}).fallback is False
@@ -406,6 +441,11 @@ def test_files_follow_the_weights(coordinator: str, tmp_path: Path) -> None:
         assert run.loading.loads == {"checkpoint": 1} and equal(model, loads(served))
         with pytest.raises(ConfigError, match="came from another source than its weights"):
             started("f", coordinator, files="ab" * 32, fallback=False)
+        # With files of a peer's the ordinary loader has nothing to load.
+        with pytest.raises(ConfigError, match="came from another source than its weights"):
+            started("f", coordinator, files="ab" * 32, fallback=True)
+        with pytest.raises(ConfigError, match="from a peer: .*no weights of it: serve the weights"):
+            started("none", coordinator, files=files)
 
 
 def test_a_change_while_a_source_reads_is_not_listed(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class Known(Lookup):
         self.models = models
 
     def _resolve(self, name: str, revision: str) -> tuple[ModelKey, ManifestRef]:
+        name = name.removesuffix("@" + REF.pin.hex())
         if name not in self.models:
             raise UnknownModelError(name)
         return key_of(name), REF
@@ -84,7 +85,11 @@ def test_components_stay_in_the_folder(known: Known, tmp_path: Path) -> None:
     names = ["unet", str(tmp_path), "../x", "..", ".", "", "unet/../unet"]
     kind = ["diffusers", "UNet2DConditionModel"]
     index = json.dumps(dict.fromkeys(names, kind)).encode()
-    files = {"model_index.json": index, "config.json": b"{}", "unet/config.json": b"{}"}
+    pins = json.dumps(dict.fromkeys(names, REF.pin.hex())).encode()
+    files = {
+        "model_index.json": index, "mx_components.json": pins, "config.json": b"{}",
+        "unet/config.json": b"{}",
+    }  # fmt: skip
     known.models = {"org/sd": files, **{f"org/sd/{name}": files for name in names}}
     found = known.find("org/sd", None)
     assert found is not None
@@ -96,7 +101,8 @@ def test_components_stay_in_the_folder(known: Known, tmp_path: Path) -> None:
 
 def test_pipelines_that_have_a_component_in_common(known: Known) -> None:
     index = json.dumps({"vae": ["diffusers", "AutoencoderKL"]}).encode()
-    files = {"model_index.json": index, "vae/config.json": b"{}"}
+    pins = json.dumps({"vae": REF.pin.hex()}).encode()
+    files = {"model_index.json": index, "mx_components.json": pins, "vae/config.json": b"{}"}
     known.models = {"org/a": files, "org/a/vae": {"config.json": b"{}"}}
     alone = known.find("org/a/vae", None)
     whole = known.find("org/a", None)

@@ -53,7 +53,7 @@ def test_files_that_were_replaced_in_place(engine: Host, coordinator: str, tmp_p
     folder = write_checkpoint(tmp_path / "replaced", seed=13)
     reference = ordinary(engine, folder)
     weights = folder / "model.safetensors"
-    with mx.serve(folder, coordinator=coordinator, model="any/name") as source:
+    with mx.serve(folder, coordinator=coordinator) as source:
         assert same(engine.do("start", str(folder)), reference)
         assert engine.status()["loads"] == {"checkpoint": 1}
         assert any(

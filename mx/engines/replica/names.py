@@ -17,6 +17,7 @@ from mx.storage.disk_file import Stamp
 from mx.storage.folder_index import FolderIndex
 from mx.storage.names import model_name_of
 from mx.storage.own_weights import OwnWeights, has_weights
+from mx.text import shown
 from mx.wire.same_files import sources_of
 
 
@@ -106,6 +107,8 @@ def _of(reference: ModelReference, how: str, folder: Path | None) -> Meant:
 
 def _same(own: OwnWeights, folder: Path, name: str) -> Meant | str:
     """Return which model has the weights of a folder, or why that is not known."""
+    if own.others:
+        return f"it has {shown(own.others[0])}, too, which an engine may read instead"
     stamps = own.stamps
     if not stamps:
         return "its file system is not one whose changes this host sees"

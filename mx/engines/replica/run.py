@@ -16,6 +16,7 @@ import torch
 
 import mx
 from mx import config
+from mx.core.packaging import INDEX_SUFFIX, TENSOR_SUFFIX
 from mx.core.revisions import may_be_update
 from mx.core.types import Manifest
 from mx.core.variant import ProcessingKey
@@ -99,8 +100,10 @@ class Run:
         """
         self.options, self.keys, self.ranks, self.meant = options, keys, ranks, meant
         self.name, self.revision, self.pin = meant.name, meant.revision, meant.pin
-        #: Whether the ordinary loader takes over where nothing can be pulled.
+        #: Whether the ordinary loader takes over where nothing can be pulled. Where mx got the
+        #: engine's files from a peer there is nothing on disk that it could load.
         self.falls_back = not meant.pin if options.fallback is None else options.fallback
+        self.falls_back = self.falls_back and not options.files
         self.loading = Loading(self.name)
         #: Why this rank could not load what was chosen.
         self.error: Exception | None = None
@@ -298,7 +301,10 @@ class Run:
 
     def _take_over(self, why: str) -> None:
         if not self.falls_back:
-            if self.options.fallback is None:
+            if self.options.files:
+                hint = f"{self._engine} has its configuration from a peer, and no weights of it: "
+                hint += f"serve the weights, too, or give {self._engine} a folder that has both"
+            elif self.options.fallback is None:
                 hint = 'a pin allows no other weights; "fallback": true has the ordinary loader'
                 hint += " take over"
             else:
@@ -423,4 +429,5 @@ def _let_go(error: BaseException) -> None:
 
 def _can_be_read(folder: Path) -> bool:
     """Return True if a folder's weights are of the kind that can be compared."""
-    return any(each.suffix == ".safetensors" for each in [folder, *folder.glob("*.safetensors")])
+    files = folder.iterdir() if folder.is_dir() else [folder]
+    return any(each.name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)) for each in files)

@@ -106,10 +106,12 @@ def load(
             else:
                 check_covered(name, pin, manifest.ref, "give `model_config`")
             pinned, which = pinned_name(key, manifest.ref), {}
+        else:  # no source has the files: they are the fallback's, and so are the weights
+            where |= {"path": fallback, "peer": None, "fallback": None}
     try:
         if manifest is None:
             running = pull(name, **where, **which, **how)
-            files = running.files() or files
+            files = running.files()
         description = describe(name, files, config=model_config, model_class=model_class)
         if manifest is None:
             assert running is not None

@@ -40,6 +40,15 @@ _LEFT_TO_DISK = {
 _ON_DISK = "`device_map` leaves a part on disk, where it is read again later"
 
 
+class LeftToDiskError(Exception):
+    """Weights come from disk, inside a call that has taken their configuration from peers: all of
+    it begins again, from disk. `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def begin(
     lookup: Lookup,
     cls: Any,
@@ -85,6 +94,20 @@ def begin(
     except MxError as error:
         return None, str(error)
     return load, ""
+
+
+def has_peers_files(lookup: Lookup, name: object, kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the configuration of a model comes from peers.
+
+    Args:
+        lookup: Where models are looked up.
+        name: What was given to `from_pretrained`.
+        kwargs: Its arguments by name.
+    """
+    folder = Path(str(name)) / str(kwargs.get("subfolder") or "")
+    if lookup.of_path(folder / "config.json") is not None:
+        return True
+    return lookup.find(name, kwargs.get("revision")) is not None
 
 
 def _names_disk(device_map: object) -> bool:

@@ -11,23 +11,27 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mx import config
 from mx.api.listing import ask
+from mx.api.pipelines import COMPONENTS
 from mx.api.pulling import pull
 from mx.core.json_bounds import check_json
 from mx.core.reference import parse_reference, pinned_name
 from mx.core.types import CHECKPOINT, ManifestRef, ModelKey
 from mx.engines.side_files import check_code, check_covered
 from mx.errors import CoordinatorError, ManifestError, MxError, NoSourceError, UnknownModelError
+from mx.text import shown
 
 log = logging.getLogger(__name__)
 
-#: How long the meaning of a name is not asked for again: one call of `from_pretrained` looks for
-#: a dozen files.
+#: How long the meaning of a name is not asked for again outside of a call (see `one_call`), and how
+#: long the coordinator is not asked for one that does not come from peers.
 FRESH_S = 5.0
 #: What stands in the folder for the weights: opening it as a file fails, since it is empty.
 WEIGHTS = "model.safetensors"
@@ -57,6 +61,26 @@ class _Meaning:
     asked: bool = False  # a coordinator has answered
 
 
+class Resolved(str):
+    """A revision, as it was given, that stands for what a name meant when it was resolved."""
+
+    name: str
+    served: Served
+
+    @classmethod
+    def of(cls, revision: str | None, name: str, served: Served) -> Resolved:
+        """Return a text that equals the revision."""
+        made = cls(revision or "main")
+        made.name, made.served = name, served
+        return made
+
+
+class _Here(threading.local):
+    """What names mean in the call that this thread is in; None: it is in none."""
+
+    meanings: dict[tuple[str, str], Served | None] | None = None
+
+
 class Lookup:
     """The models that the coordinator knows, as far as they were asked for. Thread-safe."""
 
@@ -75,22 +99,61 @@ class Lookup:
         self._folders: dict[Path, Served] = {}
         self._root: Path | None = None
         self._pid = os.getpid()
+        self._here = _Here()
+
+    @contextmanager
+    def one_call(self) -> Iterator[bool]:
+        """Let a name mean one thing on this thread inside the block: files and weights of one call
+        are of one revision, also if the name is updated meanwhile. It is asked for anew.
+
+        Yields:
+            False inside another such block, whose meanings hold.
+        """
+        if self._here.meanings is not None:
+            yield False
+            return
+        self._here.meanings = {}
+        try:
+            yield True
+        finally:
+            self._here.meanings = None
 
     def find(self, name: object, revision: str | None) -> Served | None:
         """Return the model that a program names; None if it is to come from disk.
 
         Args:
             name: What was given to `from_pretrained`. A path that exists is no name.
-            revision: What was given as `revision`. "main" is the newest revision.
+            revision: What was given as `revision`, or what `resolved` returned; "main" is the
+                newest revision.
         """
         text = str(name)
         if os.path.exists(text) or os.path.isabs(text) or os.getpid() != self._pid:
             return None
+        if isinstance(revision, Resolved) and revision.name == text:
+            return revision.served
         wanted = "" if revision in (None, "main") else str(revision)
+        meanings = self._here.meanings
+        if meanings is None:
+            return self._meaning(text, wanted, asks_again=False)
+        if (text, wanted) not in meanings:
+            meanings[text, wanted] = self._meaning(text, wanted, asks_again=True)
+        return meanings[text, wanted]
+
+    def resolved(self, name: object, revision: str | None) -> Resolved | None:
+        """Return a revision by which a name means the same from now on; None if it is to come from
+        disk. The arguments are those of `find`."""
+        found = self.find(name, revision)
+        if found is None:
+            return None
+        return Resolved.of(revision, str(name), found)
+
+    def _meaning(self, text: str, wanted: str, *, asks_again: bool) -> Served | None:
+        """Return what a name means; with `asks_again`, one that is served is asked for anew."""
         with self._lock:
             known = self._meanings.get((text, wanted))
             now_s = time.monotonic()
-            if known is None or known.until_s < now_s:
+            again = asks_again and known is not None and known.served is not None
+            if known is None or again or known.until_s < now_s:
                 known = self._looked_up(text, wanted)
                 known.until_s = time.monotonic() + FRESH_S
                 if known.served is None:
@@ -185,7 +248,7 @@ class Lookup:
                 there.parent.mkdir(parents=True, exist_ok=True)
                 there.write_bytes(data)
             if PIPELINE in files:
-                self._add_components(key, files[PIPELINE], folder)
+                self._add_components(key, files, folder)
             else:
                 (folder / WEIGHTS).touch()
         except BaseException:
@@ -193,23 +256,31 @@ class Lookup:
             raise
         return Served(key, pinned_name(key, ref), ref.identity.hex(), folder)
 
-    def _add_components(self, pipeline: ModelKey, index: bytes, folder: Path) -> None:
+    def _add_components(self, pipeline: ModelKey, files: Mapping[str, bytes], folder: Path) -> None:
         """Put placeholders for the weights of a pipeline's components, which are models of their
-        own, into its folder."""
-        for name, what in _index(index).items():
+        own, into its folder. The pipeline's files say by which pin each is served."""
+        pins = _object(COMPONENTS, files.get(COMPONENTS, b"{}"))
+        for name, what in _object(PIPELINE, files[PIPELINE]).items():
             library = what[0] if isinstance(what, list) and what else None
+            pin = pins.get(name)
             # A source wrote the names: none may lead out of the folder.
             if (
                 library is None
                 or name in ("", ".", "..")
                 or "/" in name
                 or not (folder / name / "config.json").is_file()
+                or not isinstance(pin, str)
             ):
                 continue
             try:
-                key, ref = self._resolve(f"{pipeline.name}/{name}", pipeline.revision)
+                key, ref = self._resolve(f"{pipeline.name}/{name}@{pin}", "")
             except UnknownModelError:
                 continue  # transformers or diffusers will say what is missing
+            if pin not in (ref.pin.hex(), ref.identity.hex()):
+                raise ManifestError(
+                    f"the coordinator at {self.coordinator} has other weights for "
+                    f"{pipeline.name}/{shown(name)} than {pipeline.name} names"
+                )
             of_diffusers = library != "transformers"
             (folder / name / (PIPELINE_WEIGHTS if of_diffusers else WEIGHTS)).touch()
             pinned = pinned_name(key, ref)
@@ -229,13 +300,13 @@ class Lookup:
             atexit.unregister(self.close)
 
 
-def _index(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in a pipeline's file. Raises ManifestError."""
+def _object(name: str, data: bytes) -> dict[str, Any]:
+    """Return the JSON object in a file of a pipeline. Raises ManifestError."""
     try:
         check_json(data)
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"the {PIPELINE} is not valid JSON: {error}") from None
+        raise ManifestError(f"the {name} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ManifestError(f"the {PIPELINE} is not a JSON object")
+        raise ManifestError(f"the {name} is not a JSON object")
     return found

@@ -20,7 +20,7 @@ from mx import config
 from mx.api.common import transports
 from mx.engines.transformers import pipelines, sentences
 from mx.engines.transformers.counters import counts, served
-from mx.engines.transformers.loads import Load, begin
+from mx.engines.transformers.loads import LeftToDiskError, Load, begin, has_peers_files
 from mx.engines.transformers.lookup import Lookup, Served
 from mx.errors import ConfigError
 
@@ -70,6 +70,12 @@ class _Patched:
         if self.here.from_disk or name is None:
             return None
         return self.lookup.find(name, revision)
+
+    def resolved(self, name: object, revision: str | None) -> str | None:
+        """Return a revision by which `find` finds the same from now on; None if it finds none."""
+        if self.here.from_disk or name is None:
+            return None
+        return self.lookup.resolved(name, revision)
 
     def why_not(self, name: object, revision: str | None) -> str:
         """Return why `find` returned None."""
@@ -236,6 +242,7 @@ def _install(made: _Patched) -> None:
             continue
         for each in _with_subclasses(auto):
             made.replace_method(each, "from_pretrained", functools.partial(_auto, made))
+    pipelines.when_imported(made, "transformers.pipelines", functools.partial(_pipeline, made))
     pipelines.install(made)
     sentences.install(made)
 
@@ -286,9 +293,8 @@ def _list_repo_templates(made: _Patched, original: Callable[..., Any]) -> Callab
 def _resolve_revision(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resolve_revision(path_or_repo_id: Any, revision: str | None = None, **kwargs: Any) -> Any:
-        if made.find(path_or_repo_id, revision) is not None:
-            return revision
-        return original(path_or_repo_id, revision, **kwargs)
+        found = made.resolved(path_or_repo_id, revision)
+        return original(path_or_repo_id, revision, **kwargs) if found is None else found
 
     return resolve_revision
 
@@ -306,16 +312,42 @@ def _has_file(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A class method that may run code which a configuration names: then it is not a peer's."""
+    """A class method that reads a configuration, and what belongs to it. It may run code which that
+    names: then it is not a peer's."""
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("trust_remote_code"):
-            return original(cls, *args, **kwargs)
-        with made.from_disk("`trust_remote_code` was given, and code never comes from peers"):
-            return original(cls, *args, **kwargs)
+        if kwargs.get("trust_remote_code"):
+            with made.from_disk("`trust_remote_code` was given, and code never comes from peers"):
+                return original(cls, *args, **kwargs)
+        name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        return _of_one_revision(made, name, lambda: original(cls, *args, **kwargs))
 
     return from_pretrained
+
+
+def _of_one_revision(made: _Patched, name: object, call: Callable[[], Any]) -> Any:
+    """Call what takes several files of a model; again, and all from disk, if the weights are."""
+    with made.lookup.one_call() as outermost:
+        try:
+            return call()
+        except LeftToDiskError as error:
+            if not outermost:
+                raise
+            left = error
+    return _from_disk(made, name, call, left.reason, left.__cause__)
+
+
+def _pipeline(made: _Patched, module: Any) -> None:
+    """Replace `transformers.pipeline`, which gives a configuration to the model that it makes."""
+    original = module.pipeline
+
+    @functools.wraps(original)
+    def pipeline(*args: Any, **kwargs: Any) -> Any:
+        name = args[1] if len(args) > 1 else kwargs.get("model")
+        return _of_one_revision(made, name, lambda: original(*args, **kwargs))
+
+    made.replace(module, "pipeline", pipeline)
 
 
 def _with_subclasses(owner: Any) -> set[Any]:
@@ -338,9 +370,10 @@ def _tokenizer(made: _Patched, original: Callable[..., Any]) -> Callable[..., An
         cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
     ) -> Any:
         name = pretrained_model_name_or_path
-        if made.find(name, kwargs.get("revision")) is not None:
-            kwargs["local_files_only"] = True  # all of them are here: nothing to ask the hub
-        return original(cls, name, *args, **kwargs)
+        with made.lookup.one_call():
+            if made.find(name, kwargs.get("revision")) is not None:
+                kwargs["local_files_only"] = True  # all of them are here: nothing to ask the hub
+            return original(cls, name, *args, **kwargs)
 
     return from_pretrained
 
@@ -388,52 +421,58 @@ def _from_pretrained(
         name = pretrained_model_name_or_path
         if made.here.load is not None or made.here.from_disk or name is None:
             return original(cls, name, *args, **kwargs)  # a part of another model
-        found, reason = begin(made.lookup, cls, name, args, kwargs, version)
-        if found is None:
-            with made.from_disk(reason):
-                model = original(cls, name, *args, **kwargs)
-            served(str(name), "disk", reason=reason)
-            return model
-        made.here.load = found
-        bound = functools.partial(original, cls)
-        try:
+        with made.lookup.one_call() as outermost:
+            from_disk = functools.partial(original, cls, name, *args, **kwargs)
+            found, reason = begin(made.lookup, cls, name, args, kwargs, version)
+            # Else the configuration would be the peers', and the weights another's.
+            whole = outermost or kwargs.get("state_dict") is not None
+            if found is None:
+                if not whole and has_peers_files(made.lookup, name, kwargs):
+                    raise LeftToDiskError(reason)
+                return _from_disk(made, name, from_disk, reason)
+            made.here.load = found
+            bound = functools.partial(original, cls)
             try:
-                with found:
-                    return found.run(bound, name, args, kwargs)
-            except Exception:
-                if found.failure is None or found.converted is None:
+                try:
+                    with found:
+                        return found.run(bound, name, args, kwargs)
+                except Exception:
+                    if found.failure is None or found.converted is None:
+                        raise
+                    log.info("%s: what was converted could not be had: %s", name, found.failure)
+                    found = made.here.load = found.unconverted()  # the cache may be gone
+                    with found:
+                        return found.run(bound, name, args, kwargs)
+            except Exception as error:
+                if found.failure is None:
                     raise
-                log.info("%s: what was converted could not be had: %s", name, found.failure)
-                found = made.here.load = found.unconverted()  # the cache may be gone
-                with found:
-                    return found.run(bound, name, args, kwargs)
-        except Exception as error:
-            if found.failure is None:
-                raise
-            log.warning("%s: not from peers: %s", name, found.failure)
-            made.here.load = None
-            return _again(made, original, cls, name, args, kwargs, error, str(found.failure))
-        finally:
-            made.here.load = None
+                reason = str(found.failure)
+                log.warning("%s: not from peers: %s", name, reason)
+                if not whole:
+                    raise LeftToDiskError(reason) from error
+                made.here.load = None
+                return _from_disk(made, name, from_disk, reason, error)
+            finally:
+                made.here.load = None
 
     return from_pretrained
 
 
-def _again(
+def _from_disk(
     made: _Patched,
-    original: Callable[..., Any],
-    cls: Any,
-    name: Any,
-    args: Any,
-    kwargs: Any,
-    error: Exception,
+    name: object,
+    call: Callable[[], Any],
     reason: str,
+    cause: BaseException | None = None,
 ) -> Any:
-    """Load from disk what could not be had from peers."""
+    """Call what loads from disk what can't be had from peers; `cause` is the error that says so, if
+    any."""
     try:
         with made.from_disk(reason):
-            model = original(cls, name, *args, **kwargs)
+            model = call()
     except OSError as missing:
-        raise missing from error
+        if cause is None:
+            raise
+        raise missing from cause
     served(str(name), "disk", reason=reason)
     return model

@@ -16,9 +16,8 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from mx.engines.transformers.counters import served
-from mx.engines.transformers.loads import Load
+from mx.engines.transformers.loads import LeftToDiskError, Load
 from mx.engines.transformers.lookup import Lookup, Served
-from mx.errors import MxError
 
 log = logging.getLogger(__name__)
 
@@ -65,20 +64,34 @@ class Patched(Protocol):
 
 def install(made: Patched) -> None:
     """Patch diffusers now, as far as it is imported, and the rest when it is."""
-    waiting = {module for module, _, _ in _METHODS}
-    for name in sorted(waiting):
-        module = sys.modules.get(name)
-        if module is not None:
-            _replace(made, module)
-            waiting.discard(name)
-    if waiting:
-        finder = Finder(waiting, lambda module: _replace(made, module))
-        sys.meta_path.insert(0, finder)
-        made.when_undone(functools.partial(remove_finder, finder))
+    for name in sorted({module for module, _, _ in _METHODS}):
+        when_imported(made, name, functools.partial(_replace, made))
 
 
-def remove_finder(finder: Finder) -> None:
-    """Have a finder find nothing any more."""
+class Undone(Protocol):
+    """What calls functions when everything is put back."""
+
+    def when_undone(self, undo: Callable[[], None]) -> None: ...
+
+
+def when_imported(made: Undone, name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then` with a module: now, if it is imported, or when it is.
+
+    Args:
+        made: Ends the waiting.
+        name: The module's.
+        then: Called with it.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        then(module)
+        return
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    made.when_undone(functools.partial(_remove, finder))
+
+
+def _remove(finder: _Finder) -> None:
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)
 
@@ -90,22 +103,17 @@ def _replace(made: Patched, module: ModuleType) -> None:
             made.replace_method(vars(module)[owner], method, functools.partial(make, made))
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Calls `imported` with each of some modules once it is imported."""
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `imported` with a module once it is imported."""
 
-    def __init__(self, names: set[str], imported: Callable[[ModuleType], None]) -> None:
-        """
-        Args:
-            names: Of the modules.
-            imported: Called with each.
-        """
-        self._names = names
+    def __init__(self, name: str, imported: Callable[[ModuleType], None]) -> None:
+        self._name = name
         self._imported = imported
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._names:
+        if fullname != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -178,19 +186,22 @@ def _from_pretrained(
         if made.here.loads is not None:
             return original(cls, name, *args, **kwargs)  # a part of a pipeline
         loads = made.here.loads = []
-        failures: list[MxError] = []
+        failures: list[BaseException] = []
         try:
-            found = _found(made, name, kwargs)
-            reason = _why_not(made, name, kwargs) if found is None else ""
-            if found is not None:
-                where = name if by_name else str(found.folder)
-                try:
-                    return original(cls, where, *args, **kwargs)
-                except Exception:
-                    failures = [load.failure for load in loads if load.failure is not None]
-                    if not failures:
-                        raise
-                    reason = str(failures[0])
+            with made.lookup.one_call():
+                found = _found(made, name, kwargs)
+                reason = _why_not(made, name, kwargs) if found is None else ""
+                if found is not None:
+                    where = name if by_name else str(found.folder)
+                    try:
+                        return original(cls, where, *args, **kwargs)
+                    except LeftToDiskError as left:  # of a model of transformers' in it
+                        failures, reason = [left.__cause__ or left], left.reason
+                    except Exception:
+                        failures = [load.failure for load in loads if load.failure is not None]
+                        if not failures:
+                            raise
+                        reason = str(failures[0])
                     log.warning("%s: not from peers: %s", name, reason)
             try:
                 with made.from_disk(reason):

@@ -7,14 +7,13 @@ It asks the hub for them by itself, and without them makes another model of the 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from mx.engines.transformers.lookup import WEIGHTS, Served
-from mx.engines.transformers.pipelines import Finder, remove_finder
+from mx.engines.transformers.pipelines import when_imported
 
 _MODULE = "sentence_transformers.util.file_io"
 #: Suffixes of weights, of which a source has only those in the model's own folder.
@@ -25,18 +24,13 @@ class Patched(Protocol):
     """What `mx.engines.transformers.patched` shares with this."""
 
     def find(self, name: object, revision: str | None) -> Served | None: ...
+    def resolved(self, name: object, revision: str | None) -> str | None: ...
     def when_undone(self, undo: Callable[[], None]) -> None: ...
 
 
 def install(made: Patched) -> None:
     """Patch sentence-transformers, now or when it is imported."""
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        _replace(made, module)
-        return
-    finder = Finder({_MODULE}, functools.partial(_replace, made))
-    sys.meta_path.insert(0, finder)
-    made.when_undone(functools.partial(remove_finder, finder))
+    when_imported(made, _MODULE, functools.partial(_replace, made))
 
 
 def _replace(made: Patched, module: ModuleType) -> None:
@@ -83,9 +77,8 @@ def _folder(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
 def _revision(made: Patched, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def resolve_revision(repo_id: str, revision: str | None = None, **named: Any) -> Any:
-        if made.find(repo_id, revision) is not None:
-            return revision
-        return original(repo_id, revision=revision, **named)
+        found = made.resolved(repo_id, revision)
+        return original(repo_id, revision=revision, **named) if found is None else found
 
     return resolve_revision
 
