@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import ended, python
-from tests.vllm.conftest import bare
+from tests.vllm.conftest import bare, write_checkpoint
 from tests.vllm.hosts import Host, host, killed_in_mid_load, lending, start
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
@@ -55,3 +55,22 @@ def test_processed_state_goes_from_gpu_to_gpu(
     assert after["generated"] == reference["generated"]
     assert b.status()["loads"] == {"ordinary": 1}
     assert "vLLM's ordinary loader takes over" in b.said()
+
+
+def test_tensors_of_the_models_module(
+    hosts: tuple[Host, Host], coordinator: str, place: Path
+) -> None:
+    """The module of the model's class is first imported while a model is built on meta: the
+    ordinary loader, and the processed state, compute with the tensors that it makes."""
+    a, b = hosts
+    folder = write_checkpoint(place / "tensor", seed=21, architectures=["LlamaWithTensor"])
+    reference = a.do("start", str(folder), load_format="auto", gpu=True)
+    start(a, folder, "tensor", gpu=True)
+    status = lending(a)
+    with ended(python(SLOW_REPLICA, "tensor", status["variant"], coordinator)) as source:
+        after = killed_in_mid_load(b, source, folder, "tensor-slow", coordinator, gpu=True)
+    assert b.status()["loads"] == {"ordinary": 1}
+    assert after["generated"] == reference["generated"]
+    two = start(b, bare(folder), "tensor", gpu=True)
+    assert b.status()["loads"] == {"processed": 1}
+    assert two["generated"] == reference["generated"]
