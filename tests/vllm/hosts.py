@@ -47,6 +47,7 @@ class Host:
                     "MX_PEER_COORDINATOR": coordinator,
                     "PYTHONUNBUFFERED": "1",
                     "XDG_STATE_HOME": str(log.parent / "state"),
+                    "MX_PEER_NAME_KEY": mx.config.load().name_key,  # the test's own user's
                     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # answers are on the other one
                     **environment,
                 },
