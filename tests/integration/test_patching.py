@@ -122,6 +122,18 @@ def test_notes_have_a_reason(
     assert "code never comes from peers" in "".join(getattr(caught.value, "__notes__", []))
 
 
+def test_a_note_where_files_are_found_and_weights_are_not(
+    settings: config.Settings, tmp_path: Path
+) -> None:
+    """transformers itself raises then, and not the function that looks for its files."""
+    transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    patch(coordinator=NOWHERE, settings=settings)
+    with pytest.raises(OSError) as caught:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, variant="fp16")
+    notes = getattr(caught.value, "__notes__", [])
+    assert len(notes) == 1 and "`variant` names other files" in notes[0]
+
+
 def test_a_part_on_disk_is_left_to_transformers(settings: config.Settings) -> None:
     """accelerate reads it from the checkpoint's file again, whenever it is needed."""
     lookup = Lookup(settings, NOWHERE)

@@ -52,8 +52,8 @@ def undone_unless_kept(package: str, *owners: object) -> Iterator[Callable[[], N
 
 
 def _random() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_devices
+    cuda: Any = torch.cuda  # its functions have no types
+    return torch.get_rng_state(), cuda.get_rng_state_all() if cuda.is_initialized() else []
 
 
 def _set_random(on_host: torch.Tensor, on_devices: list[torch.Tensor]) -> None:

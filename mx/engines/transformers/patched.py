@@ -21,7 +21,7 @@ from mx.api.common import transports
 from mx.engines.transformers import pipelines, sentences
 from mx.engines.transformers.counters import counts, served
 from mx.engines.transformers.loads import Load, begin
-from mx.engines.transformers.lookup import Lookup, Served
+from mx.engines.transformers.lookup import Lookup, Served, say_why_not
 from mx.errors import ConfigError
 
 __all__ = ["counts", "patch", "unpatch"]
@@ -259,7 +259,7 @@ def _cached_files(made: _Patched, original: Callable[..., Any]) -> Callable[...,
             try:
                 return original(path_or_repo_id, filenames, *args, **kwargs)
             except OSError as error:
-                error.add_note(f"{path_or_repo_id} did not come from peers either: {why}")
+                say_why_not(error, path_or_repo_id, why)
                 raise
         return original(found.folder, filenames, **kwargs)
 
@@ -390,10 +390,7 @@ def _from_pretrained(
             return original(cls, name, *args, **kwargs)  # a part of another model
         found, reason = begin(made.lookup, cls, name, args, kwargs, version)
         if found is None:
-            with made.from_disk(reason):
-                model = original(cls, name, *args, **kwargs)
-            served(str(name), "disk", reason=reason)
-            return model
+            return _of_disk(made, original, cls, name, args, kwargs, reason)
         made.here.load = found
         bound = functools.partial(original, cls)
         try:
@@ -412,28 +409,31 @@ def _from_pretrained(
                 raise
             log.warning("%s: not from peers: %s", name, found.failure)
             made.here.load = None
-            return _again(made, original, cls, name, args, kwargs, error, str(found.failure))
+            try:
+                return _of_disk(made, original, cls, name, args, kwargs, str(found.failure))
+            except OSError as missing:
+                raise missing from error
         finally:
             made.here.load = None
 
     return from_pretrained
 
 
-def _again(
+def _of_disk(
     made: _Patched,
     original: Callable[..., Any],
     cls: Any,
     name: Any,
     args: Any,
     kwargs: Any,
-    error: Exception,
     reason: str,
 ) -> Any:
-    """Load from disk what could not be had from peers."""
+    """Load from disk what can't be had from peers."""
     try:
         with made.from_disk(reason):
             model = original(cls, name, *args, **kwargs)
     except OSError as missing:
-        raise missing from error
+        say_why_not(missing, name, reason)
+        raise
     served(str(name), "disk", reason=reason)
     return model
