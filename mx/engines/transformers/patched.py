@@ -46,10 +46,21 @@ _lock = threading.RLock()
 _patched: _Patched | None = None
 
 
+class _Left(BaseException):
+    """A model's weights are left to transformers, but its configuration came from peers. Only
+    `_Patched.whole` raises it, and catches it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+
 class _Here(threading.local):
     """What this thread loads."""
 
     def __init__(self) -> None:
+        #: The models whose files came from peers, in a call of which all has to be of one source.
+        self.taken: set[str] | None = None
         self.load: Load | None = None
         #: The weights that were opened for a pipeline or a model of diffusers.
         self.loads: list[Load] | None = None
@@ -69,7 +80,10 @@ class _Patched:
         """Return the served model that a name means at the moment, on this thread."""
         if self.here.from_disk or name is None:
             return None
-        return self.lookup.find(name, revision)
+        found = self.lookup.find(name, revision)
+        if found is not None and self.here.taken is not None:
+            self.here.taken.add(str(name))
+        return found
 
     def why_not(self, name: object, revision: str | None) -> str:
         """Return why `find` returned None."""
@@ -87,6 +101,38 @@ class _Patched:
             yield
         finally:
             self.here.from_disk = before
+
+    def whole(self, load: Callable[[], Any], *, code: object = False) -> Any:
+        """Load something whose files and weights have to be of one source: where the weights turn
+        out to be left to transformers, all of it is loaded again, and nothing comes from peers.
+
+        Args:
+            load: Loads it.
+            code: Whether it may run code that a file names: then none of it is a peer's.
+
+        Returns:
+            What `load` returns.
+        """
+        if code:
+            with self.from_disk("`trust_remote_code` was given, and code never comes from peers"):
+                return load()
+        if self.here.taken is not None or self.here.from_disk:
+            return load()  # a part of another one
+        self.here.taken = set()
+        try:
+            return load()
+        except _Left as error:
+            left = error
+        finally:
+            self.here.taken = None
+        try:
+            with self.from_disk(left.reason):
+                found = load()
+        except OSError as missing:
+            say_why_not(missing, left.name, left.reason)
+            raise missing from left.__cause__
+        served(left.name, "disk", reason=left.reason)
+        return found
 
     # -- replacing --------------------------------------------------------------------------------
 
@@ -306,14 +352,12 @@ def _has_file(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _auto(made: _Patched, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A class method that may run code which a configuration names: then it is not a peer's."""
+    """A class method that reads the configuration, may run code that it names, and then loads."""
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("trust_remote_code"):
-            return original(cls, *args, **kwargs)
-        with made.from_disk("`trust_remote_code` was given, and code never comes from peers"):
-            return original(cls, *args, **kwargs)
+        load = functools.partial(original, cls, *args, **kwargs)
+        return made.whole(load, code=kwargs.get("trust_remote_code"))
 
     return from_pretrained
 
@@ -411,8 +455,8 @@ def _from_pretrained(
             made.here.load = None
             try:
                 return _of_disk(made, original, cls, name, args, kwargs, str(found.failure))
-            except OSError as missing:
-                raise missing from error
+            except (OSError, _Left) as left:
+                raise left from error
         finally:
             made.here.load = None
 
@@ -429,6 +473,8 @@ def _of_disk(
     reason: str,
 ) -> Any:
     """Load from disk what can't be had from peers."""
+    if str(name) in (made.here.taken or ()):
+        raise _Left(str(name), reason)  # with its configuration
     try:
         with made.from_disk(reason):
             model = original(cls, name, *args, **kwargs)
