@@ -21,6 +21,17 @@ source = mx.serve(sys.argv[1], model=sys.argv[2], coordinator=sys.argv[3], max_b
 source.wait()
 """
 
+#: Lends the tensors of a model that it pulled, slowly.
+SLOW_REPLICA = """
+import sys, mx
+name, variant, coordinator = sys.argv[1:]
+pull = mx.pull(name, variant=variant, coordinator=coordinator)
+tensors = {key: tensor.clone() for key, tensor in pull.state_dict().items()}
+source = mx.serve(tensors, model=name + "-slow", variant=variant, coordinator=coordinator,
+                  max_bandwidth="1MB/s")
+source.wait()
+"""
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -12,20 +12,16 @@ import pytest
 
 from tests.support.daemon import ended, python
 from tests.vllm.conftest import bare, write_checkpoint
-from tests.vllm.hosts import Host, host, killed_in_mid_load, lending, start
+from tests.vllm.hosts import (
+    SLOW_REPLICA,
+    Host,
+    host,
+    killed_in_mid_load,
+    lending,
+    start,
+)
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.integration]
-
-#: Lends the tensors of a model that it pulled, slowly.
-SLOW_REPLICA = """
-import sys, mx
-name, variant, coordinator = sys.argv[1:]
-pull = mx.pull(name, variant=variant, coordinator=coordinator)
-tensors = {key: tensor.clone() for key, tensor in pull.state_dict().items()}
-source = mx.serve(tensors, model=name + "-slow", variant=variant, coordinator=coordinator,
-                  max_bandwidth="1MB/s")
-source.wait()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +70,15 @@ def test_tensors_of_the_models_module(
     two = start(b, bare(folder), "tensor", gpu=True)
     assert b.status()["loads"] == {"processed": 1}
     assert two["generated"] == reference["generated"]
+
+
+def test_a_version_that_lacks_what_a_lender_asks_for(
+    hosts: tuple[Host, Host], checkpoint: Path
+) -> None:
+    """The engine starts as ever, and the state is lent that can be."""
+    b = hosts[1]
+    b.do("lack")
+    start(b, checkpoint, "lack", gpu=True)
+    status = lending(b)
+    assert (status["loads"], status["lending"]) == ({"ordinary": 1}, "lending")
+    assert "state=loaded" in status["variant"]

@@ -176,8 +176,13 @@ class MxPeerLoader(DefaultModelLoader):  # type: ignore[misc]
         if run is None:
             super().load_weights(model, model_config)
             return
-        if run.lends == PROCESSED and LOADED in run.keys and processed.unsupported(model):
-            run.lends = LOADED
+        if run.lends == PROCESSED and LOADED in run.keys:
+            try:
+                why = processed.unsupported(model)
+            except Exception as error:  # noqa: BLE001 - of a version that is not known
+                why = str(error)
+            if why:
+                run.lends = LOADED
         if run.choice.state:
             loaded = False
             try:
