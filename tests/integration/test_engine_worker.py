@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -184,6 +185,15 @@ def test_a_change_in_a_change_lends_nothing_before_the_outer_one_ends(
     assert not listed(lender, coordinator)
     worker.finish_weight_update()
     assert (lender.state, listed(lender, coordinator)) == ("lending", ["main.3"])
+
+
+def test_a_copy_of_the_model_is_filled_itself(lent: tuple[Worker, Lender]) -> None:
+    worker, lender = lent
+    before = worker.model.first.weight.detach().clone()
+    other = copy.deepcopy(worker.model)
+    other.load_weights(filled(5.0))
+    assert bool((other.first.weight == 5).all())
+    assert torch.equal(worker.model.first.weight, before) and lender.state == "lending"
 
 
 def test_a_model_that_is_loaded_anew_ends_what_the_first_one_lends(

@@ -12,6 +12,7 @@ import functools
 import logging
 import threading
 import time
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -434,10 +435,14 @@ def _watch_load_weights(model: Any, lender: Lender) -> None:
     original = getattr(model, "load_weights", None)
     if original is None:
         return
+    function = getattr(original, "__func__", None)
 
     @functools.wraps(original)
-    def load_weights(*arguments: Any, **named: Any) -> Any:
-        lender.written("the model's `load_weights` was called")
+    def load_weights(itself: Any, *arguments: Any, **named: Any) -> Any:
+        if itself is model:
+            lender.written("the model's `load_weights` was called")
+        elif function is not None:  # a copy, with weights of its own
+            return function(itself, *arguments, **named)
         return original(*arguments, **named)
 
-    model.load_weights = load_weights
+    model.load_weights = types.MethodType(load_weights, model)  # of a copy it is the copy's
